@@ -1,0 +1,92 @@
+"""The one exception family of wellposed.
+
+Every message says what failed, where (dotted module path or ``file:line``), what was received, what was expected
+and what to do next; all offenders of one call are in one message.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+MAX_LISTED = 10
+
+
+class WellposedError(Exception):
+    """Base of every error wellposed raises on purpose."""
+
+
+class RoleNotFoundError(WellposedError, ValueError):
+    """No weight of the model plays the role (query, key, feed-forward, ...) that was asked for."""
+
+
+class ShapeError(WellposedError, ValueError):
+    """A tensor or a size does not fit: wrong rank, width not divisible by heads, sequence too long."""
+
+
+class NotLipschitzError(WellposedError, ValueError):
+    """The map has no global Lipschitz constant, so the certificate asked for does not exist."""
+
+
+class NotContractiveError(WellposedError, ValueError):
+    """No bound below 1 is known for the block, so its residual cannot be inverted by a fixed point."""
+
+
+class ConvergenceError(WellposedError, RuntimeError):
+    """An iteration ended, or a loss became non-finite, before reaching what was asked."""
+
+
+class DataError(WellposedError, ValueError):
+    """A data file or row is malformed; the message holds ``file:line``."""
+
+
+class ConfigError(WellposedError, ValueError):
+    """A configuration value, name or combination is not usable."""
+
+
+class CheckpointError(WellposedError, RuntimeError):
+    """A checkpoint is incomplete, damaged, or belongs to another configuration."""
+
+
+def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """Return the ``count`` known names nearest to ``name``, nearest first.
+
+    >>> nearest_names("post_nl", ["post_ln", "pre_ln", "rezero", "oc1"])
+    ['post_ln', 'pre_ln', 'oc1']
+    """
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Build the error for a name that is not registered; the nearest three are listed.
+
+    >>> str(unknown_name("variant", "post_nl", ["post_ln", "pre_ln", "rezero", "oc1"]))
+    "unknown variant 'post_nl'; nearest: post_ln, pre_ln, oc1"
+    """
+    known = list(known)
+    hint = f"nearest: {', '.join(nearest_names(name, known))}" if known else f"no {kind} is registered"
+    return ConfigError(f"unknown {kind} {name!r}; {hint}")
+
+
+def listed(offenders: Sequence[str]) -> str:
+    """Join offenders one to a line: the first ten, then a count of the rest.
+
+    >>> print(listed(["a: bad", "b: bad"]))
+      a: bad
+      b: bad
+    """
+    lines = [f"  {offender}" for offender in offenders[:MAX_LISTED]]
+    if len(offenders) > MAX_LISTED:
+        lines.append(f"  ... and {len(offenders) - MAX_LISTED} more")
+    return "\n".join(lines)
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
+    """Build the error for an optional dependency that is not installed.
+
+    >>> str(missing_extra("jinja2", "report", "HTML reports"))
+    "HTML reports need the package 'jinja2', which is not installed; run: pip install 'wellposed[report]'"
+    """
+    return ConfigError(
+        f"{purpose} need the package {package!r}, which is not installed; run: pip install 'wellposed[{extra}]'"
+    )

@@ -1,0 +1,58 @@
+"""Names to objects, with errors that help: the one registration mechanism of the house."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from wellposed.errors import ConfigError, unknown_name
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A table from names to objects of one kind; an unknown name is a `ConfigError` that lists the nearest three.
+
+    A new attention, family, task or variant is one new file and one ``register`` line.
+
+    >>> shapes = Registry[type]("shape")
+    >>> @shapes.register("circle")
+    ... class Circle: ...
+    >>> shapes.get("circle") is Circle
+    True
+    >>> shapes.get("circel")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: unknown shape 'circel'; nearest: circle
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that stores its argument under ``name``; a name is taken once."""
+
+        def store(entry: T) -> T:
+            if name in self._entries:
+                raise ConfigError(f"{self.kind} {name!r} is registered twice: {self._entries[name]!r} and {entry!r}")
+            self._entries[name] = entry
+            return entry
+
+        return store
+
+    def get(self, name: str) -> T:
+        """Return the object registered as ``name``, or raise `ConfigError` naming the nearest three."""
+        if name not in self._entries:
+            raise unknown_name(self.kind, name, self._entries)
+        return self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        """Return every registered name in the order of registration."""
+        return tuple(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)

@@ -1,0 +1,250 @@
+"""The frozen configuration of a run; free of torch, so that the command line can describe it without importing torch.
+
+A run is identified by one `RunConfig`: which task with which options, which model, which penalty and how it is trained.
+A variant is a function from one `RunConfig` to another. Descriptions under the fields are the command line's help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from wellposed.errors import ConfigError, listed, nearest_names
+
+SCHEMA_VERSION = 1
+
+Schedule = Literal["constant", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
+Scalar = str | int | float | bool | None
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
+
+    architecture: str = "wellposed"
+    """Registered architecture."""
+    hidden_size: int = 128
+    """Width D of a token."""
+    num_hidden_layers: int = 2
+    """Number of blocks."""
+    num_attention_heads: int = 4
+    """Number of heads; must divide hidden_size."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layer; 4 x hidden_size where not given."""
+    activation: Literal["relu", "gelu"] = "gelu"
+    """Feed-forward nonlinearity."""
+    attention: str = "dot_product"
+    """Registered attention."""
+    norm: Literal["pre", "post", "none"] = "post"
+    """Where LayerNorm stands."""
+    residual: str = "plain"
+    """Registered residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head."""
+    position: Literal["learned", "sinusoidal"] = "learned"
+    """Position code."""
+    tie_word_embeddings: bool = True
+    """Share the token embedding with the output layer of a language model."""
+    dropout: float = 0.0
+    """Dropout on embeddings and sublayer outputs."""
+    attention_dropout: float = 0.0
+    """Dropout on attention weights."""
+    init: str = "xavier"
+    """Initial weights."""
+    pooling: Literal["mean", "first", "max"] = "mean"
+    """How a classifier pools tokens."""
+
+
+@dataclass(frozen=True)
+class PenaltyOptions:
+    """Keywords of `wellposed.OrthogonalityPenalty`; all zero means no penalty."""
+
+    affinity: float = 0.0
+    """Strength of |A^T A - I|_F^2 on attention affinities."""
+    attention: float = 0.0
+    """Strength on query, key, value and output weights."""
+    feedforward: float = 0.0
+    """Strength on feed-forward weights."""
+    query: float = 0.0
+    """Strength on query weights alone."""
+    key: float = 0.0
+    """Strength on key weights alone."""
+    value: float = 0.0
+    """Strength on value weights alone."""
+    embedding: float = 0.0
+    """Strength on token embeddings."""
+    form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
+    """Which distance to orthogonality."""
+    attention_mode: Literal["joint", "separate"] = "joint"
+    """One Gram matrix for the four attention weights together, or one each."""
+    estimator: Literal["exact", "probes"] = "exact"
+    """How the affinity penalty is computed."""
+    every: int = 1
+    """Apply on every k-th step, scaled by k."""
+
+    @property
+    def active(self) -> bool:
+        """Whether any strength is non-zero."""
+        return any((self.affinity, self.attention, self.feedforward, self.query, self.key, self.value, self.embedding))
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a model is trained."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 32
+    """Sequences in one micro-batch."""
+    gradient_accumulation: int = 1
+    """Micro-batches in one optimizer step."""
+    learning_rate: float = 1e-3
+    """Peak learning rate (the schedule kim2021 uses gamma instead)."""
+    schedule: Schedule = "cosine"
+    """Learning-rate schedule."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up (constant, cosine), w of kim2021, or of inverse_sqrt_warmup."""
+    decay_steps: int = 4000
+    """D of inverse_sqrt: lr sqrt(D / (D + n))."""
+    gamma: float = 1.0
+    """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
+    weight_decay: float = 0.01
+    """AdamW weight decay on matrices; biases, norms and scalars have none."""
+    adam_beta1: float = 0.9
+    """AdamW beta 1."""
+    adam_beta2: float = 0.98
+    """AdamW beta 2."""
+    adam_epsilon: float = 1e-9
+    """AdamW epsilon."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping by global norm; 0 switches it off."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the training loss."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs the forward pass under autocast."""
+    eval_every: int = 200
+    """Steps between evaluations on the validation split; the last step is always evaluated."""
+    eval_batches: int | None = None
+    """At most this many validation batches; all where not given."""
+    patience: int | None = None
+    """Stop after this many evaluations without a better validation result; never where not given."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 1
+    """How many latest checkpoints stay (the best one always stays)."""
+    log_every: int = 10
+    """Steps between rows of metrics.jsonl."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that identifies a run; written to ``config.toml`` before step 1."""
+
+    task: str
+    """Registered task."""
+    task_options: Mapping[str, Scalar] = field(default_factory=dict)
+    """Options of the task, by field name of its options class."""
+    variant: str = "post_ln"
+    """Name the run carries in reports."""
+    model: ModelOptions = ModelOptions()
+    penalty: PenaltyOptions = PenaltyOptions()
+    train: TrainOptions = TrainOptions()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
+        return {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+        """Build from nested plain values; every unknown key and wrong type is named at once.
+
+        Raises:
+            ConfigError: an unknown key (with the nearest three), a value of the wrong type, another schema version.
+        """
+        values = dict(values)
+        version = values.pop("schema_version", SCHEMA_VERSION)
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
+                "write the file again with `wellposed train TASK --print-config`"
+            )
+        problems: list[str] = []
+        nested = {"model": ModelOptions, "penalty": PenaltyOptions, "train": TrainOptions}
+        for name, options in nested.items():
+            if name in values:
+                values[name] = _build(options, values[name], f"{where}: [{name}]", problems)
+        run = _build(cls, values, where, problems, plain=frozenset(nested) | {"task_options"})
+        if run is None or problems:
+            raise ConfigError("the configuration cannot be used:\n" + listed(problems))
+        return run
+
+
+def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
+    """Return one line ``section.field: old -> new`` per field in which two runs differ."""
+    before, after = _flatten(old.to_dict()), _flatten(new.to_dict())
+    return [
+        f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _without_none(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _without_none(value) for key, value in values.items() if value is not None}
+    return values
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _build(
+    cls: type[C], values: Mapping[str, Any], where: str, problems: list[str], plain: frozenset[str] = frozenset()
+) -> C | None:
+    if not isinstance(values, Mapping):
+        problems.append(f"{where}: expected a table of options, received {values!r}")
+        return None
+    hints = get_type_hints(cls)
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    before = len(problems)
+    for key, value in values.items():
+        if key not in known:
+            problems.append(f"{where}: unknown key {key!r}; nearest: {', '.join(nearest_names(key, known))}")
+        elif key not in plain and not _fits(value, hints[key]):
+            problems.append(f"{where}: {key} = {value!r}, expected {_describe(hints[key])}")
+    required = [item.name for item in fields(cls) if _is_required(item) and item.name not in values]  # type: ignore[arg-type]
+    problems.extend(f"{where}: {name} is missing" for name in required)
+    return cls(**values) if len(problems) == before else None
+
+
+def _is_required(item: dataclasses.Field[Any]) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    options = getattr(hint, "__args__", None)
+    if options and all(not isinstance(option, type) for option in options):
+        return value in options
+    kinds = options or (hint,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+
+
+def _describe(hint: Any) -> str:
+    options = getattr(hint, "__args__", None)
+    if options and all(not isinstance(option, type) for option in options):
+        return "one of " + ", ".join(map(repr, options))
+    return getattr(hint, "__name__", None) or str(hint)
