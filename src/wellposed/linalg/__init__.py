@@ -1,0 +1,17 @@
+from wellposed.linalg._brackets import MASK_KINDS as MASK_KINDS
+from wellposed.linalg._brackets import NORMS as NORMS
+from wellposed.linalg._brackets import L2Constants as L2Constants
+from wellposed.linalg._brackets import MaskKind as MaskKind
+from wellposed.linalg._brackets import Norm as Norm
+from wellposed.linalg._brackets import check_norm as check_norm
+from wellposed.linalg._brackets import kim_bracket as kim_bracket
+from wellposed.linalg._brackets import l2_bracket as l2_bracket
+from wellposed.linalg._brackets import l2_constants as l2_constants
+from wellposed.linalg._brackets import l2_constants_alibi as l2_constants_alibi
+from wellposed.linalg._brackets import l2_constants_from_weights as l2_constants_from_weights
+from wellposed.linalg._brackets import phi_inverse as phi_inverse
+from wellposed.linalg._norms import SpectralMethod as SpectralMethod
+from wellposed.linalg._norms import certified_spectral_norm as certified_spectral_norm
+from wellposed.linalg._norms import gram_iteration_norm as gram_iteration_norm
+from wellposed.linalg._norms import infinity_norm as infinity_norm
+from wellposed.linalg._norms import interpolation_norm as interpolation_norm

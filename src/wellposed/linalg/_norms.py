@@ -1,0 +1,167 @@
+"""Operator norms from above: every number here is at least the true norm, rounding included.
+
+Power iteration is nowhere in this file: it approaches the norm from below, so it cannot certify.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from wellposed.errors import NotLipschitzError, ShapeError, unknown_name
+
+SpectralMethod = Literal["svd", "gram", "interpolation"]
+# Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value, with room to spare.
+SVD_MARGIN = 1e-6
+
+
+def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
+    """Return an upper bound of ``|W|_2``, the largest singular value, for every matrix of a batch.
+
+    Certified for the weights as stored (any dtype), rounding of this computation included.
+    ``"svd"``: largest singular value in float64 (a direct eigensolver on the small Gram matrix) times ``1 + 1e-6``, for
+    certificates. ``"gram"``: `gram_iteration_norm`, differentiable, for training. ``"interpolation"``:
+    ``sqrt(|W|_1 |W|_inf)``, O(mn).
+
+    Args:
+        weight: ``(..., m, n)`` real, finite.
+        method: see above.
+
+    Returns:
+        ``(...)`` upper bounds; float64 for ``"svd"``, else the computing dtype (at least float32).
+
+    Raises:
+        ShapeError: fewer than two dimensions.
+        NotLipschitzError: the weight holds NaN or infinity.
+
+    Cost: svd O(m n min(m, n)) in float64. Not for use inside a compiled training step: there take ``"gram"``.
+
+    >>> W = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    >>> bool(4 <= certified_spectral_norm(W) < 4.0001)
+    True
+    """
+    if method == "svd":
+        return _svd_norm(weight)
+    if method == "gram":
+        return gram_iteration_norm(weight)
+    if method == "interpolation":
+        return interpolation_norm(weight)
+    raise unknown_name("spectral norm method", str(method), ("svd", "gram", "interpolation"))
+
+
+def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
+    """Return ``b >= |W|_2`` with ``b <= |W|_2 rank^(1/2^(iterations+1))`` up to rounding, by Gram iteration.
+
+    Certified, rounding included, and differentiable. ``G_0 = W``, ``G_(k+1) = G_k^T G_k`` (rescaled), and
+    ``|W|_2 <= |G_k|_F^(1/2^k)`` (Delattre, Barthelemy, Araujo, Allauzen, 2023, Theorem 1). Rounding is carried
+    backwards: ``|A|_2^2 <= |fl(A^T A)|_2 + gamma |A|_F^2`` at each step.
+
+    Args:
+        weight: ``(..., m, n)`` real, finite. Half precision is computed in float32, other dtypes in their own.
+        iterations: Gram products; 8 give a bound within 1.3 % at rank 512, to which float32 adds up to 6 % of rounding
+            allowance (orthogonal 512 x 512) and float64 nothing visible.
+
+    Returns:
+        ``(...)`` upper bounds in the computing dtype.
+
+    Raises:
+        ShapeError: fewer than two dimensions.
+        NotLipschitzError: the weight holds NaN or infinity.
+
+    Cost: one m n min(m,n) product, then ``iterations - 1`` of min(m,n)^3. When the gradient is not needed and the
+    tightest value is, use ``certified_spectral_norm(W, method="svd")``.
+
+    >>> W = torch.diag(torch.tensor([3.0, 4.0]))
+    >>> bool(4 <= gram_iteration_norm(W) < 4.02)
+    True
+    """
+    matrix = _wide_enough(weight)
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-2])
+    if matrix.shape[-2] < matrix.shape[-1]:
+        matrix = matrix.mT
+    eps = torch.finfo(matrix.dtype).eps
+    tiny = torch.finfo(matrix.dtype).tiny
+    # The outer scale is a constant for autograd: the bound is homogeneous, so its gradient is unchanged.
+    outer = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    matrix = matrix / outer
+    scales: list[Tensor] = []
+    gammas: list[float] = []
+    for _ in range(iterations):
+        norm = _frobenius(matrix)
+        scales.append(norm)
+        gammas.append(2 * (matrix.shape[-2] + 4) * eps)
+        unit = matrix / norm
+        matrix = unit.mT @ unit
+    bound = _frobenius(matrix)
+    for norm, gamma in zip(reversed(scales), reversed(gammas), strict=True):
+        bound = norm * torch.sqrt(bound + gamma)
+    return (bound * outer * (1 + 64 * eps))[..., 0, 0]
+
+
+def interpolation_norm(weight: Tensor) -> Tensor:
+    """Return ``sqrt(|W|_1 |W|_inf) >= |W|_2``: certified, differentiable, O(mn), usually loose by a small factor.
+
+    >>> float(interpolation_norm(torch.eye(3)))  # doctest: +ELLIPSIS
+    1.0000...
+    """
+    matrix = _wide_enough(weight)
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-2])
+    magnitude = matrix.abs()
+    margin = 1 + (max(matrix.shape[-2:]) + 4) * torch.finfo(matrix.dtype).eps
+    return (magnitude.sum(-1).amax(-1) * magnitude.sum(-2).amax(-1)).sqrt() * margin
+
+
+def infinity_norm(weight: Tensor) -> Tensor:
+    """Return ``|W|_inf = max_i sum_j |W_ij|``, the inf-norm of ``x -> W x`` (for `nn.Linear`, of its ``weight``).
+
+    Exact up to float64 rounding, which is added. ``(..., m, n) -> (...)``, float64 for float64 or detached input of any
+    dtype. Differentiable.
+
+    >>> float(infinity_norm(torch.tensor([[1.0, -2.0], [0.5, 0.5]])))  # doctest: +ELLIPSIS
+    3.0000...
+    """
+    matrix = _wide_enough(weight, dtype=torch.float64)
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-2])
+    return matrix.abs().sum(-1).amax(-1) * (1 + (matrix.shape[-1] + 4) * torch.finfo(torch.float64).eps)
+
+
+def _svd_norm(weight: Tensor) -> Tensor:
+    matrix = _wide_enough(weight, dtype=torch.float64)
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-2])
+    outer = matrix.detach().abs().amax((-2, -1), keepdim=True)
+    outer = torch.where(outer > 0, outer, 1.0)
+    matrix = matrix / outer
+    gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
+    # Squaring halves the digits of small singular values only; the largest keeps its relative accuracy.
+    largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()
+    return largest * outer[..., 0, 0] * (1 + SVD_MARGIN)
+
+
+def _frobenius(matrix: Tensor) -> Tensor:
+    """Frobenius norm, kept above zero so that a zero matrix divides and differentiates cleanly, rounding added."""
+    count = matrix.shape[-2] * matrix.shape[-1]
+    info = torch.finfo(matrix.dtype)
+    margin = 1 + 2 * (math.sqrt(count) + 8) * info.eps
+    return (matrix.square().sum((-2, -1), keepdim=True) + info.tiny).sqrt() * margin
+
+
+def _wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Check the weight and return it in the computing dtype (never below float32)."""
+    if weight.ndim < 2:
+        raise ShapeError(f"spectral norm: expected a matrix (..., m, n), received shape {tuple(weight.shape)}")
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise NotLipschitzError(
+            f"spectral norm: {bad} of {weight.numel()} entries of a {tuple(weight.shape)} weight are NaN or infinite, "
+            "so the map has no Lipschitz constant; look for the step at which training diverged"
+        )
+    if dtype is None:
+        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+    return weight.to(dtype)
