@@ -1,0 +1,78 @@
+"""The ``wellposed`` command: one file per sub-command, none of which imports torch before its arguments are parsed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import wellposed
+from wellposed.errors import ConfigError, WellposedError, unknown_name
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+COMMANDS: dict[str, str] = {
+    "train": "train one model on a task",
+    "compare": "train variants on the same batches and report the differences with their uncertainty",
+    "report": "write one offline HTML page about finished runs",
+    "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
+    "predict": "continue a text or label lines with a trained model",
+    "doctor": "check this installation: versions, devices, a self-test of a few seconds",
+}
+"""Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except (WellposedError, OSError) as error:
+        if debug:
+            raise
+        print(f"wellposed: {_describe(error)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in {"-h", "--help", "help"}:
+        print(usage())
+        return EXIT_OK if words else EXIT_USAGE
+    if words[0] in {"-V", "--version"}:
+        print(f"wellposed {wellposed.__version__}")
+        return EXIT_OK
+    if words[0] not in COMMANDS:
+        raise unknown_name("command", words[0], COMMANDS)
+    command = importlib.import_module(f"wellposed.cli._{words[0]}")
+    return command.run(words[1:])
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'system'}: {error.strerror}"
+    return str(error)
+
+
+def usage() -> str:
+    """Return the text of ``wellposed --help``."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: wellposed COMMAND [OPTIONS]\n\n"
+        "Well-posed Transformers: train, compare, measure and certify them beside the plain baseline.\n\n"
+        f"{rows}\n\n"
+        "`wellposed COMMAND --help` describes a command; --debug shows tracebacks; --version prints the version.\n"
+        "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
+    )

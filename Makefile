@@ -1,0 +1,38 @@
+# The commands of this project. `make demo` and `make test` do all their own set-up: Python 3.11 and make are enough.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+WORKERS ?= 2
+
+.PHONY: demo test check clean
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Two stamps, so that the demo does not wait for linters.
+$(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[train,report]'
+	touch $@
+
+$(VENV)/.installed-develop: $(VENV)/.installed-run
+	$(PIP) --editable '.[test,lint,docs,sweep]'
+	touch $@
+
+demo: $(VENV)/.installed-run
+	$(BIN)/python examples/demo.py --out runs/demo
+
+test: $(VENV)/.installed-develop
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+check: $(VENV)/.installed-develop
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/zensical build --clean --strict
+
+clean:
+	rm -rf $(VENV) runs site build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,48 @@
+"""The main job in a few minutes: four Transformers side by side on short ListOps and on English prose.
+
+Everything it does, a user can type: it runs the three commands it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from wellposed.cli import main as wellposed
+
+VARIANTS = "post_ln,pre_ln,rezero,oc3:1e-4"
+LISTOPS = (
+    "compare listops --max-depth 3 --max-args 4 --min-length 5 --max-length 40 --train-size 8000 "
+    f"--variants {VARIANTS} --steps 400 --batch-size 32 --learning-rate 1e-3 --warmup-steps 50 --eval-every 100 "
+    "--checkpoint-every 200 --model.hidden-size 64 --resume auto"
+)
+CHAR_LM = (
+    f"compare char_lm --seq-len 128 --limit-chars 400000 --variants {VARIANTS} --steps 250 --batch-size 16 "
+    "--learning-rate 2e-3 --warmup-steps 50 --eval-every 125 --checkpoint-every 125 --model.hidden-size 96 --resume auto"
+)
+
+
+def main() -> int:
+    """Run the comparison on both tasks and write one report about them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the runs and the report")
+    out = parser.parse_args().out
+    began = time.perf_counter()
+    for command in (
+        f"{LISTOPS} --out {out / 'listops'}",
+        f"{CHAR_LM} --out {out / 'char_lm'}",
+        f"report {out / 'listops'} {out / 'char_lm'} --out {out / 'report.html'}",
+    ):
+        print(f"\n$ wellposed {command}", flush=True)
+        status = wellposed(shlex.split(command))
+        if status:
+            return status
+    print(f"\ndone in {time.perf_counter() - began:.0f} s; open {out / 'report.html'} in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Turning words into a `RunConfig`: what `train` and `compare` share.
+
+The order of precedence, lowest first: defaults, ``--preset``, ``--config``, the variant (``train`` only), options given on
+the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from wellposed.errors import ConfigError, DataError, unknown_name
+from wellposed.tasks import TASKS
+from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig, TrainOptions
+
+Flat = tyro.conf.arg(name="")
+
+
+@dataclass(frozen=True)
+class FileArguments:
+    """Where a configuration comes from."""
+
+    config: Path | None = None
+    """Read this config.toml (as a run folder holds) before the other options."""
+    preset: str | None = None
+    """Start from a named configuration."""
+    print_config: bool = False
+    """Print the resolved configuration as TOML and stop."""
+
+
+def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take the task name, the first word that is not an option, from the words of ``train`` or ``compare``."""
+    if not words or words[0] in {"-h", "--help"}:
+        return None, list(words)
+    if words[0].startswith("-"):
+        raise ConfigError(f"wellposed {command}: expected a task first, received {words[0]!r}; tasks: {_task_names()}")
+    if words[0] not in TASKS:
+        raise unknown_name("task", words[0], TASKS.names())
+    return words[0], list(words[1:])
+
+
+def task_usage(command: str) -> str:
+    """Return the help of a command whose task has not been named yet."""
+    width = max(map(len, TASKS.names()))
+    rows = "\n".join(f"  {name:<{width}}  {TASKS.get(name).summary}" for name in TASKS)
+    return f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n`wellposed {command} TASK --help` lists the options."
+
+
+def base_config(task: str, words: Sequence[str]) -> RunConfig:
+    """Return the configuration named by ``--preset`` and ``--config`` among the words, else the defaults."""
+    config_file, preset = option_value(words, "--config"), option_value(words, "--preset")
+    if config_file and preset:
+        raise ConfigError("--config and --preset both name a configuration; give one of them")
+    if preset:
+        from wellposed.recipes.named import NAMED
+
+        found = NAMED.get(preset)()
+        return _of_task(found, task, f"preset {preset!r}")
+    if config_file:
+        return _of_task(read_config(Path(config_file)), task, config_file)
+    return RunConfig(task=task)
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read a ``config.toml``; a missing file or a syntax error names the file and line."""
+    import tomllib
+
+    if not path.is_file():
+        raise DataError(f"{path}: no such configuration file; a run folder holds one as config.toml")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+    return RunConfig.from_dict(values, where=str(path))
+
+
+def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str) -> tuple[RunConfig, Any]:
+    """Parse the options of a task, a run and a command (``extra``); return the configuration and the command's options."""
+    options = TASKS.get(base.task).options
+    arguments = dataclasses.make_dataclass(
+        "Arguments",
+        [
+            ("command", Annotated[extra, Flat], field()),
+            ("files", Annotated[FileArguments, Flat], field(default=FileArguments())),
+            ("task", Annotated[options, Flat], field()),
+            ("train", Annotated[TrainOptions, Flat], field(default=base.train)),
+            ("model", ModelOptions, field(default=base.model)),
+            ("penalty", PenaltyOptions, field(default=base.penalty)),
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+    default = arguments(
+        command=extra(), task=_task_defaults(options, base), train=base.train, model=base.model, penalty=base.penalty
+    )
+    parsed: Any = tyro.cli(
+        arguments,
+        args=list(words),
+        default=default,
+        prog=f"wellposed {command} {base.task}",
+        description=summary,
+    )
+    run = dataclasses.replace(
+        base,
+        task_options={item.name: getattr(parsed.task, item.name) for item in dataclasses.fields(options)},
+        train=parsed.train,
+        model=parsed.model,
+        penalty=parsed.penalty,
+    )
+    if parsed.files.print_config:
+        _print_config(run)
+    return run, parsed.command
+
+
+def command_words(command: str, words: Sequence[str]) -> list[str]:
+    """Return the exact command, as reports print it."""
+    return ["wellposed", command, *words]
+
+
+def _task_defaults(options: type, base: RunConfig) -> Any:
+    known = {item.name for item in dataclasses.fields(options)}
+    unknown = [name for name in base.task_options if name not in known]
+    if unknown:
+        raise unknown_name(f"option of task {base.task}", unknown[0], known)
+    return options(**base.task_options)
+
+
+def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:
+    if config.task != task:
+        raise ConfigError(f"{where} is a configuration of task {config.task!r}, the command names {task!r}")
+    return config
+
+
+def option_value(words: Sequence[str], flag: str) -> str | None:
+    """Return the value given to ``flag`` among the words, before the other options are parsed."""
+    for position, word in enumerate(words):
+        if word == flag and position + 1 < len(words):
+            return words[position + 1]
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _print_config(run: RunConfig) -> NoReturn:
+    import tomli_w
+
+    sys.stdout.write(tomli_w.dumps(run.to_dict()))
+    raise SystemExit(0)
+
+
+def _task_names() -> str:
+    return ", ".join(TASKS.names())

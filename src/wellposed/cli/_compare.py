@@ -1,0 +1,59 @@
+"""``wellposed compare TASK``: variants on the same batches, with standard errors and a paired test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
+from wellposed.recipes.variants import VARIANTS, summary
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Options of the command itself."""
+
+    variants: str = "post_ln,pre_ln"
+    """Comma-separated variants; name:value where a variant takes a number; others are compared with the first."""
+    seeds: int = 1
+    """Seeds per variant, counted from --seed; two or more give a standard error and a paired test."""
+    out: Path = Path("runs/compare")
+    """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
+    resume: str = "never"
+    """never | auto: keep finished runs of --out, go on with unfinished ones."""
+    quiet: bool = False
+    """Print the table only."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Train all variants, print the table, write the report and return the exit status."""
+    task, rest = split_task("compare", words)
+    if task is None:
+        print(task_usage("compare"))
+        print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
+        return 0
+    config, options = parse("compare", base_config(task, rest), rest, CompareArguments, __doc__ or "")
+
+    from wellposed.recipes.compare import compare
+    from wellposed.report import aggregate, build_report
+
+    names = [name.strip() for name in options.variants.split(",") if name.strip()]
+    runs = compare(
+        config,
+        names,
+        seeds=options.seeds,
+        out=options.out,
+        resume=options.resume,
+        progress=not options.quiet,
+        command=command_words("compare", words),
+    )
+    if runs.cancelled:
+        print(f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto", file=sys.stderr)
+        return 130
+    print(aggregate(runs.folders).table())
+    print(f"report: {build_report(runs.folders, options.out / 'report.html')}")
+    for folder in runs.failed:
+        print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
+    return 1 if runs.failed else 0

@@ -1,0 +1,124 @@
+"""``wellposed doctor``: is this installation sound."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tyro
+
+PACKAGES = (
+    ("torch", ""),
+    ("transformers", "hf"),
+    ("tokenizers", "hf"),
+    ("datasets", "hf"),
+    ("safetensors", "hf"),
+    ("accelerate", "train"),
+    ("rich", "train"),
+    ("scipy", "train"),
+    ("matplotlib", "report"),
+    ("jinja2", "report"),
+    ("optuna", "sweep"),
+    ("trackio", "track"),
+    ("lightning", "lightning"),
+)
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Print versions and devices, then check the mathematics on this machine (a few seconds)."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Print what was found and return 0 if every check passed, else 1."""
+    tyro.cli(DoctorArguments, args=list(words), prog="wellposed doctor")
+    print(f"python        {platform.python_version()} on {platform.platform()}")
+    for package, extra in PACKAGES:
+        print(f"{package:<13} {_version(package, extra)}")
+
+    import torch
+
+    print(f"threads       {torch.get_num_threads()}")
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    print(f"accelerators  {', '.join(devices) or 'none'}")
+    failures = 0
+    for name, check in CHECKS.items():
+        try:
+            found = check()
+            print(f"ok      {name}: {found}")
+        except Exception as error:  # a broken installation may fail in any way; the doctor reports it and goes on
+            failures += 1
+            print(f"FAILED  {name}: {type(error).__name__}: {error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _version(package: str, extra: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed (pip install 'wellposed[{extra}]')" if extra else "not installed"
+
+
+def _check_penalty() -> str:
+    import torch
+
+    from wellposed.functional import gram_penalty
+
+    weight = torch.randn(48, 16)
+    exact = weight.double()
+    expected = (exact.T @ exact - torch.eye(16, dtype=torch.float64)).square().sum()
+    error = float((gram_penalty(weight).double() - expected).abs() / expected)
+    if error > 1e-5:
+        raise ArithmeticError(f"gram_penalty is off by {error:.1e}, expected at most 1e-5")
+    return f"relative error {error:.1e}"
+
+
+def _check_training() -> str:
+    import torch
+
+    from wellposed.models import build_model
+
+    torch.manual_seed(0)
+    model = build_model(
+        "wellposed", "causal_lm", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(44).reshape(2, 22) % 11
+    losses: list[float] = []
+    for _ in range(30):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    if losses[-1] > 0.7 * losses[0]:
+        raise ArithmeticError(f"loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 30 steps, expected a fall of 30 %")
+    return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in 30 steps"
+
+
+def _check_measurement() -> str:
+    import torch
+
+    from wellposed.measurement import measure
+    from wellposed.models import build_model
+
+    model = build_model(
+        "wellposed", "causal_lm", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    rows = measure(model).rows
+    query = next(row for row in rows if row["role"] == "query")
+    weight = model.get_submodule("model.layers.0.attention.q_proj").weight
+    expected = float(torch.linalg.matrix_norm(weight.detach().double(), 2))  # type: ignore[union-attr]
+    if abs(query["sigma_max"] - expected) > 1e-3 * expected:
+        raise ArithmeticError(f"largest singular value {query['sigma_max']:.6f}, numpy finds {expected:.6f}")
+    return f"{len(rows)} weights, largest singular value of the query agrees with the SVD"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "penalty against its formula in float64": _check_penalty,
+    "a small model learns": _check_training,
+    "measurement against the SVD": _check_measurement,
+}

@@ -1,0 +1,45 @@
+"""``wellposed measure MODEL``: how well conditioned is every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class MeasureArguments:
+    """Orthogonality error, singular values, condition number and stable rank of every weight, by role and layer."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A run folder, a saved Hugging Face model, or the name of a hub model."""
+    text: str | None = None
+    """Also run the model on this text: activation norms and attention entropy."""
+    out: Path | None = None
+    """Folder for measurement.csv, measurement.json and measurement.svg."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the table, write the files and return the exit status."""
+    options = tyro.cli(MeasureArguments, args=list(words), prog="wellposed measure")
+
+    from wellposed.cli._load import load_model, load_tokenizer
+    from wellposed.measurement import measure
+
+    model = load_model(options.model)
+    batch = None
+    if options.text is not None:
+        encoded = load_tokenizer(options.model)([options.text], return_tensors="pt")
+        batch = {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+    measurement = measure(model, batch)
+    print(measurement.table())
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        measurement.to_csv(options.out / "measurement.csv")
+        measurement.to_json(options.out / "measurement.json")
+        measurement.plot(options.out / "measurement.svg")
+        print(f"written: {options.out}")
+    return 0

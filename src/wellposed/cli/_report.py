@@ -1,0 +1,31 @@
+"""``wellposed report RUN...``: one offline HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write one offline HTML page about finished runs."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders, or folders that hold run folders; the first variant is the one others are compared with."""
+    out: Path = Path("report.html")
+    """Page to write; the data of its figures goes to a folder beside it, as CSV."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Write the report, print the comparison and the page's path."""
+    options = tyro.cli(ReportArguments, args=list(words), prog="wellposed report")
+
+    from wellposed.report import aggregate, build_report
+
+    print(aggregate(options.runs).table())
+    print(f"report: {build_report(options.runs, options.out)}")
+    return 0

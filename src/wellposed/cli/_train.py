@@ -1,0 +1,51 @@
+"""``wellposed train TASK``: train one model and leave a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wellposed.cli._arguments import base_config, command_words, option_value, parse, split_task, task_usage
+from wellposed.recipes.variants import VARIANTS, apply_variant, summary
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Options of the command itself."""
+
+    out: Path = Path("runs/latest")
+    """Run folder to create."""
+    variant: str | None = None
+    """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
+    resume: str = "never"
+    """never | auto (newest complete checkpoint of --out) | a checkpoint folder."""
+    quiet: bool = False
+    """Print the result only."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Train, print the result and return the exit status."""
+    task, rest = split_task("train", words)
+    if task is None:
+        print(task_usage("train"))
+        return 0
+    base = base_config(task, rest)
+    named = option_value(rest, "--variant")
+    if named:
+        base = apply_variant(named, base)
+    config, options = parse("train", base, rest, TrainArguments, _description())
+
+    from wellposed.training import train
+
+    result = train(
+        config, options.out, resume=options.resume, progress=not options.quiet, command=command_words("train", words)
+    )
+    for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
+        print(f"{metric:<28} {value:.6g}")
+    print(f"{result.status}: {options.out}")
+    return result.exit_code
+
+
+def _description() -> str:
+    return "Train one model. Variants: " + "; ".join(f"{name}: {summary(name)}" for name in VARIANTS)

@@ -1,0 +1,119 @@
+"""Train several variants on the same batches, seed by seed, and say what the difference is worth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wellposed.errors import ConfigError, listed
+from wellposed.recipes.variants import apply_variant, variant_folder
+from wellposed.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from wellposed.training import RunResult
+
+
+@dataclass(frozen=True)
+class ComparisonRuns:
+    """What a comparison left behind: the folders of its runs and how each one ended."""
+
+    folders: tuple[Path, ...]
+    results: tuple[RunResult, ...]
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the user stopped the comparison."""
+        return any(result.status == "cancelled" for result in self.results)
+
+    @property
+    def failed(self) -> tuple[Path, ...]:
+        """Folders of the runs that did not finish."""
+        return tuple(
+            folder for folder, result in zip(self.folders, self.results, strict=False) if result.status == "failed"
+        )
+
+
+def compare(
+    base: RunConfig,
+    variants: Sequence[str],
+    *,
+    seeds: int,
+    out: Path,
+    resume: str = "never",
+    progress: bool = True,
+    command: list[str] | None = None,
+) -> ComparisonRuns:
+    """Train every variant with every seed: seed k of every variant sees the same batches in the same order.
+
+    Status: exact (the order of examples depends on the seed alone, never on the model). Run ``(v, k)`` is the folder
+    ``out/v/seed-k``. A run that diverges is recorded as failed and the comparison goes on; an interrupted comparison
+    goes on with ``resume="auto"``, which keeps finished runs.
+
+    Args:
+        base: configuration every variant starts from; its ``train.seed`` is the first seed.
+        variants: names, ``name:value`` where a variant takes a number; the first is the one others are compared with.
+        seeds: number of seeds, at least 1; fewer than 2 give no test.
+        out: folder of the comparison.
+        resume: ``"auto"`` or ``"never"``.
+        progress: draw a progress bar (plain lines when the output is piped).
+        command: the words of the command, for the report.
+
+    Returns:
+        The run folders and results, seed by seed in the order of ``variants``.
+
+    Raises:
+        ConfigError: no or repeated variants, ``seeds < 1``, or ``out`` in use and ``resume="never"``.
+        DataError: the data of the task cannot be read.
+
+    Cost: ``seeds x len(variants)`` trainings; the data is read once.
+    """
+    configs = _configurations(base, variants, seeds)
+    _refuse_used_folder(out, resume)
+    from wellposed.tasks import build_task
+    from wellposed.training import train
+
+    task = build_task(base.task, base.task_options)
+    out.mkdir(parents=True, exist_ok=True)
+    folders: list[Path] = []
+    results: list[RunResult] = []
+    for number, config in enumerate(configs, start=1):
+        folder = out / variant_folder(config.variant) / f"seed-{config.train.seed}"
+        if progress:
+            print(f"[{number}/{len(configs)}] {config.task} {config.variant} seed {config.train.seed}", flush=True)
+        folders.append(folder)
+        results.append(train(config, folder, resume=resume, progress=progress, command=command, task=task))
+        if results[-1].status == "cancelled":
+            break
+    _write_order(out, variants)
+    return ComparisonRuns(tuple(folders), tuple(results))
+
+
+def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> list[RunConfig]:
+    problems = []
+    if not variants:
+        problems.append("variants: expected at least one name, received none")
+    problems += [f"variants: {name!r} is named twice" for name in sorted(set(variants)) if list(variants).count(name) > 1]
+    if seeds < 1:
+        problems.append(f"seeds: expected at least 1, received {seeds}")
+    if problems:
+        raise ConfigError("nothing to compare:\n" + listed(problems))
+    first = base.train.seed
+    return [
+        replace(config, train=replace(config.train, seed=seed))
+        for seed in range(first, first + seeds)
+        for config in (apply_variant(name, base) for name in variants)
+    ]
+
+
+def _refuse_used_folder(out: Path, resume: str) -> None:
+    if resume == "never" and out.is_dir() and any(out.iterdir()):
+        raise ConfigError(
+            f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
+        )
+
+
+def _write_order(out: Path, variants: Sequence[str]) -> None:
+    (out / "compare.json").write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")

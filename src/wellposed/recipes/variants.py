@@ -1,0 +1,110 @@
+"""Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same Transformer.
+
+A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes the one number a
+variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from wellposed.errors import ConfigError
+from wellposed.presets import zhang2021
+from wellposed.registry import Registry
+from wellposed.training.config import PenaltyOptions, RunConfig
+
+Variant = Callable[..., RunConfig]
+VARIANTS: Registry[Variant] = Registry("variant")
+
+
+def apply_variant(spec: str, base: RunConfig) -> RunConfig:
+    """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
+
+    Raises:
+        ConfigError: an unknown variant (nearest three named), a value where the variant takes none, or no number.
+
+    >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
+    'pre'
+    >>> apply_variant("oc1:1e-4", RunConfig(task="listops")).penalty.affinity
+    0.0001
+    """
+    name, colon, text = spec.partition(":")
+    variant = VARIANTS.get(name)
+    values = [_number(spec, name, text, variant)] if colon else []
+    return replace(variant(base, *values), variant=spec)
+
+
+def variant_folder(spec: str) -> str:
+    """Return the folder name of a variant; ``oc3:1e-4`` becomes ``oc3-1e-4``."""
+    return spec.replace(":", "-")
+
+
+def summary(name: str) -> str:
+    """Return the first line of the variant's description."""
+    return (inspect.getdoc(VARIANTS.get(name)) or "").partition("\n")[0]
+
+
+def _number(spec: str, name: str, text: str, variant: Variant) -> float:
+    parameters = list(inspect.signature(variant).parameters)
+    if len(parameters) < 2:
+        raise ConfigError(f"variant {spec!r}: {name} takes no value; write {name!r}")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}") from None
+
+
+def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
+    return replace(base, model=replace(base.model, **changes))
+
+
+@VARIANTS.register("post_ln")
+def post_ln(base: RunConfig) -> RunConfig:
+    """LayerNorm after each residual sum (Vaswani et al. 2017): the baseline."""
+    return _with_model(base, norm="post", residual="plain", qk_norm=False)
+
+
+@VARIANTS.register("pre_ln")
+def pre_ln(base: RunConfig) -> RunConfig:
+    """LayerNorm before each sublayer and one at the end (Xiong et al. 2020)."""
+    return _with_model(base, norm="pre", residual="plain", qk_norm=False)
+
+
+@VARIANTS.register("rezero")
+def rezero(base: RunConfig) -> RunConfig:
+    """x + a f(x) with a learnt from zero and no LayerNorm (Bachlechner et al. 2021)."""
+    return _with_model(base, norm="none", residual="rezero", qk_norm=False)
+
+
+@VARIANTS.register("qk_norm")
+def qk_norm(base: RunConfig) -> RunConfig:
+    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al. 2023)."""
+    return _with_model(base, norm="pre", residual="plain", qk_norm=True)
+
+
+def _orthogonality_constrained(base: RunConfig, level: str, strength: float) -> RunConfig:
+    plain = post_ln(base)
+    keywords: dict[str, Any] = dict(zhang2021(level, strength))  # type: ignore[arg-type]
+    kept = {"estimator": base.penalty.estimator, "every": base.penalty.every}
+    return replace(plain, penalty=PenaltyOptions(**{**kept, **keywords}))
+
+
+@VARIANTS.register("oc1")
+def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln + VAR-I of Zhang et al. (2021): orthogonal affinity matrices, |A^T A - I|_F^2."""
+    return _orthogonality_constrained(base, "I", strength)
+
+
+@VARIANTS.register("oc2")
+def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention weights."""
+    return _orthogonality_constrained(base, "II", strength)
+
+
+@VARIANTS.register("oc3")
+def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln + VAR-III of Zhang et al. (2021): VAR-II and orthogonal feed-forward weights."""
+    return _orthogonality_constrained(base, "III", strength)
