@@ -1,0 +1,99 @@
+"""Attention masks: which key each query may see, made once per forward pass and only when a mask is needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wellposed.errors import ShapeError
+
+
+class AttentionMask(NamedTuple):
+    """A finished mask: `mask` is bool (batch | 1, 1, queries, keys), True = may attend, or None when all may.
+
+    `is_causal` is the flag for `scaled_dot_product_attention`; it is True only when `mask` is None. A stack makes one
+    `AttentionMask` and hands it to every layer in place of the `key_padding_mask`, so that layers do not rebuild it.
+    """
+
+    mask: Tensor | None
+    is_causal: bool
+
+
+PaddingMask = Tensor | AttentionMask | None
+"""What an attention module takes as `key_padding_mask`; pass it to `attention_mask` and use what comes back."""
+
+
+def attention_mask(
+    key_padding_mask: PaddingMask, is_causal: bool, num_queries: int, num_keys: int, device: torch.device
+) -> AttentionMask:
+    """Query i may see key j when both are real tokens and, if causal, `j <= i + num_keys - num_queries`; or `j` is `i`.
+
+    Exact. The queries are the last `num_queries` of the `num_keys` positions (a cache holds the earlier ones). A padded
+    query sees itself alone, so no row is empty and no softmax is 0/0. Without padding no mask is made unless several
+    queries stand behind a cache.
+
+    Args:
+        key_padding_mask: bool (batch, keys), True = padding; or None; or an `AttentionMask`, returned as it is.
+        is_causal: whether a query is kept from later keys.
+        num_queries: tokens of this call.
+        num_keys: tokens of this call and of the cache.
+        device: where the mask is made.
+
+    Returns:
+        `(mask, is_causal)` for `scaled_dot_product_attention`; `mask` broadcasts to (batch, heads, queries, keys).
+
+    Raises:
+        ShapeError: the padding mask is not bool (batch, keys), or there are more queries than keys.
+
+    Cost: at most three boolean passes over (batch, queries, keys); nothing without padding.
+
+    >>> mask, is_causal = attention_mask(torch.tensor([[False, False, True]]), True, 3, 3, torch.device("cpu"))
+    >>> mask[0, 0].int().tolist(), is_causal
+    ([[1, 0, 0], [1, 1, 0], [0, 0, 1]], False)
+    >>> attention_mask(None, True, 3, 3, torch.device("cpu"))
+    AttentionMask(mask=None, is_causal=True)
+    """
+    if isinstance(key_padding_mask, AttentionMask):
+        return key_padding_mask
+    if num_queries > num_keys:
+        raise ShapeError(
+            f"attention: received {num_queries} queries and {num_keys} keys; expected the queries to be the last of "
+            "the keys, so at most as many; pass a cache that returns the earlier keys and the new ones together"
+        )
+    if key_padding_mask is None:
+        if not is_causal or num_queries == 1:
+            return AttentionMask(None, False)
+        if num_queries == num_keys:
+            return AttentionMask(None, True)
+        return AttentionMask(_causal(num_queries, num_keys, device)[None, None], False)
+    _check_padding(key_padding_mask, num_keys)
+    real = ~key_padding_mask.to(device)
+    queries = real[:, num_keys - num_queries :]
+    allowed = queries[:, None, :, None] & real[:, None, None, :]
+    if is_causal and num_queries > 1:
+        allowed = allowed & _causal(num_queries, num_keys, device)
+    return AttentionMask(allowed | _itself(num_queries, num_keys, device), False)
+
+
+def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+
+
+def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    keys = torch.arange(num_keys, device=device)
+    return keys[num_keys - num_queries :, None] == keys
+
+
+def _check_padding(key_padding_mask: Tensor, num_keys: int) -> None:
+    if key_padding_mask.dtype is not torch.bool:
+        raise ShapeError(
+            f"attention: key_padding_mask has dtype {key_padding_mask.dtype}; expected torch.bool with True = padding; "
+            "from a Hugging Face attention_mask (1 = real token) pass attention_mask == 0"
+        )
+    if key_padding_mask.dim() != 2 or key_padding_mask.shape[1] != num_keys:
+        raise ShapeError(
+            f"attention: key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected (batch, {num_keys}), one "
+            "entry for every key, those in the cache included"
+        )

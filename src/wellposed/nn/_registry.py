@@ -1,0 +1,41 @@
+"""The tables a block is assembled from: a new attention, residual, feed-forward or norm is one registration.
+
+A builder is called with the model's configuration (any object with the attributes named at each table) and the index
+of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from wellposed.registry import Registry
+
+LayerBuilder = Callable[[Any, int], nn.Module]
+"""`build(config, layer_index) -> module`."""
+
+ATTENTIONS = Registry[LayerBuilder]("attention")
+"""Self-attentions: `forward(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor`.
+
+`x` is (batch, tokens, width). `key_padding_mask` is a `PaddingMask`: give it to `attention_mask`. Read from the
+configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`, `qk_norm`, `layer_norm_eps`.
+"""
+
+FEEDFORWARDS = Registry[LayerBuilder]("feedforward")
+"""Token-wise maps: `forward(x) -> Tensor`. Read: `hidden_size`, `intermediate_size`, `activation`."""
+
+RESIDUALS = Registry[LayerBuilder]("residual")
+"""Ways to join a branch to its input: `forward(x, branch) -> Tensor`."""
+
+NORMS = Registry[LayerBuilder]("norm")
+"""Placements of the norm around `x -> residual(x, f(x))`, see `PreNorm`. Read: `hidden_size`, `layer_norm_eps`."""
+
+
+class LayerCache(Protocol):
+    """Keys and values that one attention layer has already seen, (batch, heads, tokens, head_dim) each."""
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values and return all of them, the earlier ones first."""
+        ...
