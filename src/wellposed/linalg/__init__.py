@@ -15,3 +15,6 @@ from wellposed.linalg._norms import certified_spectral_norm as certified_spectra
 from wellposed.linalg._norms import gram_iteration_norm as gram_iteration_norm
 from wellposed.linalg._norms import infinity_norm as infinity_norm
 from wellposed.linalg._norms import interpolation_norm as interpolation_norm
+from wellposed.linalg._l2_bound import Bound as Bound
+from wellposed.linalg._l2_bound import l2_attention_bound as l2_attention_bound
+from wellposed.linalg._l2_bound import least as least

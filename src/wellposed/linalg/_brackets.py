@@ -155,7 +155,8 @@ def l2_constants_from_weights(weights: Tensor) -> L2Constants:
     if not bool((diagonal == 1).all()):
         raise ShapeError(
             "key weights: every diagonal entry must be 1 (weights are exp(b_ij - b_ii), and a query that does not "
-            f"attend to itself has no Lipschitz bound); received diagonal values from {diagonal.min():g} to {diagonal.max():g}"
+            "attend to itself has no Lipschitz bound); received diagonal values from "
+            f"{float(diagonal.min()):g} to {float(diagonal.max()):g}"
         )
     others = w * (1 - torch.eye(w.shape[-1], dtype=w.dtype, device=w.device))
     c = phi_inverse(others.sum(-1).max())

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from wellposed.errors import NotLipschitzError, ShapeError, unknown_name
 
-SpectralMethod = Literal["svd", "gram", "interpolation"]
+SpectralMethod = Literal["svd", "cholesky", "gram", "interpolation"]
 # Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value, with room to spare.
 SVD_MARGIN = 1e-6
+# Below this side the eigensolver is as fast as a Cholesky factor.
+_CHOLESKY_FROM = 192
 
 
 def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
@@ -23,15 +25,16 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
 
     Certified for the weights as stored (any dtype), rounding of this computation included.
     ``"svd"``: largest singular value in float64 (a direct eigensolver on the small Gram matrix) times ``1 + 1e-6``, for
-    certificates. ``"gram"``: `gram_iteration_norm`, differentiable, for training. ``"interpolation"``:
-    ``sqrt(|W|_1 |W|_inf)``, O(mn).
+    certificates. ``"cholesky"``: a Lanczos estimate ``s`` enlarged until ``s^2 I - W^T W`` has a Cholesky factor, which
+    proves ``|W|_2 < s`` within 1e-4; faster than ``"svd"`` for wide matrices, not differentiable.
+    ``"gram"``: differentiable, for training (`gram_iteration_norm`). ``"interpolation"``: ``sqrt(|W|_1 |W|_inf)``.
 
     Args:
         weight: ``(..., m, n)`` real, finite.
         method: see above.
 
     Returns:
-        ``(...)`` upper bounds; float64 for ``"svd"``, else the computing dtype (at least float32).
+        ``(...)`` upper bounds; float64 for ``"svd"`` and ``"cholesky"``, else the computing dtype (at least float32).
 
     Raises:
         ShapeError: fewer than two dimensions.
@@ -45,11 +48,13 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
     """
     if method == "svd":
         return _svd_norm(weight)
+    if method == "cholesky":
+        return _cholesky_norm(weight)
     if method == "gram":
         return gram_iteration_norm(weight)
     if method == "interpolation":
         return interpolation_norm(weight)
-    raise unknown_name("spectral norm method", str(method), ("svd", "gram", "interpolation"))
+    raise unknown_name("spectral norm method", str(method), ("svd", "cholesky", "gram", "interpolation"))
 
 
 def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
@@ -135,13 +140,63 @@ def _svd_norm(weight: Tensor) -> Tensor:
     matrix = _wide_enough(weight, dtype=torch.float64)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
+    gram, outer = _scaled_gram(matrix)
+    # Squaring halves the digits of small singular values only; the largest keeps its relative accuracy.
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt() * outer * (1 + SVD_MARGIN)
+
+
+def _cholesky_norm(weight: Tensor) -> Tensor:
+    matrix = _wide_enough(weight.detach(), dtype=torch.float64)
+    if matrix.numel() == 0 or min(matrix.shape[-2:]) < _CHOLESKY_FROM:
+        return _svd_norm(weight.detach())
+    grams, outers = _scaled_gram(matrix)
+    size = grams.shape[-1]
+    squares = [_gram_norm(gram) for gram in grams.reshape(-1, size, size)]
+    return torch.stack(squares).reshape(outers.shape).sqrt() * outers * (1 + SVD_MARGIN)
+
+
+def _gram_norm(gram: Tensor) -> Tensor:
+    """Upper bound of the largest eigenvalue of a positive semi-definite matrix, proved by a Cholesky factor.
+
+    A factorisation that runs to completion shows that the smallest eigenvalue exceeds minus ``n u`` times the trace
+    (Rump, 2006), which `SVD_MARGIN` covers.
+    """
+    estimate = _lanczos_largest(gram)
+    for slack in (1e-6, 2e-5, 2e-4):
+        candidate = estimate * (1 + slack)
+        shifted = -gram
+        shifted.diagonal().add_(candidate)
+        if int(torch.linalg.cholesky_ex(shifted).info) == 0:
+            return candidate
+    return torch.linalg.eigvalsh(gram)[-1]
+
+
+def _lanczos_largest(gram: Tensor, steps: int = 40) -> Tensor:
+    """Largest Ritz value after a few Lanczos steps with full reorthogonalisation: a lower estimate, deterministic."""
+    size = gram.shape[-1]
+    vector = gram.diagonal() + gram.sum(-1).abs() + gram.diagonal().mean() * torch.linspace(0.5, 1, size).to(gram)
+    basis = gram.new_zeros(steps, size)
+    projected = gram.new_zeros(steps, steps)
+    for step in range(steps):
+        length = vector.norm()
+        if float(length) <= torch.finfo(gram.dtype).eps:
+            break
+        basis[step] = vector / length
+        image = gram @ basis[step]
+        projected[step] = basis @ image
+        vector = image - basis.mT @ (basis @ image)
+        vector = vector - basis.mT @ (basis @ vector)
+    # Only the lower triangle was filled, and only it is read.
+    return torch.linalg.eigvalsh(projected)[-1].clamp_min(torch.finfo(gram.dtype).tiny)
+
+
+def _scaled_gram(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smaller Gram matrix of ``W / m`` and ``m``, the largest magnitude (no over- or underflow)."""
     outer = matrix.detach().abs().amax((-2, -1), keepdim=True)
     outer = torch.where(outer > 0, outer, 1.0)
     matrix = matrix / outer
     gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
-    # Squaring halves the digits of small singular values only; the largest keeps its relative accuracy.
-    largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()
-    return largest * outer[..., 0, 0] * (1 + SVD_MARGIN)
+    return gram, outer[..., 0, 0]
 
 
 def _frobenius(matrix: Tensor) -> Tensor:
