@@ -1,0 +1,11 @@
+"""Tasks: data, collation, loss and metric of one problem each; importing them imports no torch."""
+
+from wellposed.tasks._base import SPLITS as SPLITS
+from wellposed.tasks._base import TASKS as TASKS
+from wellposed.tasks._base import Example as Example
+from wellposed.tasks._base import Split as Split
+from wellposed.tasks._base import Task as Task
+from wellposed.tasks._base import TaskSpec as TaskSpec
+from wellposed.tasks._base import build_task as build_task
+from wellposed.tasks._char_lm import CharLMOptions as CharLMOptions
+from wellposed.tasks._char_lm import CharLMTask as CharLMTask

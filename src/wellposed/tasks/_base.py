@@ -1,0 +1,186 @@
+"""What a task is: data, batches, loss and metric of one problem, free of torch until a batch is made.
+
+A new task is one new file with a frozen options dataclass, a `Task` subclass and one ``TASKS.register`` line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+from wellposed.errors import ConfigError, listed, nearest_names
+from wellposed.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+Kind: TypeAlias = Literal["causal_lm", "sequence_classification"]
+Split: TypeAlias = Literal["train", "valid", "test"]
+Example: TypeAlias = "dict[str, list[int]]"
+SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
+
+
+class Task(ABC):
+    """One problem: three splits of examples, deterministic batches, a loss that is a sum, metrics that are sums.
+
+    Losses and metrics are returned as (sum, count) pairs, so that totals over batches, micro-batches and processes are
+    exact whatever the padding and the size of the last batch. Nothing here depends on the model or on the variant:
+    the same ``(split, batch_size, seed, epoch)`` gives every variant the same batches in the same order.
+    """
+
+    name: ClassVar[str]
+    """Registered name."""
+    kind: ClassVar[Kind]
+    """Which head the model needs."""
+    headline: ClassVar[str]
+    """The metric a table shows first."""
+    higher_is_better: ClassVar[bool]
+    """Direction of the headline metric."""
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Tokenizer that is saved beside the model; built on first use, as it imports transformers."""
+        return self._build_tokenizer()
+
+    @abstractmethod
+    def _build_tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+    @abstractmethod
+    def model_kwargs(self) -> dict[str, Any]:
+        """Return what the data fixes in a model's config: vocabulary, positions, pad token, labels."""
+
+    @abstractmethod
+    def dataset(self, split: Split) -> Sequence[Example]:
+        """Return the examples of a split by index, each a dict of lists of integers."""
+
+    @abstractmethod
+    def lengths(self, split: Split) -> Sequence[int]:
+        """Return the number of tokens of each example of a split, without building the examples."""
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` (batch, tokens) and ``labels``, padded to the longest example.
+
+        ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and are not shifted.
+        """
+
+    @abstractmethod
+    def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+        """Return the batches of one pass over a split, as indices into `dataset`.
+
+        Train batches are shuffled by (seed, epoch); valid and test batches are the same in every call. Every example
+        is in exactly one batch; only the last-made batch may be smaller.
+        """
+
+    @abstractmethod
+    def loss_sum(
+        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed float32 cross entropy in nats and the number of predictions; a causal shift is inside."""
+
+    @abstractmethod
+    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
+
+    @abstractmethod
+    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """Return the metrics of added-up (sum, count) pairs."""
+
+    @abstractmethod
+    def reference(self) -> dict[str, float]:
+        """Return the metrics on valid of the best predictor that does not look at its input."""
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """Return where the data came from: files, sha256, sizes, and everything that was cut, mapped or truncated."""
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A registered task: its options class and the function that builds it from them."""
+
+    name: str
+    options: type[Any]
+    build: Callable[[Any], Task]
+    summary: str
+
+
+TASKS: Registry[TaskSpec] = Registry("task")
+
+
+def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
+    """Build the registered task ``name`` from plain option values, every bad option named at once.
+
+    Args:
+        name: registered name, one of ``TASKS.names()``.
+        options: values by field name of the task's options class; fields left out take their defaults.
+
+    Raises:
+        ConfigError: an unknown task or option (with the nearest three), a value of the wrong type, a missing one.
+        DataError: the data cannot be used; the message holds the file and, where there is one, the line.
+
+    >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
+    >>> task.kind, task.headline, len(task.dataset("train"))
+    ('causal_lm', 'nats_per_char', 318)
+    """
+    spec = TASKS.get(name)
+    return spec.build(build_options(spec.options, options or {}, where=f"task {name}"))
+
+
+def build_options(options_class: type[Any], values: Mapping[str, Any], *, where: str) -> Any:
+    """Build an options dataclass from plain values, or raise one `ConfigError` with every problem."""
+    hints = _hints(options_class)
+    fields = dataclasses.fields(options_class)
+    known = [field.name for field in fields]
+    problems = []
+    for key, value in values.items():
+        if key not in known:
+            problems.append(f"{where}: unknown option {key!r}; nearest: {', '.join(nearest_names(key, known))}")
+        elif not _fits(value, hints[key]):
+            problems.append(f"{where}: {key} = {value!r}, expected {_describe(hints[key])}")
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    problems += [f"{where}: option {key!r} is missing" for key in required if key not in values]
+    if problems:
+        raise ConfigError("the task cannot be built:\n" + listed(problems))
+    return options_class(**values)
+
+
+@functools.cache
+def _hints(options_class: type[Any]) -> dict[str, Any]:
+    return get_type_hints(options_class)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the types and literal values a hint allows."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(part for option in get_args(hint) for part in _alternatives(option)) or (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    for option in _alternatives(hint):
+        if not isinstance(option, type):
+            if value == option and type(value) is type(option):
+                return True
+        elif isinstance(value, bool):
+            if option is bool:
+                return True
+        elif isinstance(value, option) or (option is float and isinstance(value, int)):
+            return True
+    return False
+
+
+def _describe(hint: Any) -> str:
+    names = []
+    for option in _alternatives(hint):
+        if option is NoneType:
+            names.append("nothing")
+        else:
+            names.append(option.__name__ if isinstance(option, type) else repr(option))
+    return " or ".join(names)

@@ -1,0 +1,62 @@
+"""Losses and metrics as (sum, count) pairs, so that totals do not depend on how examples were batched or padded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE = -100
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, in float32 whatever the input dtype.
+
+    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016.
+
+    Args:
+        logits: (..., classes), any float dtype.
+        labels: (...) integers; -100 marks what is not predicted.
+        label_smoothing: s in [0, 1).
+
+    Returns:
+        The sum in nats and the number of labels that are not -100: float32 scalars, the sum carries gradient.
+
+    >>> import torch
+    >>> total, count = cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, -100]))
+    >>> round(float(total), 4), float(count)
+    (1.3863, 1.0)
+    """
+    import torch
+
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    targets = labels.reshape(-1)
+    total = torch.nn.functional.cross_entropy(
+        flat, targets, reduction="sum", ignore_index=IGNORE, label_smoothing=label_smoothing
+    )
+    return total, (targets != IGNORE).sum().float()
+
+
+def causal_cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts ``labels[:, t + 1]``.
+
+    Args and returns as in `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels
+    (batch, tokens), -100 on padding; a sequence of n tokens holds n - 1 predictions.
+
+    >>> import torch
+    >>> total, count = causal_cross_entropy_sum(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
+    >>> round(float(total), 4), float(count)
+    (1.3863, 1.0)
+    """
+    return cross_entropy_sum(logits[:, :-1], labels[:, 1:], label_smoothing=label_smoothing)
+
+
+def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return how many rows have their largest logit on the label, and how many rows there are.
+
+    >>> import torch
+    >>> accuracy_sums(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1, 1]))
+    (1.0, 2.0)
+    """
+    return float((logits.argmax(-1) == labels).sum()), float(labels.numel())
