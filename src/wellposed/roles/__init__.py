@@ -1,0 +1,12 @@
+"""Find which weight plays which part in a model somebody else wrote."""
+
+from wellposed.roles._find import find_roles as find_roles
+from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES
+from wellposed.roles._roles import AttentionRole as AttentionRole
+from wellposed.roles._roles import EmbeddingRole as EmbeddingRole
+from wellposed.roles._roles import FeedForwardRole as FeedForwardRole
+from wellposed.roles._roles import Roles as Roles
+from wellposed.roles._roles import RoleWeight as RoleWeight
+from wellposed.roles._views import WeightView as WeightView
+from wellposed.roles.families import FAMILIES as FAMILIES
+from wellposed.roles.families import Family as Family

@@ -1,0 +1,324 @@
+"""How far attention affinities are from orthogonal: exactly, or by an unbiased estimate in O(N) memory.
+
+Shape legend: B batch, H heads, N tokens, D head_dim; A = softmax(scale Q K^T + mask) is (B, H, N, N).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from wellposed.errors import ConfigError, ShapeError
+
+Estimator = Literal["exact", "probes"]
+_CHUNK = 1 << 25  # elements of A held at once by the exact form
+_BLOCKED = 1e4  # subtracted from the logits of padded keys where a mask would cost N x N
+
+
+def affinity_penalty(
+    query: Tensor,
+    key: Tensor,
+    *,
+    estimator: Estimator = "exact",
+    num_probes: int = 32,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return ``|A^T A - I|_F^2`` per head, for the affinities ``A = softmax(scale Q K^T)`` of self-attention.
+
+    Status: a penalty; ``exact`` to rounding, ``probes`` an unbiased estimate. It is zero if and only if A is a
+    permutation. Padded tokens are left out: their rows and columns are removed, so I has one row per real token. A
+    token is padding if ``key_padding_mask`` says so or if no query may attend to it.
+
+    Method: Zhang et al. (2021, sec. 2.2), A^T A as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2 + N``, value and
+    gradient by hand, batch by batch. ``probes`` draws independent sign matrices U, V of ``num_probes`` columns:
+    ``|(A U)^T (A V)|_F^2 / num_probes^2`` has mean ``|A^T A|_F^2`` and ``|A U|_F^2 / num_probes`` has mean ``|A|_F^2``;
+    A U is attention with U as the values, so one `scaled_dot_product_attention` call gives both.
+
+    Args:
+        query: shape (batch, heads, N, D), (batch, N, D) or (N, D); floating point.
+        key: the same shape; with grouped heads, the number of its heads divides the query's.
+        estimator: ``"exact"`` or ``"probes"``.
+        num_probes: columns of U and of V; the standard deviation falls as one over its square root or faster.
+        attn_mask: broadcastable to (..., N, N); bool (True = may attend) or added to the logits.
+        is_causal: token i attends to tokens up to i.
+        key_padding_mask: bool (batch, N), True = padding.
+        scale: of the logits; default ``1/sqrt(D)``.
+        generator: source of U and V.
+
+    Returns:
+        shape (...), one number per head, at least float32.
+
+    Raises:
+        ShapeError: query and key differ in tokens or width (cross-attention has no square affinity).
+        ConfigError: unknown estimator, fewer than one probe, or float16 on a CPU.
+
+    Cost: exact 6 N^3 FLOPs per head for value and gradient and O(N^2) memory of one batch chunk; probes one attention
+    with ``2 num_probes`` value columns and O(N) memory (O(N^2) only if ``attn_mask`` is given). No second derivatives
+    of ``exact``.
+
+    When not to use: small N, where ``exact`` is as cheap, makes ``probes`` pointless.
+
+    >>> x = 100 * torch.eye(4)  # every token attends to itself
+    >>> affinity_penalty(x, x).item(), affinity_penalty(x * 0, x).item()  # A = I, and A = 1/4 everywhere
+    (0.0, 3.0)
+    """
+    _check(query, key, estimator, num_probes)
+    lead = query.shape[:-2]
+    query, key, attn_mask, key_padding_mask = _four_dimensional(query, key, attn_mask, key_padding_mask)
+    key = _repeated(key, query.shape[1])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    masks = _Masks.read(scale, attn_mask, key_padding_mask, is_causal)
+    with torch.autocast(query.device.type, enabled=False):
+        if estimator == "exact":
+            value: Tensor = _Exact.apply(query, key, masks.bias, masks)  # type: ignore[assignment]
+        else:
+            value = _probes(query, key, masks, num_probes, generator)
+    return value.reshape(lead)
+
+
+def affinity_penalty_of_matrix(affinity: Tensor, *, padded: Tensor | None = None) -> Tensor:
+    """Return ``|A^T A - I|_F^2`` per head of given affinities, shape (..., N, N), for attention that forms A itself.
+
+    Status, method and source as `affinity_penalty` with ``estimator="exact"``. ``padded``, bool and broadcastable to
+    (..., N), marks tokens whose rows and columns are left out.
+
+    Raises:
+        ShapeError: the affinities are not square.
+
+    Cost: 4 N^3 FLOPs per head for value and gradient, no further N x N tensor kept. No second derivatives.
+
+    >>> affinity_penalty_of_matrix(torch.eye(3)).item()
+    0.0
+    """
+    if affinity.ndim < 2 or affinity.shape[-1] != affinity.shape[-2]:
+        raise ShapeError(f"affinities of self-attention are square; received shape {tuple(affinity.shape)}")
+    with torch.autocast(affinity.device.type, enabled=False):
+        return _OfMatrix.apply(affinity, padded)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """What turns Q K^T into logits: scale, flags or a bias per query, and which tokens are real (None: all)."""
+
+    scale: float
+    allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
+    bias: Tensor | None  # floating point, broadcastable to (B, H, N, N)
+    padded: Tensor | None  # bool (B, 1, N) from key_padding_mask alone
+    real: Tensor | None  # bool, broadcastable to (B, H, N)
+    is_causal: bool
+
+    @classmethod
+    def read(cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool) -> _Masks:
+        allowed = bias = None
+        reachable = None if padded is None else ~padded
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                allowed = open_to = attn_mask
+            else:
+                bias = attn_mask
+                open_to = attn_mask.detach() > torch.finfo(attn_mask.dtype).min / 2
+            if is_causal:
+                tokens = attn_mask.shape[-1]
+                open_to = open_to & torch.ones(tokens, tokens, dtype=torch.bool, device=open_to.device).tril()
+            seen = open_to.any(dim=-2)
+            reachable = seen if reachable is None else reachable & seen
+        return cls(scale, allowed, bias, padded, reachable, is_causal)
+
+    def count(self, query: Tensor) -> Tensor | int:
+        """Return the number of real tokens, broadcastable to (B, H)."""
+        return query.shape[-2] if self.real is None else self.real.sum(dim=-1)
+
+    def chunk(self, start: int, stop: int) -> _Masks:
+        """Return the masks of batch rows start to stop."""
+
+        def cut(mask: Tensor | None) -> Tensor | None:
+            return mask if mask is None or mask.shape[0] == 1 else mask[start:stop]
+
+        return _Masks(self.scale, cut(self.allowed), cut(self.bias), cut(self.padded), cut(self.real), self.is_causal)
+
+
+def _affinities(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
+    """Return A with the rows and columns of padded tokens set to zero."""
+    scores = (query * masks.scale) @ key.mT
+    if masks.bias is not None:
+        scores += masks.bias
+    if masks.allowed is not None:
+        scores.masked_fill_(~masks.allowed, -torch.inf)
+    if masks.is_causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1), -torch.inf)
+    if masks.padded is not None:
+        scores.masked_fill_(masks.padded[..., None, :], -torch.inf)
+    if masks.real is None:
+        return scores.softmax(dim=-1)
+    padding = ~masks.real[..., None]
+    return scores.masked_fill_(padding, 0).softmax(dim=-1).masked_fill_(padding, 0)
+
+
+class _Exact(torch.autograd.Function):
+    """Value per head; the gradient is formed in the forward pass, so no N x N tensor outlives its chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        kept = torch.promote_types(query.dtype, torch.float32)
+        need_query, need_key, need_bias = ctx.needs_input_grad[:3]
+        values: list[Tensor] = []
+        grads: dict[str, list[Tensor]] = {"query": [], "key": [], "bias": []}
+        step = max(1, _CHUNK // max(1, heads * tokens * tokens))
+        for start in range(0, batch, step):
+            q, k = query[start : start + step].to(kept), key[start : start + step].to(kept)
+            part = masks.chunk(start, start + step)
+            affinity = _affinities(q, k, part)
+            value, upstream = _value_and_gradient(affinity, any((need_query, need_key, need_bias)))
+            values.append(value + part.count(q))
+            if upstream is None:
+                continue
+            upstream -= (upstream * affinity).sum(dim=-1, keepdim=True)
+            upstream *= affinity
+            if need_query:
+                grads["query"].append((upstream @ k).mul_(masks.scale).to(query.dtype))
+            if need_key:
+                grads["key"].append((upstream.mT @ q).mul_(masks.scale).to(key.dtype))
+            if need_bias:
+                grads["bias"].append(upstream)
+        ctx.save_for_backward(*(torch.cat(parts) if parts else None for parts in grads.values()))
+        ctx.bias_shape = None if bias is None else bias.shape
+        return torch.cat(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight = grad[..., None, None]
+        by_query, by_key, by_bias = (
+            None if part is None else part * weight.to(part.dtype) for part in ctx.saved_tensors
+        )
+        if by_bias is not None:
+            by_bias = by_bias.sum_to_size(ctx.bias_shape)
+        return by_query, by_key, by_bias, None
+
+
+class _OfMatrix(torch.autograd.Function):
+    """The same for affinities that somebody else formed."""
+
+    @staticmethod
+    def forward(ctx: Any, affinity: Tensor, padded: Tensor | None) -> Tensor:
+        kept = affinity.to(torch.promote_types(affinity.dtype, torch.float32))
+        count: Tensor | int = affinity.shape[-1]
+        outside = None
+        if padded is not None:
+            outside = padded[..., None] | padded[..., None, :]
+            kept = kept.masked_fill(outside, 0)
+            count = (~padded).sum(dim=-1)
+        value, upstream = _value_and_gradient(kept, ctx.needs_input_grad[0])
+        if upstream is not None:
+            upstream = upstream if outside is None else upstream.masked_fill_(outside, 0)
+            ctx.save_for_backward(upstream.to(affinity.dtype))
+        return value + count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (upstream,) = ctx.saved_tensors
+        return upstream * grad[..., None, None].to(upstream.dtype), None
+
+
+def _value_and_gradient(affinity: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Return |A A^T|_F^2 - 2 |A|_F^2 per head and, if asked, its gradient 4 (A A^T A - A)."""
+    outer = affinity @ affinity.mT
+    value = outer.square().sum(dim=(-2, -1)) - 2 * affinity.square().sum(dim=(-2, -1))
+    return value, (outer @ affinity).sub_(affinity).mul_(4) if gradient else None
+
+
+def _probes(query: Tensor, key: Tensor, masks: _Masks, num_probes: int, generator: torch.Generator | None) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    query, key, mask, is_causal = _sdpa_masking(query, key, masks)
+    columns = max(query.shape[-1], 2 * num_probes)  # equal widths keep the fused kernels
+    signs = torch.zeros(batch, heads, tokens, columns, dtype=query.dtype, device=query.device)
+    drawn = torch.randint(0, 2, (batch, heads, tokens, 2 * num_probes), generator=generator, device=query.device)
+    signs[..., : 2 * num_probes] = drawn.mul_(2).sub_(1)
+    query, key = (F.pad(item, (0, columns - item.shape[-1])) for item in (query, key))
+    mixed = F.scaled_dot_product_attention(query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale)
+    mixed = mixed[..., : 2 * num_probes].to(torch.promote_types(query.dtype, torch.float32))
+    if masks.real is not None:
+        mixed = mixed.masked_fill(~masks.real[..., None], 0)
+    first, second = mixed.split(num_probes, dim=-1)
+    of_gram = (first.mT @ second).square().sum(dim=(-2, -1)) / num_probes**2
+    of_affinity = mixed.square().sum(dim=(-2, -1)) / (2 * num_probes)
+    return of_gram - 2 * of_affinity + masks.count(query)
+
+
+def _sdpa_masking(query: Tensor, key: Tensor, masks: _Masks) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """Return query, key, mask and causality for one SDPA call; padded rows may attend anywhere, as they are dropped."""
+    mask: Tensor | None = None
+    if masks.allowed is not None or masks.bias is not None:
+        rows = None if masks.real is None else ~masks.real[..., None]
+        if masks.allowed is not None:
+            allowed = masks.allowed if masks.padded is None else masks.allowed & ~masks.padded[..., None, :]
+            allowed = allowed & _lower(query) if masks.is_causal else allowed
+            mask = allowed if rows is None else allowed | rows
+        elif masks.bias is not None:
+            closed = None if masks.padded is None else masks.padded[..., None, :]
+            mask = masks.bias if closed is None else masks.bias.masked_fill(closed, -torch.inf)
+            mask = mask.masked_fill(~_lower(query), -torch.inf) if masks.is_causal else mask
+            mask = (mask if rows is None else mask.masked_fill(rows, 0)).to(query.dtype)
+        return query, key, mask, False
+    if masks.padded is None:
+        return query, key, None, masks.is_causal
+    if not masks.is_causal:
+        return query, key, ~masks.padded[..., None, :], False
+    # Causal and padded: one more column of the inner product closes padded keys without an N x N mask.
+    closed = (masks.padded[..., None] * (-_BLOCKED / masks.scale)).to(key.dtype).expand(*key.shape[:-1], 1)
+    return F.pad(query, (0, 1), value=1.0), torch.cat([key, closed], dim=-1), None, True
+
+
+def _lower(query: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
+def _check(query: Tensor, key: Tensor, estimator: str, num_probes: int) -> None:
+    if not 2 <= query.ndim <= 4 or query.ndim != key.ndim or query.shape[-2:] != key.shape[-2:]:
+        raise ShapeError(
+            f"affinity_penalty: query {tuple(query.shape)} and key {tuple(key.shape)} must both be (..., tokens, "
+            "head_dim) with the same tokens and head_dim, in two to four dimensions; cross-attention has no square "
+            "affinity"
+        )
+    if query.ndim > 2 and query.shape[-3] % key.shape[-3]:
+        raise ShapeError(f"affinity_penalty: {key.shape[-3]} key heads do not divide {query.shape[-3]} query heads")
+    if estimator not in ("exact", "probes"):
+        raise ConfigError(f"affinity_penalty: estimator = {estimator!r}, expected 'exact' or 'probes'")
+    if num_probes < 1:
+        raise ConfigError(f"affinity_penalty: num_probes = {num_probes}, expected at least 1")
+    if query.dtype == torch.float16 and query.device.type == "cpu":
+        raise ConfigError("affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there")
+
+
+def _four_dimensional(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return everything with explicit batch and heads; three dimensions are (batch, tokens, head_dim)."""
+    if query.ndim == 2:
+        query, key = query[None, None], key[None, None]
+    elif query.ndim == 3:
+        query, key = query[:, None], key[:, None]
+        attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        if attn_mask.shape[-2] == 1:
+            attn_mask = attn_mask.expand(*attn_mask.shape[:-2], query.shape[-2], attn_mask.shape[-1])
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.reshape(-1, 1, query.shape[-2])
+    return query, key, attn_mask, key_padding_mask
+
+
+def _repeated(key: Tensor, heads: int) -> Tensor:
+    return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], dim=1)

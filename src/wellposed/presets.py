@@ -1,0 +1,72 @@
+"""Named settings from the papers, as keywords of `wellposed.OrthogonalityPenalty`; plain numbers, no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from wellposed.errors import ConfigError, unknown_name
+
+_ZHANG2021: dict[str, tuple[str, ...]] = {
+    "I": ("affinity",),
+    "II": ("affinity", "attention"),
+    "III": ("affinity", "attention", "feedforward"),
+}
+
+
+def zhang2021(
+    variant: Literal["I", "II", "III"], strength: float = 1e-8, *, as_printed: bool = False
+) -> dict[str, Any]:
+    """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3): where orthogonality is asked for.
+
+    I asks it of affinities, II also of query, key, value and output stacked together, III also of both feed-forward
+    weights. The paper prints the affinity and attention losses squared and the feed-forward loss unsquared; here all
+    are squared unless ``as_printed``. It tunes the strength among 1e-6, 1e-8 and 1e-10.
+
+    Args:
+        variant: ``"I"``, ``"II"`` or ``"III"``.
+        strength: lambda of the paper, the same for every term.
+        as_printed: True leaves the feed-forward norm unsquared, as the paper does.
+
+    Returns:
+        keywords for `wellposed.OrthogonalityPenalty`.
+
+    Raises:
+        ConfigError: unknown variant, or a strength that is not positive.
+
+    >>> zhang2021("II", 1e-6)
+    {'affinity': 1e-06, 'attention': 1e-06, 'attention_mode': 'joint', 'form': 'gram_squared'}
+    """
+    if variant not in _ZHANG2021:
+        raise unknown_name("zhang2021 variant", variant, _ZHANG2021)
+    _check_strength("zhang2021", strength)
+    form: str | dict[str, str] = {"feedforward": "gram"} if as_printed else "gram_squared"
+    return {**dict.fromkeys(_ZHANG2021[variant], strength), "attention_mode": "joint", "form": form}
+
+
+def mcgrath2024(*, key: bool = True, query: bool = False, strength: float = 1e-4) -> dict[str, Any]:
+    """Return the keywords of McGrath (2024, eq. 2 and Table 1): ``|A A^T - I|_F`` on key and query weights.
+
+    Args:
+        key: penalise key weights, the one he finds to drift towards orthogonality by itself.
+        query: penalise query weights.
+        strength: lambda; his sweep takes 1e-2, 1e-4 and 1e-6.
+
+    Returns:
+        keywords for `wellposed.OrthogonalityPenalty`.
+
+    Raises:
+        ConfigError: neither key nor query, or a strength that is not positive.
+
+    >>> mcgrath2024(key=True, query=True, strength=1e-2)
+    {'key': 0.01, 'query': 0.01, 'form': 'gram'}
+    """
+    _check_strength("mcgrath2024", strength)
+    chosen = [name for name, wanted in (("key", key), ("query", query)) if wanted]
+    if not chosen:
+        raise ConfigError("mcgrath2024: key and query are both False, so nothing is penalised; set at least one")
+    return {**dict.fromkeys(chosen, strength), "form": "gram"}
+
+
+def _check_strength(preset: str, strength: float) -> None:
+    if not strength > 0:
+        raise ConfigError(f"{preset}: strength = {strength!r}, expected a positive number")

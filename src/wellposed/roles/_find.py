@@ -1,0 +1,141 @@
+"""Find the query, key, value, output, feed-forward and embedding weights of any Transformer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+
+from wellposed.errors import RoleNotFoundError, listed
+from wellposed.roles._patterns import roles_from_patterns
+from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles
+from wellposed.roles._site import Site
+from wellposed.roles._views import WeightView
+from wellposed.roles.families import FAMILIES
+
+_NOT_TOKENS = ("type", "segment", "relative", "class", "label")
+_POSITION_PARAMETERS = (
+    "pos_embed",
+    "position_embeddings",
+    "pos_embedding",
+    "positional_embedding",
+    "position_embedding",
+)
+
+
+def find_roles(model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None) -> Roles:
+    """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
+
+    Exact: each view shares storage with the real parameter and sends gradients to it; fused projections
+    (`torch.nn.MultiheadAttention`, GPT-2 ``c_attn``, ``qkv``) are sliced and stored transposes are undone, without
+    a copy. Modules are recognised by the names of their children, so any model built like one of the families is
+    found: `torch.nn` Transformer layers, BERT, RoBERTa, DistilBERT, GPT-2, Llama, Mistral, Qwen, T5, BART, Marian,
+    ViT and wellposed's own models. A parameter that sits in two modules (tied embeddings) appears once per role.
+
+    Args:
+        model: any module; nothing in it is changed.
+        patterns: role name -> shell-style pattern(s) on parameter names, for models of no known family, for example
+            ``{"query": "*.attn.wq.weight", "feedforward_in": "*.mlp.w1.weight"}``. A role named here is found by its
+            patterns alone, the others as usual. Query, key, value and output of one module make up an attention
+            role, in and out a feed-forward role.
+
+    Returns:
+        `Roles` in model order; printing it shows a table.
+
+    Raises:
+        RoleNotFoundError: nothing matches (what was seen is listed), or a pattern matches no parameter.
+        ConfigError: a pattern matches a bias or another parameter that is no matrix, or a role name is unknown.
+        ShapeError: heads do not divide the weights.
+
+    Cost: one walk over the modules, no arithmetic.
+
+    When not to use: convolutional attention and recurrent models have no such weights.
+
+    >>> from torch import nn
+    >>> roles = find_roles(nn.TransformerEncoderLayer(16, 4, 32))
+    >>> [weight.role for weight in roles.weights()]
+    ['query', 'key', 'value', 'output', 'feedforward_in', 'feedforward_out']
+    >>> roles.attention[0].key.parameter_name
+    'self_attn.in_proj_weight'
+    """
+    sites = [Site(path, module, model) for path, module in model.named_modules()]
+    attention = _attention_roles(sites)
+    feedforward = tuple(_beside(role, attention) for role in _feedforward_roles(sites, attention))
+    roles = Roles(attention, feedforward, _embedding_roles(sites))
+    if patterns is not None:
+        roles = roles_from_patterns(model, patterns, roles)
+    if not (roles.attention or roles.feedforward or roles.loose):
+        raise _nothing_found(model)
+    return roles
+
+
+def _attention_roles(sites: Iterable[Site]) -> tuple[AttentionRole, ...]:
+    found: list[AttentionRole] = []
+    for site in sites:
+        if any(site.path.startswith(f"{role.path}.") for role in found):
+            continue
+        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).attention(site))), None)
+        if role is not None:
+            found.append(role)
+    return tuple(found)
+
+
+def _feedforward_roles(sites: Iterable[Site], attention: Sequence[AttentionRole]) -> Iterable[FeedForwardRole]:
+    inside = tuple(f"{role.path}." for role in attention)
+    owners = {role.path for role in attention}
+    for site in sites:
+        if site.path in owners or site.path.startswith(inside):
+            continue
+        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).feedforward(site))), None)
+        if role is not None:
+            yield role
+
+
+def _beside(role: FeedForwardRole, attention: Sequence[AttentionRole]) -> FeedForwardRole:
+    """Take the stack from the attention that shares the longest path: a feed-forward module does not know it."""
+    if not attention:
+        return role
+    nearest = max(attention, key=lambda other: _shared_segments(other.path, role.path))
+    return replace(role, stack=nearest.stack)
+
+
+def _shared_segments(first: str, second: str) -> int:
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _embedding_roles(sites: Iterable[Site]) -> tuple[EmbeddingRole, ...]:
+    found: list[EmbeddingRole] = []
+    seen: set[int] = set()
+    for site in sites:
+        for view, kind in _tables(site):
+            if id(view.parameter) not in seen:
+                seen.add(id(view.parameter))
+                found.append(EmbeddingRole(site.path, kind, view))
+    return tuple(found)
+
+
+def _tables(site: Site) -> Iterable[tuple[WeightView, Literal["token", "position"]]]:
+    name = site.name.lower()
+    if isinstance(site.module, nn.Embedding):
+        if not any(word in name for word in _NOT_TOKENS):
+            kind = "position" if "pos" in name or name == "wpe" else "token"
+            yield WeightView(site.path, site.module, "weight"), kind
+        return
+    for attribute in _POSITION_PARAMETERS:
+        table = getattr(site.module, attribute, None)
+        if isinstance(table, nn.Parameter) and (table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)):
+            yield WeightView(site.path, site.module, attribute), "position"
+
+
+def _nothing_found(model: nn.Module) -> RoleNotFoundError:
+    seen = [f"{name} {tuple(weight.shape)}" for name, weight in model.named_parameters() if weight.ndim == 2]
+    known = ", ".join(FAMILIES.names())
+    return RoleNotFoundError(
+        f"no attention or feed-forward weight was recognised in {type(model).__name__}; known families: {known}.\n"
+        f"Matrices seen:\n{listed(seen) if seen else '  none'}\n"
+        "Name them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key': '*.wk.weight', ...})"
+    )

@@ -1,0 +1,123 @@
+"""What `find_roles` returns: every weight of a model by the part it plays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from wellposed.roles._views import WeightView
+
+ROLE_NAMES = (
+    "query",
+    "key",
+    "value",
+    "output",
+    "feedforward_in",
+    "feedforward_gate",
+    "feedforward_out",
+    "token_embedding",
+    "position_embedding",
+)
+
+Stack = Literal["encoder", "decoder"]
+
+
+@dataclass(frozen=True)
+class AttentionRole:
+    """Query, key, value and output weight of one attention module; ``kind`` tells self- from cross-attention."""
+
+    path: str
+    kind: Literal["self", "cross"]
+    stack: Stack
+    layer: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    query: WeightView
+    key: WeightView
+    value: WeightView
+    output: WeightView
+
+
+@dataclass(frozen=True)
+class FeedForwardRole:
+    """The two (gated: three) weights of one position-wise feed-forward network."""
+
+    path: str
+    stack: Stack
+    layer: int
+    up: WeightView
+    down: WeightView
+    gate: WeightView | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingRole:
+    """An embedding table, shape (vocabulary or positions, width)."""
+
+    path: str
+    kind: Literal["token", "position"]
+    weight: WeightView
+
+
+@dataclass(frozen=True)
+class RoleWeight:
+    """One weight with its role name (one of `ROLE_NAMES`), stack, layer (None for embeddings) and owning module."""
+
+    role: str
+    stack: Stack | None
+    layer: int | None
+    path: str
+    view: WeightView
+    kind: Literal["self", "cross"] | None = None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Every weight of a model by the part it plays; ``print`` it for a table.
+
+    ``loose`` holds weights found by user patterns that do not make up a whole attention or feed-forward part.
+    """
+
+    attention: tuple[AttentionRole, ...] = ()
+    feedforward: tuple[FeedForwardRole, ...] = ()
+    embeddings: tuple[EmbeddingRole, ...] = ()
+    loose: tuple[RoleWeight, ...] = ()
+
+    def weights(self) -> Iterator[RoleWeight]:
+        """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model order."""
+        for part in self.attention:
+            for role in ("query", "key", "value", "output"):
+                yield RoleWeight(role, part.stack, part.layer, part.path, getattr(part, role), part.kind)
+        for network in self.feedforward:
+            named = (
+                ("feedforward_in", network.up),
+                ("feedforward_gate", network.gate),
+                ("feedforward_out", network.down),
+            )
+            for role, view in named:
+                if view is not None:
+                    yield RoleWeight(role, network.stack, network.layer, network.path, view)
+        for table in self.embeddings:
+            yield RoleWeight(f"{table.kind}_embedding", None, None, table.path, table.weight)
+        yield from self.loose
+
+    def shared(self) -> tuple[str, ...]:
+        """Return one line per weight that plays more than one role, or one role in more than one place."""
+        places: dict[object, list[RoleWeight]] = {}
+        for weight in self.weights():
+            places.setdefault(weight.view.key, []).append(weight)
+        return tuple(
+            f"{group[0].view.parameter_name} is " + " and ".join(f"{item.role} of {item.path}" for item in group)
+            for group in places.values()
+            if len(group) > 1
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{item.stack or '-':8}{'-' if item.layer is None else item.layer!s:>4}  {item.role:19}"
+            f"{'x'.join(map(str, item.view.shape)):>12}  {item.view.parameter_name}"
+            for item in self.weights()
+        ]
+        return "\n".join([f"{'stack':8}{'layer':>4}  {'role':19}{'shape':>12}  parameter", *lines])

@@ -1,0 +1,126 @@
+"""Where a module sits in a model: its stack, layer and heads, read from paths, attributes and configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from wellposed.errors import ShapeError
+from wellposed.roles._roles import AttentionRole, Stack
+from wellposed.roles._views import WeightView
+
+_CONTAINER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|resblocks)\.(\d+)(?:\.|$)")
+_CROSS = frozenset(
+    {"encoder_attn", "crossattention", "cross_attn", "cross_attention", "multihead_attn", "EncDecAttention"}
+)
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module, its dotted path, and the model it is part of."""
+
+    path: str
+    module: nn.Module
+    model: nn.Module
+
+    @property
+    def name(self) -> str:
+        """Last segment of the path."""
+        return self.path.rpartition(".")[2]
+
+    def join(self, dotted: str) -> str:
+        """Return the full path of something inside this module."""
+        return f"{self.path}.{dotted}" if self.path else dotted
+
+    def child(self, dotted: str) -> nn.Module | None:
+        """Return the submodule at ``dotted``, or None."""
+        found: Any = self.module
+        for segment in dotted.split("."):
+            found = getattr(found, segment, None)
+        return found if isinstance(found, nn.Module) else None
+
+    @property
+    def layer(self) -> int:
+        """Index of the layer this module belongs to."""
+        match = _CONTAINER.search(self.path)
+        if match:
+            return int(match.group(1))
+        numbers = [int(segment) for segment in self.path.split(".") if segment.isdigit()]
+        return numbers[-1] if numbers else 0
+
+    @property
+    def kind(self) -> Literal["self", "cross"]:
+        """Self- or cross-attention, by the names the families use."""
+        cross = self.name in _CROSS or bool(getattr(self.module, "is_cross_attention", False))
+        return "cross" if cross else "self"
+
+    @property
+    def stack(self) -> Stack:
+        """Encoder or decoder; a causal self-attention stack is a decoder."""
+        segments = self.path.split(".")
+        inner = getattr(self.module, "self", self.module)
+        if (
+            self.kind == "cross"
+            or getattr(inner, "is_decoder", False)
+            or any("decoder" in segment for segment in segments)
+        ):
+            return "decoder"
+        if any("encoder" in segment for segment in segments):
+            return "encoder"
+        causal = getattr(inner, "is_causal", False) is True or type(self.model).__name__.endswith("ForCausalLM")
+        return "decoder" if causal else "encoder"
+
+    def num_heads(self) -> int | None:
+        """Number of query heads, from the module, its inner module, or a configuration."""
+        inner = getattr(self.module, "self", None)
+        for holder in (self.module, inner, getattr(self.module, "config", None), getattr(inner, "config", None)):
+            count = _heads_on(holder)
+            if count is not None:
+                return count
+        for prefix in _prefixes(self.path):
+            holder = self.model.get_submodule(prefix)
+            count = _heads_on(holder) or _heads_on(getattr(holder, "config", None))
+            if count is not None:
+                return count
+        return None
+
+
+def attention_role(site: Site, views: Mapping[str, WeightView]) -> AttentionRole:
+    """Build the role; head sizes follow from the number of heads and the shapes of the weights."""
+    num_heads = site.num_heads() or 1
+    rows = views["query"].shape[0]
+    key_rows = views["key"].shape[0]
+    head_dim = rows // num_heads
+    if rows % num_heads or key_rows % head_dim:
+        raise ShapeError(
+            f"{site.path}: {num_heads} heads do not divide the query weight's {rows} rows and the key weight's "
+            f"{key_rows}; check the model's configuration, or pass patterns= without this module"
+        )
+    return AttentionRole(
+        path=site.path,
+        kind=site.kind,
+        stack=site.stack,
+        layer=site.layer,
+        num_heads=num_heads,
+        num_key_value_heads=key_rows // head_dim,
+        head_dim=head_dim,
+        **views,
+    )
+
+
+def _heads_on(holder: object) -> int | None:
+    for name in _HEADS:
+        count = getattr(holder, name, None)
+        if isinstance(count, int) and count > 0:
+            return count
+    return None
+
+
+def _prefixes(path: str) -> list[str]:
+    segments = path.split(".")
+    return [".".join(segments[:end]) for end in range(len(segments) - 1, -1, -1)]

@@ -1,0 +1,119 @@
+"""A weight seen in one orientation, without ever copying it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from wellposed.errors import ConfigError, ShapeError
+
+CONV1D = "Conv1D"  # GPT-2's linear layer, which stores (in, out)
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """W in ``(out_features, in_features)`` orientation, such that the layer computes ``W x``: a view, never a copy.
+
+    Exact: `tensor` shares storage with the real parameter and autograd sends its gradient to that parameter, in the
+    rows the view covers. The parameter is looked up on its module at each access, so views stay right after
+    ``model.to(...)``, sharding that swaps parameters, or a parametrization.
+
+    Args:
+        owner_path: dotted path of the module that owns the parameter.
+        attribute: name of the parameter on that module.
+        rows: half-open range of output rows inside a fused weight, or None for all of them.
+        transposed: True where the parameter is stored ``(in_features, out_features)``.
+
+    Cost: no copy; a slice and a transpose of metadata.
+
+    >>> from torch import nn
+    >>> attention = nn.MultiheadAttention(8, 2)
+    >>> key = WeightView("", attention, "in_proj_weight", rows=(8, 16))
+    >>> key.shape, key.tensor().data_ptr() == attention.in_proj_weight[8:].data_ptr()
+    ((8, 8), True)
+    """
+
+    owner_path: str
+    owner: nn.Module = field(repr=False, compare=False)
+    attribute: str
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def parameter_name(self) -> str:
+        """Full dotted name of the real `torch.nn.Parameter`."""
+        name = f"parametrizations.{self.attribute}.original" if self._parametrized else self.attribute
+        return f"{self.owner_path}.{name}" if self.owner_path else name
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The real parameter (for a parametrized weight, the weight the layer uses)."""
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features) of the view."""
+        rows, columns = self._matrix_shape()
+        if self.rows is not None:
+            rows = self.rows[1] - self.rows[0]
+        return rows, columns
+
+    @property
+    def key(self) -> tuple[int, tuple[int, int] | None, bool]:
+        """What two views of the same numbers have in common: parameter identity, rows, orientation."""
+        identity = id(self.owner) if self._parametrized else id(self.parameter)
+        return identity, self.rows, self.transposed
+
+    def tensor(self) -> torch.Tensor:
+        """Return the weight, shape ``shape``: it shares storage with, and sends gradients to, the real parameter."""
+        weight = self.parameter
+        if weight.ndim == 3:
+            weight = weight.squeeze(0)
+        if self.transposed:
+            weight = weight.t()
+        return weight if self.rows is None else weight[self.rows[0] : self.rows[1]]
+
+    @property
+    def _parametrized(self) -> bool:
+        return self.attribute in getattr(self.owner, "parametrizations", {})
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        shape = tuple(self.parameter.shape)
+        if len(shape) == 3 and shape[0] == 1:
+            shape = shape[1:]
+        if len(shape) != 2:
+            raise ShapeError(
+                f"{self.parameter_name} has shape {tuple(self.parameter.shape)}; a weight with a role is a matrix"
+            )
+        return (shape[1], shape[0]) if self.transposed else (shape[0], shape[1])
+
+
+def view_of(path: str, layer: nn.Module, *, chunk: tuple[int, int] | None = None) -> WeightView:
+    """Return the view of a linear-like layer's ``weight``; ``chunk=(i, n)`` is the i-th of n equal row blocks."""
+    layer, path = _unwrapped(layer, path)
+    weight: Any = getattr(layer, "weight", None)
+    if callable(weight) and not isinstance(weight, torch.Tensor):
+        raise ConfigError(
+            f"{path} ({type(layer).__name__}) holds a packed, quantised weight that cannot be viewed or trained; "
+            "find roles on the model before it is quantised"
+        )
+    view = WeightView(path, layer, "weight", transposed=type(layer).__name__ == CONV1D)
+    return view if chunk is None else chunked(view, chunk)
+
+
+def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
+    """Return the i-th of n equal blocks of output rows."""
+    index, count = chunk
+    rows = view.shape[0]
+    if rows % count:
+        raise ShapeError(f"{view.parameter_name} has {rows} output rows, which {count} fused weights cannot share")
+    size = rows // count
+    return WeightView(view.owner_path, view.owner, view.attribute, (index * size, (index + 1) * size), view.transposed)
+
+
+def _unwrapped(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    base = getattr(layer, "base_layer", None)  # adapters (LoRA and kin) keep the real layer here
+    return (base, f"{path}.base_layer") if isinstance(base, nn.Module) else (layer, path)

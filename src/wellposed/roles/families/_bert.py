@@ -1,0 +1,17 @@
+"""BERT and RoBERTa, and ViT of older transformers: ``self.{query,key,value}``, ``intermediate``, ``output``."""
+
+from wellposed.roles._roles import AttentionRole
+from wellposed.roles._site import Site
+from wellposed.roles.families._family import FAMILIES, Family, attention_named, feedforward_named
+
+_READERS = tuple(
+    attention_named(f"{inner}.query", f"{inner}.key", f"{inner}.value", "output.dense")
+    for inner in ("self", "attention")
+)
+
+
+def _attention(site: Site) -> AttentionRole | None:
+    return next((role for reader in _READERS if (role := reader(site)) is not None), None)
+
+
+FAMILIES.register("bert")(Family(_attention, feedforward_named("intermediate.dense", "output.dense")))

@@ -1,0 +1,78 @@
+"""What a family tells: which child of a module is the query, key, value, output or feed-forward weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wellposed.registry import Registry
+from wellposed.roles._roles import AttentionRole, FeedForwardRole
+from wellposed.roles._site import Site, attention_role
+from wellposed.roles._views import WeightView, view_of
+
+
+@dataclass(frozen=True)
+class Family:
+    """Two readers: each returns the role a module plays, or None where the module is not of this family."""
+
+    attention: Callable[[Site], AttentionRole | None]
+    feedforward: Callable[[Site], FeedForwardRole | None]
+
+
+FAMILIES = Registry[Family]("model family")
+
+
+def attention_named(query: str, key: str, value: str, output: str) -> Callable[[Site], AttentionRole | None]:
+    """Read an attention whose four weights are four linear layers of these names."""
+    names = {"query": query, "key": key, "value": value, "output": output}
+
+    def read(site: Site) -> AttentionRole | None:
+        views = linear_views(site, names)
+        return attention_role(site, views) if len(views) == len(names) else None
+
+    return read
+
+
+def attention_fused(fused: str, output: str) -> Callable[[Site], AttentionRole | None]:
+    """Read an attention whose query, key and value are the thirds of one linear layer."""
+
+    def read(site: Site) -> AttentionRole | None:
+        qkv, out = site.child(fused), site.child(output)
+        if qkv is None or out is None:
+            return None
+        views = {role: view_of(site.join(fused), qkv, chunk=(i, 3)) for i, role in enumerate(("query", "key", "value"))}
+        return attention_role(site, {**views, "output": view_of(site.join(output), out)})
+
+    return read
+
+
+def feedforward_named(up: str, down: str, gate: str | None = None) -> Callable[[Site], FeedForwardRole | None]:
+    """Read a feed-forward network of these names; a gate that is named must be there."""
+    names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
+
+    def read(site: Site) -> FeedForwardRole | None:
+        views = linear_views(site, names)
+        if len(views) != len(names):
+            return None
+        return FeedForwardRole(site.path, site.stack, site.layer, **views)
+
+    return read
+
+
+def first_of(*readers: Callable[[Site], FeedForwardRole | None]) -> Callable[[Site], FeedForwardRole | None]:
+    """Return the first reader's answer that is not None."""
+
+    def read(site: Site) -> FeedForwardRole | None:
+        return next((role for reader in readers if (role := reader(site)) is not None), None)
+
+    return read
+
+
+def linear_views(site: Site, names: dict[str, str]) -> dict[str, WeightView]:
+    """Return the views of those named layers that exist and hold a weight."""
+    layers = {role: site.child(name) for role, name in names.items()}
+    return {
+        role: view_of(site.join(names[role]), layer)
+        for role, layer in layers.items()
+        if layer is not None and (hasattr(layer, "weight") or hasattr(layer, "base_layer"))
+    }
