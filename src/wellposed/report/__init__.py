@@ -1,0 +1,12 @@
+"""From run folders to tables and one offline page; importing this package does not import torch."""
+
+from wellposed.report._aggregate import Comparison as Comparison
+from wellposed.report._aggregate import Summary as Summary
+from wellposed.report._aggregate import TaskComparison as TaskComparison
+from wellposed.report._aggregate import VariantResult as VariantResult
+from wellposed.report._aggregate import aggregate as aggregate
+from wellposed.report._page import build_report as build_report
+from wellposed.report.statistics import PairedComparison as PairedComparison
+from wellposed.report.statistics import holm_correction as holm_correction
+from wellposed.report.statistics import mean_and_standard_error as mean_and_standard_error
+from wellposed.report.statistics import paired_comparison as paired_comparison

@@ -1,0 +1,225 @@
+"""The record of one measurement; free of torch, so that a report can read it without importing torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import ConfigError, DataError, listed
+from wellposed.measurement._text import format_number, text_table
+
+SCHEMA_VERSION = 1
+
+IDENTITY = ("stack", "layer", "role", "path")
+WEIGHT_COLUMNS = (
+    *IDENTITY,
+    "rows",
+    "cols",
+    "orthogonality_error",
+    "sigma_max",
+    "sigma_min",
+    "condition_number",
+    "stable_rank",
+    "sigma_max_status",
+)
+ACTIVATION_COLUMNS = (
+    "stack",
+    "layer",
+    "kind",
+    "path",
+    "mean_norm",
+    "max_norm",
+    "attention_entropy",
+    "attention_sensitivity",
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Numbers of every weight that plays a role: ``err_orth``, ``sigma_max``, ``sigma_min``, condition, stable rank.
+
+    ``rows`` holds one dictionary per role and layer: ``stack, layer, role, path, rows, cols, orthogonality_error,
+    sigma_max, sigma_min, condition_number, stable_rank, sigma_max_status`` (``"exact"``: float64 SVD; ``"empirical"``:
+    Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``. ``activations`` holds one
+    dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm, max_norm,
+    attention_entropy, attention_sensitivity`` (lists with one value per head, or ``None`` where attention was not
+    seen). What could not be measured is ``None`` and said in ``notes``.
+
+    >>> m = Measurement(rows=[{"stack": "encoder", "layer": 0, "role": "query", "path": "a", "sigma_max": 1.5}])
+    >>> m.find(role="query")[0]["sigma_max"]
+    1.5
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    activations: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def find(self, **values: Any) -> list[dict[str, Any]]:
+        """Return the rows whose named entries have the given values, as in ``find(role="query", layer=0)``."""
+        return [row for row in self.rows if all(row.get(key) == value for key, value in values.items())]
+
+    def normalised_by(self, initial: Measurement) -> Measurement:
+        """Return the same measurement with ``orthogonality_error_ratio = err_orth / err_orth(initial)`` in every row.
+
+        This is the vertical axis of McGrath (2024), Figure 3. The ratio is ``None`` where the initial error is 0.
+
+        Raises:
+            ConfigError: ``initial`` lacks a row of this measurement; every missing row is named.
+        """
+        before = {_identity(row): row["orthogonality_error"] for row in initial.rows}
+        missing = [_label(row) for row in self.rows if _identity(row) not in before]
+        if missing:
+            raise ConfigError(
+                "the initial measurement lacks these weights, so it was not taken of the same model:\n"
+                + listed(missing)
+            )
+        rows = []
+        for row in self.rows:
+            base = before[_identity(row)]
+            rows.append({**row, "orthogonality_error_ratio": row["orthogonality_error"] / base if base > 0 else None})
+        return Measurement(rows=rows, activations=self.activations, notes=self.notes)
+
+    def table(self) -> str:
+        """Return the weights, then the activations, as text for a terminal (rich where installed, else plain)."""
+        columns = ["weight", "shape", "err_orth", "sigma max", "sigma min", "condition", "stable rank"]
+        names = ["orthogonality_error", "sigma_max", "sigma_min", "condition_number", "stable_rank"]
+        if any("orthogonality_error_ratio" in row for row in self.rows):
+            columns.append("err_orth / initial")
+            names.append("orthogonality_error_ratio")
+        body = [
+            [_label(row), f"{row.get('rows')} x {row.get('cols')}", *(format_number(row.get(name)) for name in names)]
+            for row in self.rows
+        ]
+        parts = [text_table("Weights", columns, body)]
+        if self.activations:
+            columns = ["module", "kind", "mean norm", "max norm", "attention entropy (nats), mean of heads"]
+            body = [
+                [
+                    str(row["path"]),
+                    str(row["kind"]),
+                    format_number(row.get("mean_norm")),
+                    format_number(row.get("max_norm")),
+                    format_number(mean_of(row.get("attention_entropy"))),
+                ]
+                for row in self.activations
+            ]
+            parts.append(text_table("Activations", columns, body, left=2))
+        parts.extend(f"note: {note}" for note in self.notes)
+        return "\n\n".join(parts)
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write one line per weight to ``path`` and, with a batch, one per module to ``<stem>-activations<suffix>``.
+
+        Lists (one value per head) are written as values joined by a space; singular values are left to `to_json`.
+        """
+        path = Path(path)
+        extra = [c for c in ("orthogonality_error_ratio",) if any(c in row for row in self.rows)]
+        write_csv(path, [*WEIGHT_COLUMNS, *extra], self.rows)
+        if self.activations:
+            beside = path.with_name(f"{path.stem}-activations{path.suffix}")
+            write_csv(beside, ACTIVATION_COLUMNS, self.activations)
+        return path
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write everything, singular values included, to ``path``; an infinite condition number is written as null."""
+        path = Path(path)
+        record = {
+            "schema_version": SCHEMA_VERSION,
+            "rows": self.rows,
+            "activations": self.activations,
+            "notes": self.notes,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_finite(record), allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Measurement:
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: the file is missing, cut off, or is not a measurement; the message names it.
+        """
+        path = Path(path)
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); expected a measurement") from error
+        except ValueError as error:
+            raise DataError(
+                f"{path}: not valid JSON ({error}); the file is cut off or damaged, measure again"
+            ) from error
+        problem = _schema_problem(record)
+        if problem:
+            raise DataError(f"{path}: {problem}; expected a file written by Measurement.to_json")
+        rows = [dict(row) for row in record["rows"]]
+        for row in rows:
+            if row.get("sigma_min") == 0 and row.get("condition_number") is None:
+                row["condition_number"] = math.inf
+        return cls(rows=rows, activations=record.get("activations", []), notes=record.get("notes", []))
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw ``err_orth`` as a layers x roles heat map and, where measured, the spectra; SVG or PNG by suffix.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
+        """
+        from wellposed.measurement.figures import save_measurement_figure
+
+        return save_measurement_figure(self, Path(path))
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write dictionaries as CSV with ``\\n`` line ends; lists become values joined by a space, ``None`` empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    return path
+
+
+def mean_of(values: Sequence[float] | None) -> float | None:
+    """Return the mean of ``values``, or ``None`` where there is none."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return " ".join(repr(item) for item in value)
+    return value
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in IDENTITY)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """``encoder.3.query``; embeddings have no layer."""
+    return ".".join(str(part) for part in (row.get("stack"), row.get("layer"), row.get("role")) if part is not None)
+
+
+def _finite(value: Any) -> Any:
+    """Replace non-finite numbers by ``None``, since JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _schema_problem(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return f"holds a {type(record).__name__}, not an object"
+    if record.get("schema_version") != SCHEMA_VERSION:
+        return f"schema_version is {record.get('schema_version')!r}, this version reads {SCHEMA_VERSION}"
+    if not isinstance(record.get("rows"), list) or not all(isinstance(row, dict) for row in record["rows"]):
+        return "has no list of rows"
+    return None

@@ -1,0 +1,286 @@
+"""Heat maps and spectra drawn with matplotlib, as files or as inline SVG that follows the page's text colour.
+
+Free of torch and of pyplot's global state: a figure here is an object, never the current one.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wellposed.errors import ConfigError, missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    from wellposed.measurement._measurement import Measurement
+
+# Text and axes are drawn in this colour, which inline SVG replaces by currentColor.
+INK = "#0a0b0c"
+COLOUR_MAP = "viridis"
+SPECTRUM_POINTS = 48
+ROLE_ORDER = (
+    "query",
+    "key",
+    "value",
+    "output",
+    "feedforward_in",
+    "feedforward_gate",
+    "feedforward_out",
+    "token_embedding",
+    "position_embedding",
+)
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """Set matplotlib's parameters for the time of drawing and saving one of our figures."""
+    matplotlib = _matplotlib()
+    style: dict[str, Any] = {
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "axes.labelsize": 9,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlesize": 10,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "font.size": 9,
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "wellposed",
+        "text.color": INK,
+        "text.parse_math": False,  # a dollar sign in a variant's name is a dollar sign
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style, "backend": "agg"}):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of the given size in inches that no window knows about."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
+    """Return ``figure`` as an ``<svg>`` element to put in a page: no ids shared with other figures, no date.
+
+    Text and axes take the colour of the surrounding text; ``label`` is what a screen reader says.
+    """
+    from html import escape
+
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    markup = out.getvalue()
+    markup = markup[markup.index("<svg") :]
+    markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
+    markup = re.sub(r'\bid="', f'id="{prefix}-', markup)
+    markup = re.sub(r'href="#', f'href="#{prefix}-', markup)
+    markup = re.sub(r"url\(#", f"url(#{prefix}-", markup)
+    markup = markup.replace(INK, "currentColor")
+    width = float(figure.get_size_inches()[0]) * 96
+    style = f"width:100%;max-width:{width:.0f}px;height:auto"
+    opening = f'<svg role="img" aria-label="{escape(label, quote=True)}" style="{style}"'
+    return re.sub(r"<svg", lambda _: opening, markup, count=1).strip()
+
+
+class HeatMap(NamedTuple):
+    """Values by layer (rows) and role (columns); ``None`` where the model has no such weight."""
+
+    layers: list[str]
+    roles: list[str]
+    values: list[list[float | None]]
+
+
+def heat_map(rows: Sequence[Mapping[str, Any]], value: str) -> HeatMap:
+    """Arrange ``value`` of measurement rows as layers x roles; embeddings, which have no layer, are left out.
+
+    Two weights of one layer and role (self- and cross-attention) get a column each, named after their module.
+    """
+    layered = [row for row in rows if row.get("layer") is not None]
+    columns = {id(row): _column(row, layered) for row in layered}
+    layers = sorted({(str(row["stack"]), int(row["layer"])) for row in layered}, key=_layer_key)
+    names = sorted(set(columns.values()), key=_role_key)
+    cells = {((str(row["stack"]), int(row["layer"])), columns[id(row)]): row.get(value) for row in layered}
+    grid = [[cells.get((layer, name)) for name in names] for layer in layers]
+    return HeatMap([f"{stack} {layer}" for stack, layer in layers], names, grid)
+
+
+def shared_log_norm(maps: Sequence[HeatMap]) -> Normalize:
+    """Return one logarithmic colour scale for all maps, so that their colours can be compared."""
+    from matplotlib.colors import LogNorm
+
+    values = [v for m in maps for line in m.values for v in line if v is not None and v > 0 and math.isfinite(v)]
+    low, high = (min(values), max(values)) if values else (1e-3, 1.0)
+    if high < low * 1.01:
+        low, high = low / 2, high * 2
+    return LogNorm(low, high)
+
+
+def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any:
+    """Draw one layers x roles map with the number in every cell; a missing weight is an empty cell."""
+    import matplotlib as mpl
+    import numpy as np
+
+    values = np.array([[np.nan if v is None else max(v, float(norm.vmin or 0)) for v in line] for line in heat.values])
+    colours = mpl.colormaps[COLOUR_MAP].resampled(64)
+    mesh = axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=colours, edgecolors="none")
+    axes.set_xticks(
+        [i + 0.5 for i in range(len(heat.roles))], [_short(name) for name in heat.roles], rotation=35, ha="right"
+    )
+    axes.set_yticks([i + 0.5 for i in range(len(heat.layers))], heat.layers)
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for i, line in enumerate(heat.values):
+        for j, value in enumerate(line):
+            if value is not None:
+                red, green, blue, _ = colours(norm(values[i, j]))
+                ink = "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else "#000000"
+                axes.text(j + 0.5, i + 0.5, short_number(value), ha="center", va="center", fontsize=7.5, color=ink)
+    return mesh
+
+
+def add_colour_bar(figure: Figure, mesh: Any, axes: Any, label: str) -> None:
+    """Add a colour bar whose numbers are written plainly."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = float(mesh.norm.vmin), float(mesh.norm.vmax)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < 100 else (1,)
+    ticks = [step * 10.0**k for k in decades for step in steps if low <= step * 10.0**k <= high]
+    bar = figure.colorbar(mesh, ax=axes, shrink=0.8, pad=0.02)
+    bar.solids.set_rasterized(False)  # type: ignore[union-attr]  # a page that forbids images must show it
+    bar.ax.yaxis.set_major_locator(FixedLocator(ticks if len(ticks) > 1 else [low, high]))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.set_label(label)
+
+
+def draw_spectra(axes: Axes, curves: Sequence[tuple[Sequence[float], float, bool]], title: str) -> None:
+    """Draw singular values, largest first, against their share of the width.
+
+    ``curves`` holds (singular values, depth in 0..1 for the colour, dashed).
+    """
+    import matplotlib as mpl
+    import numpy as np
+
+    colours = mpl.colormaps[COLOUR_MAP]
+    for values, depth, dashed in curves:
+        ordered = np.sort(np.asarray(values, dtype=float))[::-1]
+        picks = np.unique(np.linspace(0, len(ordered) - 1, SPECTRUM_POINTS).round().astype(int))
+        share = (picks + 0.5) / len(ordered)
+        axes.plot(
+            share,
+            ordered[picks],
+            color=colours(0.15 + 0.7 * depth),
+            linewidth=1.0 if dashed else 1.5,
+            linestyle=(0, (2, 2)) if dashed else "-",
+            alpha=0.7 if dashed else 1.0,
+        )
+    axes.set_xlim(0, 1)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
+
+
+def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
+    """Draw err_orth as a heat map and one panel of spectra per role; what was not measured is left out."""
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"{path}: a figure is written as .svg or .png, received suffix {path.suffix!r}")
+    with figure_style():
+        heat = heat_map(measurement.rows, "orthogonality_error")
+        roles = spectra_by_role(measurement.rows)
+        tall = 1.2 + 0.32 * max(len(heat.layers), 1)
+        lines = math.ceil(len(roles) / 3)
+        figure = new_figure(9, tall + 2.3 * lines)
+        parts = figure.subfigures(
+            2 if roles else 1, 1, height_ratios=[tall, 2.3 * lines] if roles else [1], squeeze=False
+        )
+        axes = parts[0, 0].subplots()
+        norm = shared_log_norm([heat])
+        mesh = draw_heat_map(axes, heat, norm, "Orthogonality error, max off-diagonal of |W Wᵀ|")
+        add_colour_bar(parts[0, 0], mesh, axes, "err_orth")
+        if roles:
+            panels = list(parts[1, 0].subplots(lines, 3, squeeze=False).flat)
+            for axes, (name, curves) in zip(panels, roles.items(), strict=False):
+                draw_spectra(axes, curves, _short(name))
+            for axes in panels[len(roles) :]:
+                axes.set_visible(False)
+            parts[1, 0].supxlabel("share of singular values (colour: layer, dark first)", fontsize=9)
+            parts[1, 0].supylabel("singular value", fontsize=9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    return path
+
+
+def spectra_by_role(
+    rows: Sequence[Mapping[str, Any]], *, dashed: bool = False
+) -> dict[str, list[tuple[Sequence[float], float, bool]]]:
+    """Return, per role, the curves `draw_spectra` takes; the colour runs from the first layer to the last."""
+    measured = [row for row in rows if row.get("singular_values")]
+    layers = sorted({(str(row["stack"]), row["layer"]) for row in measured if row["layer"] is not None}, key=_layer_key)
+    depth = {layer: index / max(len(layers) - 1, 1) for index, layer in enumerate(layers)}
+    curves: dict[str, list[tuple[Sequence[float], float, bool]]] = {}
+    for row in measured:
+        shade = depth.get((str(row["stack"]), row["layer"]), 0.0)
+        curves.setdefault(str(row["role"]), []).append((row["singular_values"], shade, dashed))
+    return dict(sorted(curves.items(), key=lambda item: _role_key(item[0])))
+
+
+def short_number(value: float) -> str:
+    """Return at most four characters or so: ``0.12``, ``3.4``, ``12``, ``1e-6``.
+
+    >>> [short_number(v) for v in (0.1234, 3.44, 12.3, 1.2e-6, 0.0)]
+    ['0.12', '3.4', '12', '1e-6', '0']
+    """
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 0.005 or abs(value) >= 1e4:
+        mantissa, _, exponent = f"{value:.0e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
+
+
+def _column(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    place = (row["stack"], row["layer"], row["role"])
+    twins = [other for other in rows if (other["stack"], other["layer"], other["role"]) == place]
+    role = str(row["role"])
+    return role if len(twins) == 1 else f"{role} ({str(row['path']).rpartition('.')[2]})"
+
+
+def _short(name: str) -> str:
+    return name.replace("feedforward_", "ff ").replace("_", " ")
+
+
+def _layer_key(layer: tuple[str, Any]) -> tuple[bool, str, Any]:
+    """Encoder before decoder, as data flows."""
+    return (layer[0] != "encoder", layer[0], layer[1])
+
+
+def _role_key(name: str) -> tuple[str, int, str]:
+    role, _, module = name.partition(" ")
+    return (module, ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER), role)
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise missing_extra("matplotlib", "report", "figures") from error
+    return mpl

@@ -1,0 +1,276 @@
+"""Runs to numbers: per task, every variant over its seeds, against the first variant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import DataError
+from wellposed.measurement._measurement import write_csv
+from wellposed.measurement._text import format_number, text_table
+from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
+from wellposed.report.statistics import PairedComparison, holm_correction, mean_and_standard_error, paired_comparison
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean, standard error (``None`` for one seed) and the values it is made of, one per seed."""
+
+    mean: float
+    standard_error: float | None
+    values: tuple[float, ...]
+
+    def __str__(self) -> str:
+        if self.standard_error is None:
+            return format_number(self.mean)
+        return f"{format_number(self.mean)} ± {format_number(self.standard_error, 2)}"
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """One variant on one task. ``learned`` says whether the mean beats the reference; ``None`` without a reference."""
+
+    variant: str
+    seeds: tuple[int, ...]
+    metrics: Mapping[str, Summary]
+    learned: bool | None
+    comparison: PairedComparison | None
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """All variants of one task; the first is the one the others are compared with, by ``metric``."""
+
+    task: str
+    metric: str
+    higher_is_better: bool
+    reference: Mapping[str, float]
+    reference_value: float | None
+    variants: tuple[VariantResult, ...]
+    runs: tuple[tuple[Run, ...], ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `aggregate`: tasks with their variants, and the runs that do not count."""
+
+    tasks: tuple[TaskComparison, ...]
+    excluded: tuple[ExcludedRun, ...]
+
+    def table(self) -> str:
+        """Return one table per task and the list of runs that do not count, as text for a terminal."""
+        parts = [_task_table(task) for task in self.tasks]
+        if self.excluded:
+            rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
+            parts.append(text_table("Not counted", ["run", "status", "why"], rows, left=3))
+        return "\n\n".join(parts)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per task, variant and metric."""
+        return [
+            {
+                "task": task.task,
+                "variant": result.variant,
+                "metric": name,
+                "seeds": len(result.seeds),
+                "mean": summary.mean,
+                "standard_error": summary.standard_error,
+                "values": list(summary.values),
+                "reference": task.reference_value if name == task.metric else None,
+                "learned": result.learned if name == task.metric else None,
+                **_test_columns(result.comparison if name == task.metric else None),
+            }
+            for task in self.tasks
+            for result in task.variants
+            for name, summary in result.metrics.items()
+        ]
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write `records` as CSV; the values of the seeds stand in one cell, joined by a space."""
+        records = self.records()
+        return write_csv(Path(path), list(records[0]) if records else ["task"], records)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write `records` and the runs that do not count as JSON."""
+        path = Path(path)
+        excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema_version": 1, "results": self.records(), "excluded": excluded}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
+        return path
+
+
+def aggregate(run_dirs: Sequence[Path]) -> Comparison:
+    """Return mean ± standard error over seeds of every metric, and the paired test against the first variant.
+
+    Status: exact arithmetic on the numbers of ``result.json``; see `statistics.paired_comparison` for the test. Pairs
+    are runs of the same seed, which see the same batches. Only runs that ended with success count; the others are in
+    ``Comparison.excluded``. Runs of one variant with different configurations are never pooled: they become variants
+    of their own, named by what differs.
+
+    Args:
+        run_dirs: run folders, or folders that hold run folders.
+
+    Returns:
+        `Comparison`, with ``table()``, ``to_csv(path)`` and ``to_json(path)``.
+
+    Raises:
+        DataError: no run, or a damaged ``result.json``.
+        ConfigError: several seeds, and scipy is not installed.
+
+    Cost: reading one small file per run; torch is not imported.
+
+    >>> aggregate([Path("no-such-folder")])
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.DataError: runs cannot be read:
+      no-such-folder: does not exist
+    """
+    return compare_runs(find_runs(run_dirs))
+
+
+def compare_runs(found: FoundRuns) -> Comparison:
+    """Return the comparison of runs that are already read."""
+    groups = _by_label(found.runs, lambda run: run.task, lambda run: _task_settings(run.result["config"]))
+    return Comparison(tuple(_compare_task(name, runs) for name, runs in groups.items()), found.excluded)
+
+
+def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
+    headline = runs[0].headline
+    if any(run.headline != headline for run in runs):
+        raise DataError(f"runs of task {name} report different headline metrics; compare runs of one version")
+    metric = next(m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values)
+    higher = bool(runs[0].result["higher_is_better"].get(headline, True))
+    reference = dict(runs[0].result.get("reference") or {})
+    expected = reference_value(headline, reference)
+    groups = _by_label(runs, lambda run: run.variant, lambda run: _variant_settings(run.result["config"]))
+    ordered = {variant: sorted(group, key=lambda run: run.seed) for variant, group in groups.items()}
+    results, notes = [], []
+    first = next(iter(ordered.values()))
+    for variant, group in ordered.items():
+        metrics = {m: _summary(m, group) for m in group[0].values if all(m in run.values for run in group)}
+        if metric not in metrics:
+            raise DataError(f"{group[0].folder / 'result.json'}: lacks {metric!r}, which other runs of {name} report")
+        comparison = None
+        if group is not first:
+            comparison = _against(first, group, metric, higher)
+            if comparison is None:
+                notes.append(f"{variant} shares no seed with the first variant, so there is no paired test")
+            elif comparison.pairs < max(len(first), len(group)):
+                notes.append(f"{variant} is tested on the {comparison.pairs} seeds it shares with the first variant")
+        mean = metrics[metric].mean
+        learned = None if expected is None else (mean > expected if higher else mean < expected)
+        results.append(VariantResult(variant, tuple(run.seed for run in group), metrics, learned, comparison))
+    return TaskComparison(
+        task=name,
+        metric=metric,
+        higher_is_better=higher,
+        reference=reference,
+        reference_value=expected,
+        variants=tuple(_corrected(results)),
+        runs=tuple(tuple(group) for group in ordered.values()),
+        notes=tuple(notes),
+    )
+
+
+def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
+    """Return the reference for the headline metric: the entry of that name, else the only entry, else ``None``."""
+    if headline in reference:
+        return float(reference[headline])
+    return float(next(iter(reference.values()))) if len(reference) == 1 else None
+
+
+def _against(first: Sequence[Run], group: Sequence[Run], metric: str, higher: bool) -> PairedComparison | None:
+    base = {run.seed: run.values[metric] for run in first}
+    pairs = [(run.values[metric], base[run.seed]) for run in group if run.seed in base]
+    if not pairs:
+        return None
+    values, firsts = zip(*pairs, strict=True)
+    return paired_comparison(values, firsts, higher_is_better=higher)
+
+
+def _corrected(results: Sequence[VariantResult]) -> list[VariantResult]:
+    tested = [result for result in results if result.comparison is not None]
+    corrected = iter(holm_correction([result.comparison for result in tested if result.comparison is not None]))
+    return [replace(r, comparison=next(corrected)) if r.comparison is not None else r for r in results]
+
+
+def _summary(metric: str, group: Sequence[Run]) -> Summary:
+    values = tuple(float(run.values[metric]) for run in group)
+    return Summary(*mean_and_standard_error(values), values)
+
+
+def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
+    """Group by label; where runs of one label differ in their settings, name each group by what differs."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        key = json.dumps(settings(run), sort_keys=True, default=str)
+        groups.setdefault((label(run), key), []).append(run)
+    named: dict[str, list[Run]] = {}
+    for (name, _), group in groups.items():
+        rivals = [settings(other[0]) for (other_name, _), other in groups.items() if other_name == name]
+        mine = settings(group[0])
+        different = sorted(k for k in {k for s in rivals for k in s} if len({str(s.get(k)) for s in rivals}) > 1)
+        suffix = ", ".join(f"{k.rpartition('.')[2]}={mine.get(k)}" for k in different)
+        named[f"{name} ({suffix})" if suffix else name] = group
+    return named
+
+
+def _task_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return flatten(config.get("task_options") or {})
+
+
+def _variant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    settings = flatten({key: value for key, value in config.items() if key not in ("task", "task_options", "variant")})
+    settings.pop("train.seed", None)
+    return settings
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested options as one level, with dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _test_columns(c: PairedComparison | None) -> dict[str, Any]:
+    names = ("mean_difference", "p_value", "p_holm", "verdict")
+    return {name: getattr(c, name) if c else None for name in names}
+
+
+def _task_table(task: TaskComparison) -> str:
+    reference = "" if task.reference_value is None else f"; reference {format_number(task.reference_value)}"
+    direction = "higher is better" if task.higher_is_better else "lower is better"
+    others = [m for m in task.variants[0].metrics if m != task.metric and m.endswith(",test")]
+    columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]
+    rows = [
+        [
+            result.variant,
+            str(len(result.seeds)),
+            str(result.metrics[task.metric]),
+            *(str(result.metrics[m]) if m in result.metrics else "-" for m in others),
+            {True: "yes", False: "NO", None: "-"}[result.learned],
+            *_difference_cells(result.comparison),
+        ]
+        for result in task.variants
+    ]
+    title = f"{task.task}: {task.metric}, mean ± standard error ({direction}{reference})"
+    return "\n".join([text_table(title, columns, rows), *conclusions(task)])
+
+
+def conclusions(task: TaskComparison) -> list[str]:
+    """Return one sentence per variant against the first, then what a reader must know about the comparison."""
+    first = task.variants[0].variant
+    verdicts = [f"{r.variant} against {first}: {r.comparison.verdict}" for r in task.variants if r.comparison]
+    return [*verdicts, *(f"note: {note}" for note in task.notes)]
+
+
+def _difference_cells(c: PairedComparison | None) -> list[str]:
+    if c is None:
+        return ["-", "-", "-"]
+    return [f"{c.mean_difference:+.4g}", format_number(c.p_value, 3), format_number(c.p_holm, 3)]

@@ -1,0 +1,270 @@
+"""Run folders read from disk: which ones count, which ones do not and why."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import DataError, listed
+from wellposed.measurement import Measurement
+
+REQUIRED = ("task", "variant", "seed", "results", "headline", "higher_is_better", "config", "train_info", "date")
+ORDER_FILE = "compare.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: its ``result.json`` and, once `load_details` has read them, its other files."""
+
+    folder: Path
+    result: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]] = ()
+    initial: Measurement | None = None
+    final: Measurement | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """Registered name of the task."""
+        return str(self.result["task"])
+
+    @property
+    def variant(self) -> str:
+        """Name of the variant as it was given."""
+        return str(self.result["variant"])
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data order."""
+        return int(self.result["seed"])
+
+    @property
+    def headline(self) -> str:
+        """Metric by which variants are compared."""
+        return str(self.result["headline"])
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Metrics as ``{"accuracy,test": 0.41, ...}``."""
+        return self.result["results"][self.task]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Words of the command that made the run; empty where it was started from Python."""
+        return tuple(str(word) for word in self.result.get("command") or ())
+
+
+@dataclass(frozen=True)
+class ExcludedRun:
+    """A run that is listed but enters no mean: it failed, was cancelled, is unfinished, or is a repetition."""
+
+    folder: Path
+    task: str
+    variant: str
+    seed: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FoundRuns:
+    """Finished runs in the order of their variants, and the runs that do not count."""
+
+    runs: tuple[Run, ...]
+    excluded: tuple[ExcludedRun, ...]
+
+
+def find_runs(paths: Sequence[Path]) -> FoundRuns:
+    """Read ``result.json`` of every run folder among or below ``paths``.
+
+    A run folder holds ``result.json`` or ``config.toml``. Variants keep the order of the ``compare.json`` above them,
+    else the order in which folders are given, else that of their dates.
+
+    Raises:
+        DataError: a path that does not exist, no run at all, or a damaged ``result.json``; all are named.
+    """
+    folders, problems = _run_folders([Path(path) for path in paths])
+    runs: list[Run] = []
+    excluded: list[ExcludedRun] = []
+    for folder in folders:
+        record = _read_result(folder, problems)
+        if isinstance(record, Run):
+            runs.append(record)
+        elif record is not None:
+            excluded.append(record)
+    if problems:
+        raise DataError("runs cannot be read:\n" + listed(problems))
+    if not runs and not excluded:
+        places = ", ".join(str(path) for path in paths) or "nothing"
+        raise DataError(f"no run folder (with result.json or config.toml) in {places}; give the --out of a training")
+    kept, repeated = _without_repetitions(_in_order(runs, paths))
+    return FoundRuns(tuple(kept), (*excluded, *repeated))
+
+
+def load_details(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs with metrics, measurements and environment read.
+
+    Raises:
+        DataError: a file is missing, cut off or malformed; every one is named, with the line for metrics.jsonl.
+    """
+    problems: list[str] = []
+    loaded = [
+        replace(
+            run,
+            metrics=_read_metrics(run.folder / "metrics.jsonl", problems),
+            initial=_read_measurement(run.folder / "measure-initial.json", problems),
+            final=_read_measurement(run.folder / "measure-final.json", problems),
+            environment=_read_json(run.folder / "env.json", problems) or {},
+        )
+        for run in runs
+    ]
+    if problems:
+        raise DataError(
+            "finished runs lack files a report needs:\n"
+            + listed(problems)
+            + "\ntrain these runs again, or leave them out of the report"
+        )
+    return loaded
+
+
+def variant_order(folder: Path) -> list[str]:
+    """Return the variants of the comparison a run belongs to, first variant first; empty where none is written."""
+    for parent in list(folder.parents)[:2]:
+        file = parent / ORDER_FILE
+        if file.is_file():
+            try:
+                order = json.loads(file.read_text(encoding="utf-8"))["variants"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f'{file}: expected {{"variants": [...]}}; delete the file to order by date') from error
+            return [str(name) for name in order]
+    return []
+
+
+def _run_folders(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    folders: dict[Path, Path] = {}
+    problems = []
+    for path in paths:
+        if not path.is_dir():
+            problems.append(f"{path}: {'is a file, expected a folder' if path.exists() else 'does not exist'}")
+            continue
+        for folder in sorted(_search(path)):
+            folders.setdefault(folder.resolve(), folder)
+    return list(folders.values()), problems
+
+
+def _search(path: Path) -> list[Path]:
+    if (path / "result.json").exists() or (path / "config.toml").exists():
+        return [path]
+    children = (child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    return [found for child in children if not child.is_symlink() for found in _search(child)]
+
+
+def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
+    """Sort by the order of the comparison, then as given, then by date."""
+    places = [path.resolve() for path in paths]
+
+    def key(run: Run) -> tuple[int, int, str]:
+        order = variant_order(run.folder)
+        folder = run.folder.resolve()
+        given = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
+        return order.index(run.variant) if run.variant in order else len(order), given, str(run.result["date"])
+
+    return sorted(runs, key=key)
+
+
+def _read_result(folder: Path, problems: list[str]) -> Run | ExcludedRun | None:
+    file = folder / "result.json"
+    if not file.exists():
+        reason = "no result.json: still running, or killed before it ended"
+        return ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
+    result = _read_json(file, problems)
+    if result is None:
+        return None
+    missing = [key for key in REQUIRED if key not in result]
+    if missing:
+        problems.append(f"{file}: lacks {', '.join(missing)}; expected a result file of schema version 1")
+        return None
+    info = result["train_info"] if isinstance(result["train_info"], dict) else {}
+    status = info.get("status")
+    if status != "success":
+        reason = str(info.get("reason") or info.get("error") or f"ended after step {info.get('steps', '?')}")
+        task, variant, seed = (str(result[key]) for key in ("task", "variant", "seed"))
+        return ExcludedRun(folder, task, variant, seed, str(status), reason)
+    problem = _values_problem(result)
+    if problem:
+        problems.append(f"{file}: {problem}")
+        return None
+    return Run(folder, result)
+
+
+def _values_problem(result: Mapping[str, Any]) -> str | None:
+    results = result["results"]
+    values = results.get(result["task"]) if isinstance(results, dict) else None
+    if not isinstance(values, dict) or not values:
+        return f"results has no metrics of task {result['task']!r}"
+    if not any(name.partition(",")[0] == result["headline"] for name in values):
+        return f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
+    bad = [name for name, value in values.items() if not isinstance(value, (int, float)) or not math.isfinite(value)]
+    return f"not a finite number: {', '.join(bad)}" if bad else None
+
+
+def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:
+    """Keep the newest of runs with the same task, variant, seed and configuration; list the others."""
+    newest: dict[str, Run] = {}
+    for run in runs:
+        key = json.dumps([run.task, run.variant, run.seed, run.result["config"]], sort_keys=True, default=str)
+        if key not in newest or str(run.result["date"]) > str(newest[key].result["date"]):
+            newest[key] = run
+    kept = {id(run) for run in newest.values()}
+    repeated = [
+        ExcludedRun(
+            run.folder, run.task, run.variant, str(run.seed), "repeated", "a newer run has the same configuration"
+        )
+        for run in runs
+        if id(run) not in kept
+    ]
+    return [run for run in runs if id(run) in kept], repeated
+
+
+def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"{file}: cannot be read ({error.strerror})")
+    except ValueError as error:
+        problems.append(f"{file}: not valid JSON ({error}); the file is cut off or damaged")
+    else:
+        if isinstance(value, dict):
+            return value
+        problems.append(f"{file}: expected a JSON object, received {type(value).__name__}")
+    return None
+
+
+def _read_measurement(file: Path, problems: list[str]) -> Measurement | None:
+    try:
+        return Measurement.from_json(file)
+    except DataError as error:
+        problems.append(str(error))
+        return None
+
+
+def _read_metrics(file: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})")
+        return ()
+    rows: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            # A resumed run may have logged a step twice: the later row is the one the weights went through.
+            rows[str(row["split"]), int(row["step"])] = row
+        except (ValueError, KeyError, TypeError):
+            problems.append(f"{file}:{number}: expected a JSON object with step and split, received {line[:60]!r}")
+            return ()
+    return tuple(rows.values())

@@ -1,0 +1,108 @@
+"""Run folders made up by hand, in the layout of the training loop."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
+
+
+def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) -> dict[str, Any]:
+    """A measurement file of an encoder with random weights."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for layer in range(layers):
+        for role in ROLES:
+            shape = (width, width) if not role.startswith("feed") else (4 * width, width)
+            values = np.linalg.svd(generator.normal(size=shape) / math.sqrt(width), compute_uv=False)
+            rows.append(
+                {
+                    "stack": "encoder",
+                    "layer": layer,
+                    "role": role,
+                    "path": f"model.layers.{layer}",
+                    "rows": shape[0],
+                    "cols": shape[1],
+                    "orthogonality_error": error * float(generator.lognormal(0, 0.3)),
+                    "sigma_max": float(values[0]),
+                    "sigma_min": float(values[-1]),
+                    "condition_number": float(values[0] / values[-1]),
+                    "stable_rank": float((values**2).sum() / values[0] ** 2),
+                    "sigma_max_status": "exact",
+                    "singular_values": values.tolist(),
+                }
+            )
+    return {"schema_version": 1, "rows": rows, "activations": [], "notes": []}
+
+
+def write_run(
+    folder: Path,
+    *,
+    task: str = "listops",
+    variant: str = "post_ln",
+    seed: int = 0,
+    value: float = 0.4,
+    status: str = "success",
+    command: tuple[str, ...] = ("wellposed", "compare", "listops"),
+    model: dict[str, Any] | None = None,
+    date: str = "2026-01-01T00:00:00",
+) -> Path:
+    """Write a run folder whose headline metric on test is ``value``."""
+    folder.mkdir(parents=True)
+    language = task == "char_lm"
+    headline = "nats_per_char" if language else "accuracy"
+    results = {f"{headline},test": value, f"{headline},valid": value + 0.01, "loss,test": 1.2, "loss,valid": 1.3}
+    config = {
+        "schema_version": 1,
+        "task": task,
+        "variant": variant,
+        "task_options": {"data": "builtin"},
+        "model": {"norm": "post", **(model or {})},
+        "train": {"steps": 100, "seed": seed},
+    }
+    result = {
+        "schema_version": 1,
+        "task": task,
+        "variant": variant,
+        "seed": seed,
+        "results": {task: results},
+        "headline": headline,
+        "higher_is_better": {headline: not language, "loss": False},
+        "reference": {headline: 2.87 if language else 0.18},
+        "n-samples": {task: {"train": 1000, "valid": 100, "test": 100}},
+        "config": config,
+        "versions": {"torch": "2.13.0", "python": "3.11"},
+        "git_hash": None,
+        "date": date,
+        "command": list(command),
+        "train_info": {
+            "status": status,
+            "steps": 100,
+            "best_step": 80,
+            "seconds": 12.5,
+            "tokens": 320000,
+            "tokens_per_second": 25600.0,
+            "parameters": 123456,
+            "peak_memory_bytes": 300 * 2**20,
+        },
+        "data": {"source": "builtin", "sha256": {"train": "ab" * 32}},
+    }
+    generator = np.random.default_rng(seed + len(variant))
+    rows = []
+    for step in range(10, 101, 10):
+        loss = 1.0 + 2 * math.exp(-step / 40) + 0.05 * float(generator.normal())
+        rows.append({"step": step, "split": "train", "loss": loss, "learning_rate": 1e-3, "seconds": 0.1 * step})
+        if step % 20 == 0:
+            rows.append({"step": step, "split": "valid", "loss": loss + 0.1, headline: value * step / 100})
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "config.toml").write_text(f'task = "{task}"\n')
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "env.json").write_text(json.dumps({"python": "3.11", "cpu": {"cores": 2}, "platform": "linux"}))
+    (folder / "measure-initial.json").write_text(json.dumps(measurement(seed, error=0.4)))
+    (folder / "measure-final.json").write_text(json.dumps(measurement(seed + 9, error=0.2)))
+    return folder
