@@ -1,0 +1,28 @@
+"""Models that load and save like any Hugging Face model; importing this package makes the Auto classes know them."""
+
+from wellposed.errors import missing_extra
+
+try:
+    import transformers as _transformers
+except ModuleNotFoundError as error:
+    raise missing_extra("transformers", "hf", "wellposed.models") from error
+
+from wellposed.models._build import ARCHITECTURES as ARCHITECTURES
+from wellposed.models._build import Architecture as Architecture
+from wellposed.models._build import build_model as build_model
+from wellposed.models._causal_lm import WellposedForCausalLM as WellposedForCausalLM
+from wellposed.models._config import WellposedConfig as WellposedConfig
+from wellposed.models._init import INITS as INITS
+from wellposed.models._init import Initializer as Initializer
+from wellposed.models._init import xavier_ as xavier_
+from wellposed.models._pooling import POOLINGS as POOLINGS
+from wellposed.models._sequence_classification import (
+    WellposedForSequenceClassification as WellposedForSequenceClassification,
+)
+from wellposed.models._wellposed import WellposedModel as WellposedModel
+from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
+
+_transformers.AutoConfig.register(WellposedConfig.model_type, WellposedConfig)
+_transformers.AutoModel.register(WellposedConfig, WellposedModel)
+_transformers.AutoModelForCausalLM.register(WellposedConfig, WellposedForCausalLM)
+_transformers.AutoModelForSequenceClassification.register(WellposedConfig, WellposedForSequenceClassification)

@@ -29,8 +29,19 @@ FEEDFORWARDS = Registry[LayerBuilder]("feedforward")
 RESIDUALS = Registry[LayerBuilder]("residual")
 """Ways to join a branch to its input: `forward(x, branch) -> Tensor`."""
 
-NORMS = Registry[LayerBuilder]("norm")
+NORMS = Registry["Callable[[Any, int], NormPlacement]"]("norm")
 """Placements of the norm around `x -> residual(x, f(x))`, see `PreNorm`. Read: `hidden_size`, `layer_norm_eps`."""
+
+
+class NormPlacement(Protocol):
+    """A module that puts a norm around `x -> join(x, branch(x))`."""
+
+    final_norm: bool
+    """Whether a stack of such blocks needs a LayerNorm after the last."""
+
+    def around(self, x: Tensor, branch: Callable[[Tensor], Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the block's half, same shape as `x`."""
+        ...
 
 
 class LayerCache(Protocol):

@@ -1,0 +1,126 @@
+"""Language model: the next token from all earlier ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from wellposed.errors import ConfigError
+from wellposed.models._config import WellposedConfig
+from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
+
+IGNORED_LABEL = -100
+
+
+class WellposedForCausalLM(WellposedPreTrainedModel, GenerationMixin):
+    """`logits_i = W x_i`, where `x_i` depends on tokens 1..i only; `W` is the token embedding where tied.
+
+    Causality is exact: later tokens have weight 0, not a small one.
+
+    Args:
+        config: what the model is made of. The model keeps a copy with `is_causal=True`.
+
+    Raises:
+        ConfigError: the configuration is not usable, or says `is_causal=False`.
+
+    >>> model = WellposedForCausalLM(WellposedConfig(hidden_size=8, num_attention_heads=2))
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 256])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
+
+    def __init__(self, config: WellposedConfig) -> None:
+        if config.is_causal is False:
+            raise ConfigError(
+                "WellposedForCausalLM: received is_causal=False; a language model is causal, leave it None"
+            )
+        config = copy.copy(config)
+        config.is_causal = True
+        super().__init__(config)
+        self.model = WellposedModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output layer."""
+        self.lm_head = cast(nn.Linear, new_embeddings)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits of the next token at every position and, with labels, their mean cross-entropy in nats.
+
+        Args:
+            input_ids: see `WellposedModel.forward`, as are the arguments not named here.
+            labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
+            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
+            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
+
+        Returns:
+            `loss` where labels are given; `logits` (batch, kept tokens, vocab_size); `past_key_values`;
+            `hidden_states`.
+
+        Raises:
+            ShapeError: see `WellposedModel.forward`.
+            ConfigError: see `WellposedModel.forward`.
+        """
+        output = cast(
+            BaseModelOutputWithPast,
+            self.model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                return_dict=True,
+            ),
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(cast(Tensor, output.last_hidden_state)[:, kept])
+        loss = None if labels is None else self._loss(logits, labels, kept, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=cast(Any, loss),
+            logits=cast(Any, logits),
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, kept: slice | Tensor, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        """Shift the labels, not the logits: the logits are then not copied."""
+        following = torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)[:, kept]
+        return self.loss_function(
+            logits=logits,
+            labels=labels,
+            shift_labels=following.contiguous(),
+            vocab_size=self.config.vocab_size,
+            num_items_in_batch=num_items_in_batch,
+        )

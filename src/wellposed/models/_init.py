@@ -1,0 +1,67 @@
+"""Initial weights: a registry, and the default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from wellposed.registry import Registry
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """How a fresh model gets its weights; weights that were loaded from a checkpoint are never touched.
+
+    Write weights with the functions of `torch.nn.init` only: while a checkpoint loads, they leave loaded weights alone.
+    """
+
+    module: Callable[[nn.Module, Any], None]
+    """`module(module, config)`, called on each submodule, children first."""
+    model: Callable[[nn.Module], None] | None = None
+    """`model(model)`, called once on a whole fresh model after all its modules; never when a checkpoint is loaded."""
+
+
+INITS = Registry[Initializer]("init")
+"""Initialisations by the name that `config.init` gives."""
+
+
+def xavier_(module: nn.Module, config: Any) -> None:
+    """Set linear weights to U(-b, b), b = sqrt(6 / (fan_in + fan_out)), biases to 0 and embeddings to N(0, 1 / D).
+
+    Exact in distribution. Glorot and Bengio (2010), eq. 16, on each of the four attention projections by itself.
+    Embeddings have standard deviation D^-1/2 (Vaswani et al. 2017 and its public code): a tied output layer then gives
+    logits of variance about one for normalised states, and the factor sqrt(D) of `scale_embeddings` gives token vectors
+    entries of variance one, the size of a normalised state. Other modules are reset to their own defaults: LayerNorm to
+    scale 1 and shift 0, rezero to 0.
+
+    >>> layer = nn.Linear(4, 2)
+    >>> xavier_(layer, config=None)
+    >>> bool(layer.weight.abs().max() <= 1.0), layer.bias.tolist()
+    (True, [0.0, 0.0])
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=1.0 / math.sqrt(config.hidden_size))
+    elif owns_weights(module):
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+def owns_weights(module: nn.Module) -> bool:
+    """Return whether the module has parameters or buffers of its own, not only through children.
+
+    >>> owns_weights(nn.Linear(2, 2)), owns_weights(nn.Sequential(nn.Linear(2, 2)))
+    (True, False)
+    """
+    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+
+
+INITS.register("xavier")(Initializer(module=xavier_))

@@ -1,0 +1,144 @@
+"""A Transformer block and a stack of them, assembled from the registries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask
+from wellposed.nn._registry import ATTENTIONS, FEEDFORWARDS, NORMS, RESIDUALS, LayerCache
+
+
+class Block(nn.Module):
+    """`x -> P(x, A)` then `x -> P(x, F)`: attention A and feed-forward F, inside a norm placement P and a residual.
+
+    With norm placement `post`, `P(x, f) = LN(r(x, f(x)))`; with `pre`, `r(x, f(LN(x)))`; with `none`, `r(x, f(x))`. The
+    four parts come from the registries by the names in `config`, so that a new part is never a branch in this class.
+
+    Args:
+        config: any object with `attention`, `feedforward`, `residual`, `norm` (registered names), `dropout` (on both
+            branches) and the attributes that the named parts read.
+        layer_index: depth of the block, from 0.
+
+    Raises:
+        ConfigError: a name is not registered.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(
+    ...     hidden_size=8, num_attention_heads=2, intermediate_size=16, activation="gelu", attention="dot_product",
+    ...     feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0, attention_dropout=0.0,
+    ...     layer_norm_eps=1e-5,
+    ... )
+    >>> Block(config, 0)(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, config: Any, layer_index: int) -> None:
+        super().__init__()
+        self.attention = ATTENTIONS.get(config.attention)(config, layer_index)
+        self.attention_norm = NORMS.get(config.norm)(config, layer_index)
+        self.attention_residual = RESIDUALS.get(config.residual)(config, layer_index)
+        self.feedforward = FEEDFORWARDS.get(config.feedforward)(config, layer_index)
+        self.feedforward_norm = NORMS.get(config.norm)(config, layer_index)
+        self.feedforward_residual = RESIDUALS.get(config.residual)(config, layer_index)
+        self.dropout = nn.Dropout(config.dropout)
+        # The names under which Hugging Face switches gradient checkpointing on.
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Map (batch, tokens, width) to the same shape; the keywords are those of every attention."""
+
+        def attend(hidden: Tensor) -> Tensor:
+            attended = self.attention(hidden, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
+            return self.dropout(attended)
+
+        def feed(hidden: Tensor) -> Tensor:
+            return self.dropout(self.feedforward(hidden))
+
+        x = self.attention_norm.around(x, attend, self.attention_residual)
+        return self.feedforward_norm.around(x, feed, self.feedforward_residual)
+
+
+class TransformerStack(nn.Module):
+    """`x -> LN_final(B_L(... B_1(x)))`: L blocks and, where the norm placement asks for it (pre), a final LayerNorm.
+
+    Args:
+        config: see `Block`; and `num_hidden_layers`.
+        is_causal: whether a token is kept from later tokens; False is an encoder.
+
+    Raises:
+        ConfigError: a name is not registered.
+
+    Cost: L blocks; the mask is made once for all of them. A block with `gradient_checkpointing` set keeps only its
+    input in training and is computed again in the backward pass.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(
+    ...     num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=16, activation="gelu",
+    ...     attention="dot_product", feedforward="mlp", residual="rezero", norm="none", qk_norm=False, dropout=0.0,
+    ...     attention_dropout=0.0, layer_norm_eps=1e-5,
+    ... )
+    >>> x = torch.randn(3, 5, 8)
+    >>> bool((TransformerStack(config)(x) == x).all())
+    True
+    """
+
+    def __init__(self, config: Any, *, is_causal: bool = False) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        blocks = [Block(config, index) for index in range(config.num_hidden_layers)]
+        needs_norm = blocks[-1].feedforward_norm.final_norm
+        self.layers = nn.ModuleList(blocks)
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        caches: Sequence[LayerCache] | None = None,
+        num_cached: int = 0,
+    ) -> Tensor:
+        """Run all blocks and the final norm.
+
+        Args:
+            x: (batch, tokens, width).
+            key_padding_mask: bool (batch, num_cached + tokens), True = padding; or a finished mask; or None.
+            caches: one per layer.
+            num_cached: tokens that the caches hold.
+
+        Returns:
+            (batch, tokens, width).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        num_queries = x.shape[1]
+        mask = attention_mask(key_padding_mask, self.is_causal, num_queries, num_cached + num_queries, x.device)
+        for index, layer in enumerate(self.layers):
+            cache = None if caches is None else caches[index]
+            x = run_block(cast(Block, layer), x, mask=mask, is_causal=self.is_causal, cache=cache)
+        return self.final_norm(x)
+
+
+def run_block(
+    layer: Block, x: Tensor, *, mask: AttentionMask, is_causal: bool, cache: LayerCache | None = None
+) -> Tensor:
+    """Return the block's output, recomputed in the backward pass where the block is set to gradient checkpointing."""
+    call = partial(layer, key_padding_mask=mask, is_causal=is_causal, cache=cache)
+    if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+        return layer._gradient_checkpointing_func(call, x)
+    return call(x)

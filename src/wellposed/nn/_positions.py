@@ -1,0 +1,103 @@
+"""Position codes: a learnt table, or sines and cosines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ShapeError
+from wellposed.registry import Registry
+
+POSITIONS = Registry[Callable[[Any], nn.Module]]("position")
+"""`build(config) -> module` with `forward(positions) -> Tensor`. Read: `hidden_size`, `max_position_embeddings`."""
+
+
+def check_length(length: int, num_positions: int, where: str) -> None:
+    """Raise `ShapeError` where a sequence has more tokens than there are positions.
+
+    >>> check_length(3, 2, "model")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ShapeError: model: received a sequence of 3 tokens; expected at most 2, the number of positions \
+(max_position_embeddings); truncate the input or build the model with max_position_embeddings >= 3
+    """
+    if length > num_positions:
+        raise ShapeError(
+            f"{where}: received a sequence of {length} tokens; expected at most {num_positions}, the number of "
+            "positions (max_position_embeddings); truncate the input or build the model with "
+            f"max_position_embeddings >= {length}"
+        )
+
+
+class LearnedPositions(nn.Embedding):
+    """`p -> E_p`, one learnt vector for each of `num_positions` positions.
+
+    >>> LearnedPositions(10, 4)(torch.arange(3)).shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(self, num_positions: int, embed_dim: int) -> None:
+        super().__init__(num_positions, embed_dim)
+
+
+class SinusoidalPositions(nn.Module):
+    """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without parameters.
+
+    To the rounding of the model's dtype: angles are computed in float64. Vaswani et al. (2017), sec. 3.5. An odd width
+    ends in a sine. The table is not saved with the model.
+
+    Args:
+        num_positions: number of positions.
+        embed_dim: width D of a token.
+        scale: the factor s.
+
+    Cost: num_positions x D numbers; a lookup per token.
+
+    >>> SinusoidalPositions(10, 4)(torch.tensor([0])).tolist()
+    [[0.0, 1.0, 0.0, 1.0]]
+    """
+
+    table: Tensor
+
+    def __init__(self, num_positions: int, embed_dim: int, *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.num_positions = num_positions
+        self.embed_dim = embed_dim
+        self.scale = scale
+        self.register_buffer("table", torch.empty(num_positions, embed_dim), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the table."""
+        positions = torch.arange(self.num_positions, dtype=torch.float64, device=self.table.device)
+        pairs = torch.arange((self.embed_dim + 1) // 2, dtype=torch.float64, device=self.table.device)
+        angles = positions[:, None] * torch.exp(pairs * (-2.0 * math.log(10000.0) / self.embed_dim))
+        waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+        self.table.copy_(self.scale * waves[:, : self.embed_dim])
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Map integer positions (...) to codes (..., embed_dim)."""
+        return F.embedding(positions, self.table)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_positions}, {self.embed_dim}, scale={self.scale:g}"
+
+
+@POSITIONS.register("learned")
+def build_learned(config: Any) -> LearnedPositions:
+    """Build a learnt table."""
+    return LearnedPositions(config.max_position_embeddings, config.hidden_size)
+
+
+@POSITIONS.register("sinusoidal")
+def build_sinusoidal(config: Any) -> SinusoidalPositions:
+    """Build sines and cosines scaled by D^-1/2, the size of a token vector's entries before the common factor."""
+    return SinusoidalPositions(
+        config.max_position_embeddings, config.hidden_size, scale=1.0 / math.sqrt(config.hidden_size)
+    )
