@@ -1,0 +1,25 @@
+"""The public names are pinned: adding or removing one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import wellposed
+
+
+def test_every_export_resolves_to_its_own_module() -> None:
+    for name in wellposed.__all__:
+        assert getattr(wellposed, name) is not None
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'mesure'"):
+        _ = wellposed.mesure
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, wellposed; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
