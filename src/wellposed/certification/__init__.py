@@ -1,0 +1,19 @@
+"""Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break them."""
+
+from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
+from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
+from wellposed.certification._certificate import Certificate as Certificate
+from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
+from wellposed.certification._certify import certify as certify
+from wellposed.certification._cosine import cosine_attention_bound as cosine_attention_bound
+from wellposed.certification._dot_product import dot_product_ball_bounds as dot_product_ball_bounds
+from wellposed.certification._dot_product import local_dot_product_bound as local_dot_product_bound
+from wellposed.certification._inverse_d import inverse_d_attention_bound as inverse_d_attention_bound
+from wellposed.certification._l2 import kim2021_bound as kim2021_bound
+from wellposed.certification._l2 import kim2021_mixing as kim2021_mixing
+from wellposed.certification._perturbation import affinity_perturbation_bound as affinity_perturbation_bound
+from wellposed.certification._perturbation import softmax_jacobian_bound as softmax_jacobian_bound
+from wellposed.certification._rules import LayerBound as LayerBound
+from wellposed.certification._rules import Site as Site
+from wellposed.certification._rules import register_rule as register_rule
+from wellposed.certification._transformer import mean_pooling as mean_pooling

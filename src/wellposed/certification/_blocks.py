@@ -1,0 +1,176 @@
+"""Rules for token-wise building blocks: linear maps, activations, norms, dropout, containers (theory note B9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.certification._rules import LayerBound, Site, register_rule, times
+from wellposed.linalg import Norm
+
+# sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'', rounded up).
+GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
+SELU = 1.7580993408473768
+# SiLU and quick-GELU are x sigmoid(a x); their slope is at most this for every a.
+
+_FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
+    F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
+    F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25, F.softplus: 1.0,
+    F.leaky_relu: 1.0, F.relu6: 1.0,
+}  # fmt: skip
+# |g(x)| <= factor |x|: true with 1 for every activation above that is 0 at 0 except SELU; None for those that are not.
+_NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid, F.softplus)
+
+
+def function_bound(activation: Callable[..., Tensor], site: Site) -> LayerBound:
+    """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest slope."""
+    if isinstance(activation, nn.Module):
+        return site.child(activation, "activation")
+    slope = _FUNCTION_SLOPES.get(activation)
+    if slope is None:
+        name = getattr(activation, "__name__", repr(activation))
+        return site.refuse(f"the largest slope of the activation {name} is not known; use a torch.nn activation module")
+    radius = math.inf if activation in _NOT_ZERO_AT_ZERO else slope * site.radius
+    return LayerBound(slope, "largest slope", "exact", out_radius=radius)
+
+
+def layer_norm_bound(
+    gain: float, eps: float, width: int, *, norm: Norm = "tok", min_std: float = 0.0, centred: bool = True
+) -> float:
+    """Return the Lipschitz bound ``gain / sqrt(min_std^2 + eps)`` of LayerNorm or RMSNorm over ``width`` features.
+
+    Certified, and attained at a constant input (B9): the Jacobian is ``diag(gamma)/s`` times two projections-like
+    factors of norm at most 1, ``s^2 = var + eps``. In norm "inf" the factor ``2 - 2/D + (1 + sqrt D)/2`` is added.
+
+    Args:
+        gain: ``max |gamma|``.
+        eps: added to the variance; 0 gives an infinite bound unless ``min_std > 0``.
+        width: number of features D.
+        norm: ``"tok"``, ``2`` (the same) or ``"inf"``.
+        min_std: the standard deviation (RMS for RMSNorm) is known to be at least this on the domain.
+        centred: LayerNorm; False for RMSNorm, whose inf factor is ``1 + (1 + sqrt D)/2``.
+
+    >>> round(layer_norm_bound(1.0, 1e-4, 64), 6)
+    100.0
+    """
+    floor = math.sqrt(min_std**2 + eps)
+    if floor == 0.0:
+        return 0.0 if gain == 0.0 else math.inf
+    factor = 1.0
+    if norm == "inf":
+        factor = (2 - 2 / width if centred else 1.0) + (1 + math.sqrt(width)) / 2
+    return factor * gain / floor
+
+
+def gated_feedforward_bound(
+    up: Tensor,
+    gate: Tensor,
+    down: Tensor,
+    site: Site,
+    *,
+    slope: float = SILU,
+    up_bias: float = 0.0,
+    gate_bias: float = 0.0,
+) -> float:
+    """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball: ``|W_d| (l |W_g| max|u| + max|g| |W_u|)``; none globally (B9).
+
+    ``g`` has largest slope ``slope`` and ``|g(t)| <= |t|`` (SiLU, GELU, ReLU). ``*_bias``: largest entry of each bias.
+    """
+    rows_up, rows_gate = (float(w.detach().double().square().sum(-1).amax().sqrt()) for w in (up, gate))
+    largest_up = times(rows_up, site.radius) + up_bias
+    largest_gate = times(rows_gate, site.radius) + gate_bias
+    inner = times(slope * site.operator_norm(gate), largest_up) + times(site.operator_norm(up), largest_gate)
+    return times(site.operator_norm(down), inner) * (1 + 1e-12)
+
+
+@register_rule(nn.Linear)
+def _linear(module: nn.Linear, site: Site) -> LayerBound:
+    bias = 0.0 if module.bias is None else float(module.bias.detach().double().norm())
+    radius = times(site.spectral_norm(module.weight), site.radius) + bias
+    form = "largest absolute row sum" if site.norm == "inf" else "largest singular value"
+    return LayerBound(site.operator_norm(module.weight), form, "exact", out_radius=radius)
+
+
+@register_rule(nn.Identity)
+@register_rule(nn.Flatten)
+def _identity(module: nn.Module, site: Site) -> LayerBound:
+    if isinstance(module, nn.Flatten):
+        return site.refuse("flattening mixes tokens into one vector, for which the token norms are not defined")
+    return LayerBound(1.0, "identity", "exact", out_radius=site.radius)
+
+
+@register_rule(nn.Dropout)
+def _dropout(module: nn.Dropout, site: Site) -> LayerBound:
+    if not module.training or module.p == 0.0:
+        return LayerBound(1.0, "identity in eval mode", "exact", out_radius=site.radius)
+    scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
+    return LayerBound(scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, site.radius))
+
+
+def _slope_rule(
+    module_type: type[nn.Module], slope: float | Callable[[nn.Module], float], *, zero_at_zero: bool = True
+) -> None:
+    @register_rule(module_type)
+    def _activation(module: nn.Module, site: Site) -> LayerBound:
+        largest = slope(module) if callable(slope) else slope
+        radius = times(largest, site.radius) if zero_at_zero else math.inf
+        return LayerBound(largest, "largest slope", "exact", out_radius=radius)
+
+
+def _at_least_one(module: nn.Module, attribute: str) -> float:
+    return max(1.0, abs(float(getattr(module, attribute))))
+
+
+for _type, _largest in (
+    (nn.ReLU, 1.0), (nn.ReLU6, 1.0), (nn.Tanh, 1.0), (nn.Softsign, 1.0), (nn.Softshrink, 1.0), (nn.Tanhshrink, 1.0),
+    (nn.SiLU, SILU), (nn.Mish, MISH), (nn.Hardswish, HARDSWISH), (nn.SELU, SELU),
+):  # fmt: skip
+    _slope_rule(_type, _largest)
+for _type, _largest in (
+    (nn.Sigmoid, 0.25), (nn.Softplus, 1.0), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
+):  # fmt: skip
+    _slope_rule(_type, _largest, zero_at_zero=False)
+_slope_rule(nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU)
+_slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
+_slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
+_slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).detach().abs().max())))
+
+
+@register_rule(nn.LayerNorm)
+def _layer_norm(module: nn.LayerNorm, site: Site) -> LayerBound:
+    return _norm_rule(module, site, eps=float(module.eps), bias=module.bias, centred=True)
+
+
+@register_rule(nn.RMSNorm)
+def _rms_norm(module: nn.RMSNorm, site: Site) -> LayerBound:
+    # torch takes the rounding unit of the input's dtype where eps is not given.
+    eps = module.eps if module.eps is not None else torch.finfo(_dtype(module)).eps
+    return _norm_rule(module, site, eps=float(eps), bias=None, centred=False)
+
+
+def _norm_rule(
+    module: nn.LayerNorm | nn.RMSNorm, site: Site, *, eps: float, bias: Tensor | None, centred: bool
+) -> LayerBound:
+    if len(module.normalized_shape) != 1:
+        return site.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
+    width = module.normalized_shape[0]
+    gain = 1.0 if module.weight is None else float(module.weight.detach().double().abs().max())
+    shift = 0.0 if bias is None else float(bias.detach().double().norm())
+    bound = layer_norm_bound(gain, eps, width, norm=site.norm, centred=centred)
+    # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
+    radius = min(gain * math.sqrt(width), times(gain / math.sqrt(eps) if eps else math.inf, site.radius)) + shift
+    return LayerBound(bound, "max|gamma| / sqrt(eps)", out_radius=radius * (1 + 1e-6))
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    parameter = next(module.parameters(), None)
+    return torch.get_default_dtype() if parameter is None else parameter.dtype
+
+
+@register_rule(nn.Sequential)
+def _sequential(module: nn.Sequential, site: Site) -> LayerBound:
+    return site.chain(module.named_children())

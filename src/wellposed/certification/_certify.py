@@ -1,0 +1,113 @@
+"""The door: walk a module and multiply."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from wellposed.certification._certificate import Certificate
+from wellposed.certification._rules import Shared, Site, bound_of
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
+from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
+
+
+@torch.no_grad()
+def certify(
+    module: nn.Module,
+    *,
+    seq_len: int,
+    norm: Norm = "tok",
+    radius: float | None = None,
+    mask: MaskKind | None = None,
+    min_tokens: int = 1,
+) -> Certificate:
+    """Return ``L`` with ``|f(X) - f(Y)| <= L |X - Y|`` for every X, Y of at most ``seq_len`` tokens, layer by layer.
+
+    Certified: each layer takes the least of its proved bounds, with spectral norms from above (never power iteration);
+    the whole is their composition in one norm. Deterministic. A module without a bound makes the total infinite and the
+    label ``uncertified``; the module and the reason are in the table. Kim, Papamakarios, Mnih (2021) for L2 attention;
+    every bound with its proof is in the theory note of the documentation.
+
+    Args:
+        module: any module; it is read in the mode it is in (dropout on attention weights in training has no bound, so
+            call ``module.eval()``). Whole models are certified from the embedded input on.
+        seq_len: largest number of tokens N.
+        norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is also one in norm
+            2), ``2`` (Frobenius) or ``"inf"`` (largest entry).
+        radius: for maps without a global constant (dot-product attention, gated feed-forward): every input token has
+            2-norm at most this, before and after the perturbation. The whole space where not given.
+        mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or ``"any"`` (the default)
+            for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone.
+        min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by ``1/sqrt(min_tokens)``.
+
+    Raises:
+        ShapeError: ``seq_len`` or ``min_tokens`` out of range.
+        ConfigError: unknown norm or mask, or ``radius <= 0``.
+        NotLipschitzError: a parameter holds NaN or infinity; all are named.
+
+    Cost: a few factorisations per weight matrix in float64, about 0.1 s for a layer of width 512 on one core.
+    Rounding of the forward pass is not covered.
+
+    >>> import torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> certificate = certify(net, seq_len=16)
+    >>> x, y = torch.randn(2, 16, 4)
+    >>> bool((net(x) - net(y)).norm(dim=-1).max() <= certificate.total * (x - y).norm(dim=-1).max())
+    True
+    """
+    check_norm(norm)
+    if mask is not None and mask not in MASK_KINDS:
+        raise unknown_name("mask", str(mask), MASK_KINDS)
+    for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ShapeError(f"certify: {name} must be a whole number of tokens >= 1, received {count!r}")
+    if min_tokens > seq_len:
+        raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
+    if radius is not None and not radius > 0:
+        raise ConfigError(
+            f"certify: radius is a 2-norm that no input token exceeds, so it must be > 0; received {radius}"
+        )
+    _refuse_non_finite(module)
+    shared = Shared(norm, seq_len, min_tokens)
+    bound = bound_of(module, Site("", math.inf if radius is None else float(radius), shared, mask))
+    rows = tuple(row for row in shared.rows if row is not None and not row.form.startswith("identity"))
+    dtype, notes = _dtype_of(module)
+    return Certificate(
+        total=bound.lipschitz,
+        layers=tuple(row for row in rows if row.path) or rows,
+        label="uncertified" if math.isinf(bound.lipschitz) else bound.label,
+        norm=norm,
+        tokens=seq_len,
+        min_tokens=min_tokens,
+        mask="/".join(sorted(shared.masks)) or "none used",
+        domain="all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}",
+        dtype=dtype,
+        notes=(*shared.notes, *notes),
+        head=shared.head,
+    )
+
+
+def _refuse_non_finite(module: nn.Module) -> None:
+    bad = [
+        f"{name} {tuple(parameter.shape)}: {int((~torch.isfinite(parameter)).sum())} of {parameter.numel()} entries"
+        for name, parameter in module.named_parameters()
+        if not bool(torch.isfinite(parameter).all())
+    ]
+    if bad:
+        raise NotLipschitzError(
+            "certify: parameters hold NaN or infinity, so there is nothing to certify:\n"
+            + listed(bad)
+            + "\nload an earlier checkpoint, or look for the step at which training diverged"
+        )
+
+
+def _dtype_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()})
+    half = [name for name in dtypes if name in ("float16", "bfloat16")]
+    note = (
+        f"weights are {'/'.join(half)}: the bound is for exact arithmetic with these weights; "
+        "rounding of the half-precision forward pass is not covered"
+    )
+    return "/".join(dtypes) or "no parameters", (note,) if half else ()

@@ -1,0 +1,162 @@
+"""Dot-product attention: no global Lipschitz constant, one on a ball, and one at a point (theory note B5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wellposed.certification._heads import (
+    AttentionWeights,
+    averaged_values_radius,
+    in_norm,
+    join_heads,
+    norms,
+    product_norms,
+    row_mass,
+)
+from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.errors import ShapeError
+from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
+from wellposed.nn import DotProductAttention
+
+TRAINING_DROPOUT = (
+    "dropout on attention weights is on (training mode), for which no bound is proved; call module.eval()"
+)
+
+
+def dot_product_ball_bounds(
+    weights: AttentionWeights, *, radius: float, seq_len: int, mask: MaskKind = "any"
+) -> tuple[Bound, Bound]:
+    """Return the tok and the norm-2 bound of dot-product self-attention on ``|x_i| <= radius`` (B5).
+
+    Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a R^2 + beta R)``;
+    norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``. Any mask with non-empty rows; key and value biases drop out.
+    Improves on Castin, Ablin, Peyre (2024), whose constant it never exceeds.
+    """
+    root = math.sqrt(weights.head_dim)
+    affinity = product_norms(weights.key, weights.query) / root
+    shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root * (1 + 1e-12)
+    query = affinity * radius**2
+    key = query + shift * radius
+    masses = torch.tensor([row_mass(seq_len, mask, float(spread)) for spread in key], dtype=torch.float64)
+    key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
+    tok = join_heads(1 + query + key, weights, "ball R, tok (B5)")
+    per_head = join_heads(masses + query + key_masses * key, weights, "ball R, norm 2 (B5)")
+    return tok, least([per_head, _all_heads(weights, radius, masses, key_masses)])
+
+
+def _all_heads(weights: AttentionWeights, radius: float, masses: Tensor, key_masses: Tensor) -> Bound:
+    """The multi-head form of B5 in norm 2: every head sees the whole perturbation once."""
+    query, key, value = (norms(part) for part in (weights.query, weights.key, weights.value))
+    query_all, key_all, value_all = (
+        certified_spectral_norm(part.movedim(0, 1).flatten(1), method="cholesky")
+        for part in (weights.query, weights.key, weights.value)
+    )
+    root = math.sqrt(weights.head_dim)
+    query_size = query * radius + weights.query_bias.norm(dim=-1)
+    bracket = (
+        masses.amax() * value_all
+        + radius**2 / root * (value * key).amax() * query_all
+        + key_masses.amax() * radius / root * (value * query_size).amax() * key_all
+    )
+    output = certified_spectral_norm(weights.output.flatten(0, 1), method="cholesky")
+    return Bound(output * bracket, "ball R, norm 2, heads together (B5)")
+
+
+def qk_norm_ball_bounds(
+    weights: AttentionWeights,
+    gains: tuple[float, float],
+    eps: tuple[float, float],
+    *,
+    radius: float,
+    seq_len: int,
+    mask: MaskKind = "any",
+) -> tuple[Bound, Bound]:
+    """Bounds with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k l_q + s_q l_k))``.
+
+    As B6: ``s = sqrt(d) max|gamma|`` bounds the normalised vector and ``l = |W| max|gamma| / sqrt eps`` its slope.
+    """
+    root = math.sqrt(weights.head_dim)
+    size_q, size_k = (gain * root for gain in gains)
+    slope_q = norms(weights.query) * gains[0] / math.sqrt(eps[0])
+    slope_k = norms(weights.key) * gains[1] / math.sqrt(eps[1])
+    query, key = radius / root * size_k * slope_q, radius / root * size_q * slope_k
+    mass = row_mass(seq_len, mask, size_q * size_k / root)
+    key_mass = min(mass, math.sqrt(seq_len / 2))
+    tok = join_heads(1 + query + key, weights, "qk norm, ball R, tok (B5, B6)")
+    return tok, join_heads(mass + query + key_mass * key, weights, "qk norm, ball R, norm 2 (B5, B6)")
+
+
+def local_dot_product_bound(
+    x: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_bias: Tensor | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Return ``|W_V| (|P|_2 + max_i |Cov_i A|_2 + |S|_2) >= |D f(X)|_2`` for one head at one input (B5).
+
+    A *pointwise* bound of the Jacobian in norm 2, with ``S_ij = P_ij |x_j - xbar_i| |A x_i|``: a diagnostic or a
+    regulariser, **not** a certificate around X (that would need its supremum over a ball).
+
+    Args:
+        x: ``(N, D)`` input.
+        query, key, value: ``(D, d)``, row convention ``x @ W``.
+        query_bias: ``(d,)``.
+        allowed: bool ``(N, N)``, True = may attend.
+
+    Returns:
+        0-dim tensor, differentiable.
+
+    Raises:
+        ShapeError: the shapes do not fit, or a row allows no key.
+
+    Cost: O(N D^2 + N^2 D) and one eigenvalue problem per token.
+
+    >>> x, w = torch.zeros(3, 2), torch.eye(2)
+    >>> round(float(local_dot_product_bound(x, w, w, w)), 4)
+    1.0
+    """
+    if x.ndim != 2 or query.shape != key.shape or query.shape[0] != x.shape[1] or value.shape[0] != x.shape[1]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, query, key, value))
+        raise ShapeError(f"local bound: expected x (N, D) and query, key, value (D, d); received {shapes}")
+    pull = (x @ query + (0 if query_bias is None else query_bias)) @ key.mT / math.sqrt(query.shape[1])
+    logits = pull @ x.mT
+    if allowed is not None:
+        if not bool(allowed.any(-1).all()):
+            raise ShapeError("local bound: a row of the mask allows no key; let each token attend to itself")
+        logits = logits.masked_fill(~allowed, -math.inf)
+    weights = logits.softmax(-1)
+    deviation = x[None] - (weights @ x)[:, None]
+    covariance = torch.einsum("ij,ijk,ijl->ikl", weights, deviation, deviation)
+    affinity = key @ query.mT / math.sqrt(query.shape[1])
+    spread = weights * deviation.norm(dim=-1) * pull.norm(dim=-1, keepdim=True)
+    parts = (weights, covariance @ affinity, spread, value)
+    averaging, by_query, by_key, out = (certified_spectral_norm(part) for part in parts)
+    return out * (averaging + by_query.amax() + by_key)
+
+
+@register_rule(DotProductAttention)
+def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
+    if module.training and module.dropout > 0:
+        return site.refuse(TRAINING_DROPOUT)
+    if math.isinf(site.radius):
+        return site.refuse(
+            "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1); pass radius=, "
+            "a 2-norm that no input token exceeds, or use L2SelfAttention"
+        )
+    weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads)
+    seq_len, mask = site.seq_len, site.mask
+    if module.q_norm is None or module.k_norm is None:
+        tok, frobenius = dot_product_ball_bounds(weights, radius=site.radius, seq_len=seq_len, mask=mask)
+    else:
+        q_norm, k_norm = module.q_norm, module.k_norm
+        gains = (float(q_norm.weight.detach().abs().max()), float(k_norm.weight.detach().abs().max()))
+        tok, frobenius = qk_norm_ball_bounds(
+            weights, gains, (q_norm.eps, k_norm.eps), radius=site.radius, seq_len=seq_len, mask=mask
+        )
+    return in_norm(tok, frobenius, site, module.embed_dim, out_radius=averaged_values_radius(weights, site.radius))

@@ -1,0 +1,120 @@
+"""Weights of a multi-head attention layer per head, in row convention (``query = x W_h + b_h``), and shared pieces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification._rules import LayerBound, Site, times
+from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
+
+
+def split_columns(projection: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Return ``W_h`` as (H, D, d) and the biases (H, d) of a projection whose outputs are cut into heads, float64."""
+    weight = projection.weight.detach().double()
+    bias = weight.new_zeros(weight.shape[0]) if projection.bias is None else projection.bias.detach().double()
+    return weight.unflatten(0, (num_heads, -1)).mT, bias.unflatten(0, (num_heads, -1))
+
+
+def split_rows(projection: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Return ``W_O,h`` as (H, d, E) and the bias (E,) of a projection that reads concatenated heads, float64."""
+    weight = projection.weight.detach().double()
+    bias = weight.new_zeros(weight.shape[0]) if projection.bias is None else projection.bias.detach().double()
+    return weight.mT.unflatten(0, (num_heads, -1)), bias
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Query, key, value (H, D, d) with biases (H, d) and output (H, d, E) with bias (E,)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    value_bias: Tensor
+    output_bias: Tensor
+
+    @classmethod
+    def of(cls, query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, heads: int) -> AttentionWeights:
+        """Cut four projections into heads."""
+        (q, bq), (k, bk), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
+        o, bo = split_rows(output, heads)
+        return cls(q, k, v, o, bq, bk, bv, bo)
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[-1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[0]
+
+
+def norms(weights: Tensor) -> Tensor:
+    """Certified spectral norm of each matrix of a batch, float64."""
+    return certified_spectral_norm(weights.detach())
+
+
+def product_norms(left: Tensor, right: Tensor) -> Tensor:
+    """Spectral norms of ``A B^T`` for thin A, B (H, D, d) through their triangular factors, never forming D x D."""
+    factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (left, right)]
+    return norms(factors[0] @ factors[1].mT)
+
+
+def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
+    """Return ``kP >= |P|_2`` for softmax logits that differ by at most ``2 spread`` within a row (B5).
+
+    ``kP^2 = min(N, sum_i 1/(1 + (n_i - 1) e^(-2 spread)))``, ``n_i`` the keys that query i sees.
+    """
+    decay = math.exp(-2 * spread) if math.isfinite(spread) else 0.0
+    if mask == "full":
+        total = seq_len / (1 + (seq_len - 1) * decay)
+    elif mask == "causal":
+        total = float((1 / (1 + decay * torch.arange(seq_len, dtype=torch.float64))).sum())
+    else:
+        total = float(seq_len)
+    return math.sqrt(min(seq_len, total) * (1 + 1e-12))
+
+
+def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
+    """Bound ``concat_h(head_h) W_O`` where head h is ``per_head[h]``-Lipschitz *per unit of* ``|W_V,h|`` (L6).
+
+    The least of ``|W_O| sqrt(sum |V_h|^2 L_h^2)`` and ``sum |V_h W_O,h| L_h``, for norms tok and 2.
+    """
+    through_output = certified_spectral_norm(weights.output.flatten(0, 1), method="cholesky")
+    values, composite = norms(weights.value), norms(weights.value @ weights.output)
+    return least(
+        [
+            Bound(through_output * (values * per_head).square().sum().sqrt(), f"{form}, |W_O| sqrt(sum L_h^2)"),
+            Bound((composite * per_head).sum(), f"{form}, sum |V_h W_O,h| L_h"),
+        ]
+    )
+
+
+def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
+    """2-norm that no output token exceeds when each head averages ``x_j V_h + b_h`` over tokens with ``|x_j| <= R``."""
+    constant = torch.einsum("hd,hde->e", weights.value_bias, weights.output) + weights.output_bias
+    through_output = certified_spectral_norm(weights.output.flatten(0, 1), method="cholesky")
+    spread = min(float(norms(weights.value @ weights.output).sum()),
+                 float(through_output * norms(weights.value).square().sum().sqrt()))  # fmt: skip
+    return times(spread, radius) + float(constant.norm())
+
+
+def in_norm(tok: Bound, frobenius: Bound, site: Site, width: int, *, out_radius: float) -> LayerBound:
+    """Turn bounds in tok and norm 2 into one in the site's norm.
+
+    ``|.|_tok <= |.|_2 <= sqrt(N) |.|_tok`` and ``|.|_inf <= |.|_tok <= sqrt(D) |.|_inf`` give the other two routes.
+    """
+    norm: Norm = site.norm
+    if norm == "tok":
+        choice = tok
+    elif norm == 2:
+        choice = least([frobenius, Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")])
+    else:
+        choice = Bound(tok.value * math.sqrt(width), f"sqrt(D) x ({tok.form})")
+    return LayerBound(float(choice.value), choice.form, out_radius=out_radius)

@@ -1,0 +1,75 @@
+"""Rules for the Transformer block and stack: residuals, norm placements, feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from wellposed.certification._blocks import function_bound
+from wellposed.certification._rules import LayerBound, Site, product_of, register_rule, residual_of
+from wellposed.nn import MLP, Block, NoNorm, PlainResidual, PostNorm, PreNorm, ReZeroResidual, TransformerStack
+
+
+@register_rule(MLP)
+def _mlp(module: MLP, site: Site) -> LayerBound:
+    up = site.child(module.up_proj, "up_proj")
+    inner = function_bound(module.activation, Site(site.path, up.out_radius, site.shared, site.given_mask))
+    down = site.child(module.down_proj, "down_proj", radius=inner.out_radius)
+    return product_of([up, inner, down], radius=down.out_radius)
+
+
+def residual_coefficients(residual: nn.Module) -> tuple[float, float] | None:
+    """Return (a, b) where the residual joins ``a x + b f(x)``, or None where it is of an unknown kind.
+
+    A residual of another class takes part by a method ``coefficients() -> (a, b)``.
+    """
+    if isinstance(residual, PlainResidual):
+        return 1.0, 1.0
+    if isinstance(residual, ReZeroResidual):
+        return 1.0, float(residual.scale.detach())
+    offered = getattr(residual, "coefficients", None)
+    return None if offered is None else tuple(float(value) for value in offered())  # type: ignore[return-value]
+
+
+@register_rule(Block)
+def _block(module: Block, site: Site) -> LayerBound:
+    first = _sublayer(module, "attention", site)
+    second = _sublayer(module, "feedforward", Site(site.path, first.out_radius, site.shared, site.given_mask))
+    return product_of([first, second], radius=second.out_radius)
+
+
+def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
+    """``x -> P(x, f)``: the branch with its norm and dropout, inside the residual."""
+    norm, residual = getattr(module, f"{name}_norm"), getattr(module, f"{name}_residual")
+    coefficients = residual_coefficients(residual)
+    if coefficients is None:
+        return site.refuse(f"{name}_residual is a {type(residual).__name__}, which gives no coefficients() (a, b)")
+    branch_parts: list[tuple[str, nn.Module]] = [(name, getattr(module, name)), ("dropout", module.dropout)]
+    if isinstance(norm, PreNorm):
+        branch = site.chain([(f"{name}_norm", norm), *branch_parts])
+    elif isinstance(norm, (PostNorm, NoNorm)):
+        branch = site.chain(branch_parts)
+    else:
+        return site.refuse(f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm")
+    joined = residual_of(*coefficients, branch, radius=site.radius)
+    if not isinstance(norm, PostNorm):
+        return joined
+    after = site.child(norm, f"{name}_norm", radius=joined.out_radius)
+    return product_of([joined, after], radius=after.out_radius)
+
+
+@register_rule(TransformerStack)
+def _stack(module: TransformerStack, site: Site) -> LayerBound:
+    site = site.under_mask("causal" if module.is_causal else "full")
+    layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
+    return site.chain([*layers, ("final_norm", module.final_norm)])
+
+
+PoolingBound = Callable[[Site], LayerBound]
+
+
+def mean_pooling(site: Site) -> LayerBound:
+    """Mean over the real tokens: ``1/sqrt(n)`` in norm 2 with n >= ``min_tokens``, 1 in tok and inf (B9)."""
+    bound = site.min_tokens**-0.5 if site.norm == 2 else 1.0
+    return LayerBound(bound, "mean over real tokens", "exact", out_radius=site.radius)
