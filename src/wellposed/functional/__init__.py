@@ -1,5 +1,5 @@
 from wellposed.functional._affinity import affinity_penalty as affinity_penalty
-from wellposed.functional._affinity import affinity_penalty_of_matrix as affinity_penalty_of_matrix
+from wellposed.functional._affinity import affinity_penalty_from_logits as affinity_penalty_from_logits
 from wellposed.functional._penalties import gram_penalty as gram_penalty
 from wellposed.functional._penalties import orthogonality_error as orthogonality_error
 from wellposed.functional._penalties import qr_penalty as qr_penalty

@@ -86,24 +86,32 @@ def affinity_penalty(
     return value.reshape(lead)
 
 
-def affinity_penalty_of_matrix(affinity: Tensor, *, padded: Tensor | None = None) -> Tensor:
-    """Return ``|A^T A - I|_F^2`` per head of given affinities, shape (..., N, N), for attention that forms A itself.
+def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
+    """Return ``|A^T A - I|_F^2`` per head of ``A = softmax(logits)``, for attention that forms its N x N logits itself.
 
-    Status, method and source as `affinity_penalty` with ``estimator="exact"``. ``padded``, bool and broadcastable to
-    (..., N), marks tokens whose rows and columns are left out.
+    Status, method, source and padding as `affinity_penalty` with ``estimator="exact"``: a token whose column holds no
+    logit above half the least finite number is padding.
+
+    Args:
+        logits: masked and scaled, shape (..., N, N), floating point.
+
+    Returns:
+        shape (...), at least float32.
 
     Raises:
-        ShapeError: the affinities are not square.
+        ShapeError: the logits are not square.
 
-    Cost: 4 N^3 FLOPs per head for value and gradient, no further N x N tensor kept. No second derivatives.
+    Cost: 6 N^3 FLOPs per head for value and gradient, and as much memory again as the logits. No second derivatives.
 
-    >>> affinity_penalty_of_matrix(torch.eye(3)).item()
-    0.0
+    When not to use: where query and key are at hand, `affinity_penalty` needs less memory.
+
+    >>> affinity_penalty_from_logits(torch.zeros(4, 4)).item()  # A = 1/4 everywhere
+    3.0
     """
-    if affinity.ndim < 2 or affinity.shape[-1] != affinity.shape[-2]:
-        raise ShapeError(f"affinities of self-attention are square; received shape {tuple(affinity.shape)}")
-    with torch.autocast(affinity.device.type, enabled=False):
-        return _OfMatrix.apply(affinity, padded)  # type: ignore[return-value]
+    if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
+        raise ShapeError(f"affinities of self-attention are square; received shape {tuple(logits.shape)}")
+    with torch.autocast(logits.device.type, enabled=False):
+        return _FromLogits.apply(logits)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class _Masks:
                 allowed = open_to = attn_mask
             else:
                 bias = attn_mask
-                open_to = attn_mask.detach() > torch.finfo(attn_mask.dtype).min / 2
+                open_to = _is_open(attn_mask)
             if is_causal:
                 tokens = attn_mask.shape[-1]
                 open_to = open_to & torch.ones(tokens, tokens, dtype=torch.bool, device=open_to.device).tril()
@@ -183,8 +191,7 @@ class _Exact(torch.autograd.Function):
             values.append(value + part.count(q))
             if upstream is None:
                 continue
-            upstream -= (upstream * affinity).sum(dim=-1, keepdim=True)
-            upstream *= affinity
+            upstream = _through_softmax(upstream, affinity)
             if need_query:
                 grads["query"].append((upstream @ k).mul_(masks.scale).to(query.dtype))
             if need_key:
@@ -207,29 +214,36 @@ class _Exact(torch.autograd.Function):
         return by_query, by_key, by_bias, None
 
 
-class _OfMatrix(torch.autograd.Function):
-    """The same for affinities that somebody else formed."""
+class _FromLogits(torch.autograd.Function):
+    """The same for logits that somebody else formed."""
 
     @staticmethod
-    def forward(ctx: Any, affinity: Tensor, padded: Tensor | None) -> Tensor:
-        kept = affinity.to(torch.promote_types(affinity.dtype, torch.float32))
-        count: Tensor | int = affinity.shape[-1]
-        outside = None
-        if padded is not None:
-            outside = padded[..., None] | padded[..., None, :]
-            kept = kept.masked_fill(outside, 0)
-            count = (~padded).sum(dim=-1)
-        value, upstream = _value_and_gradient(kept, ctx.needs_input_grad[0])
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        padded = ~_is_open(logits).any(dim=-2)
+        kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(padded[..., None, :], -torch.inf)
+        rows = padded[..., None]
+        affinity = kept.masked_fill_(rows, 0).softmax(dim=-1).masked_fill_(rows, 0)
+        value, upstream = _value_and_gradient(affinity, ctx.needs_input_grad[0])
         if upstream is not None:
-            upstream = upstream if outside is None else upstream.masked_fill_(outside, 0)
-            ctx.save_for_backward(upstream.to(affinity.dtype))
-        return value + count
+            ctx.save_for_backward(_through_softmax(upstream, affinity).to(logits.dtype))
+        return value + (~padded).sum(dim=-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (upstream,) = ctx.saved_tensors
-        return upstream * grad[..., None, None].to(upstream.dtype), None
+        return upstream * grad[..., None, None].to(upstream.dtype)
+
+
+def _through_softmax(upstream: Tensor, affinity: Tensor) -> Tensor:
+    """Turn the gradient by A into the gradient by the logits, in place."""
+    upstream -= (upstream * affinity).sum(dim=-1, keepdim=True)
+    return upstream.mul_(affinity)
+
+
+def _is_open(bias: Tensor) -> Tensor:
+    """Tell which additive mask entries let a query see a key."""
+    return bias.detach() > torch.finfo(bias.dtype).min / 2
 
 
 def _value_and_gradient(affinity: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:

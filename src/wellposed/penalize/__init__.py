@@ -1,0 +1,4 @@
+"""Penalties that pull a model's weights and affinities towards orthogonality."""
+
+from wellposed.penalize._penalty import OrthogonalityPenalty as OrthogonalityPenalty
+from wellposed.penalize._penalty import Strength as Strength

@@ -1,0 +1,277 @@
+"""The orthogonality penalty as one object: attach, call, read its parts, remove."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, RoleNotFoundError, listed
+from wellposed.penalize._capture import AffinityCapture
+from wellposed.penalize._seen import Estimate
+from wellposed.penalize._terms import How, check_form, form_of, weight_terms
+from wellposed.roles import Roles, find_roles
+
+Strength = float | Callable[[int], float]
+
+_WEIGHT_STRENGTHS = ("attention", "feedforward", "query", "key", "value", "embedding")
+_UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch
+
+
+class OrthogonalityPenalty:
+    """Add ``sum of strength * |W^T W - I|_F^2`` over weights and ``strength * |A^T A - I|_F^2`` over affinities.
+
+    Status: a penalty; exact to rounding, unbiased where probes, ``layers_per_step`` or ``every`` sample. The weights
+    are read in place and no model code is edited.
+
+    Source: Zhang et al. (2021, sec. 2) for affinity, attention and feedforward; McGrath (2024, eq. 1 and 2) for query,
+    key, value and embedding and for ``form="qr"``. `wellposed.presets` holds their settings.
+
+    What each strength multiplies, summed over layers:
+
+    - ``affinity``: ``|A^T A - I|_F^2`` of every self-attention, the mean over the batch of the sum over heads, before
+      dropout, with its masks. Rows and columns of padded tokens are left out, so I counts real tokens. Always squared.
+    - ``attention``: ``|P^T P - I|`` with P = query, key, value and output stacked along outputs (``joint``), or the
+      sum over the four (``separate``). Self-attention only, unless ``cross_attention``.
+    - ``feedforward``: ``|M^T M - I|`` summed over in, gate (if any) and out. Of a wide M the least value is positive.
+    - ``query``, ``key``, ``value``, ``embedding`` (token embeddings): ``|A A^T - I|``, A of shape (out, in), or
+      (vocabulary, width).
+
+    ``form`` turns ``| |`` into ``gram_squared`` (squared Frobenius norm, the default everywhere), ``gram`` (the norm
+    itself) or ``qr`` (``|Q - A|_F``). zhang2021 prints affinity and attention squared and feedforward unsquared:
+    ``form={"feedforward": "gram"}``. mcgrath2024 prints ``gram``.
+
+    A weight that plays two roles of one strength (or two of query, key and value) is counted once; a warning and
+    ``notes`` say which.
+
+    Args:
+        model: the module that will be called; with ``affinity``, hooks are placed on it and its self-attention modules.
+        affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules from the step.
+        form: one of the three for every weight term, or a mapping from strength name to form.
+        attention_mode: ``"joint"`` or ``"separate"``.
+        estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see `wellposed.functional.affinity_penalty`).
+        num_probes: of the probes estimator.
+        layers_per_step: affinities of this many layers, drawn anew at each forward pass and scaled up without bias.
+        every: non-zero at calls 0, k, 2k, ... and then scaled by k.
+        qr_method: ``"householder"`` or ``"gram_schmidt"``.
+        gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
+        cross_attention: include cross-attention weights.
+        patterns: passed to `wellposed.find_roles`.
+        generator: source of the probes; the global one by default.
+
+    ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed.
+
+    Raises:
+        ConfigError: no or a negative strength, an unknown form, mode or estimator, quantised or (on a CPU) float16
+            weights, or an attention implementation that cannot be watched.
+        RoleNotFoundError: the model has no weight of a kind that is penalised.
+        ShapeError: ``joint`` on weights of different input widths.
+
+    Cost: two matrix products per weight on its smaller side; affinities as `wellposed.functional.affinity_penalty`.
+    Query and key of watched layers stay in memory until backward, also under gradient checkpointing.
+
+    When not to use: for exactly orthogonal weights use `wellposed.constrain_`. The affinity of a compiled model needs
+    the compiled module to be this model.
+
+    >>> from torch import nn
+    >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    >>> penalty = OrthogonalityPenalty(layer, affinity=1e-2, attention=1e-2)
+    >>> output = layer(torch.randn(2, 5, 16))
+    >>> loss = output.square().mean() + penalty()
+    >>> loss.backward()
+    >>> sorted(penalty.terms())
+    ['affinity.encoder.0', 'attention.encoder.0']
+    >>> penalty.remove()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        affinity: Strength = 0.0,
+        attention: Strength = 0.0,
+        feedforward: Strength = 0.0,
+        query: Strength = 0.0,
+        key: Strength = 0.0,
+        value: Strength = 0.0,
+        embedding: Strength = 0.0,
+        form: str | Mapping[str, str] = "gram_squared",
+        attention_mode: Literal["joint", "separate"] = "joint",
+        estimator: Literal["exact", "probes"] = "exact",
+        num_probes: int = 32,
+        layers_per_step: int | None = None,
+        every: int = 1,
+        qr_method: Literal["householder", "gram_schmidt"] = "householder",
+        gram_dtype: torch.dtype | None = None,
+        cross_attention: bool = False,
+        patterns: Mapping[str, str | Sequence[str]] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        given = {
+            "affinity": affinity, "attention": attention, "feedforward": feedforward,
+            "query": query, "key": key, "value": value, "embedding": embedding,
+        }  # fmt: skip
+        self._strengths = _active(given)
+        check_form(form, _WEIGHT_STRENGTHS)
+        _check_choice("attention_mode", attention_mode, ("joint", "separate"))
+        _check_choice("estimator", estimator, ("exact", "probes"))
+        _check_choice("qr_method", qr_method, ("householder", "gram_schmidt"))
+        _check_count("every", every)
+        _check_count("num_probes", num_probes)
+        self.step = 0
+        self.every = every
+        self.removed = False
+        self.roles = find_roles(model, patterns=patterns)
+        named = [name for name in _WEIGHT_STRENGTHS if name in self._strengths]
+        self._hows = {name: How(form_of(name, form), qr_method, gram_dtype) for name in named}
+        self._terms, notes = weight_terms(
+            self.roles, named, attention_mode=attention_mode, cross_attention=cross_attention
+        )
+        self.notes = tuple(notes)
+        if notes:
+            warnings.warn("weights shared between roles are penalised once:\n" + listed(notes), stacklevel=2)
+        self._parts: dict[str, Tensor] | None = None
+        self._estimate = Estimate(estimator, num_probes, generator)
+        self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
+        self._capture = (
+            _attach(model, self.roles, layers_per_step, self._next_step) if "affinity" in self._strengths else None
+        )
+
+    def __call__(self) -> Tensor:
+        """Return the penalty as a scalar that carries gradient, and count one step.
+
+        Raises:
+            ConfigError: after `remove`; or, with ``affinity``, before a forward pass, after its graph was freed, or
+                where an attention module could not be seen; a schedule that returns a negative number.
+        """
+        if self.removed:
+            raise ConfigError("this OrthogonalityPenalty was removed from its model; make a new one")
+        step, self.step = self.step, self.step + 1
+        if step % self.every:
+            return self._device_of().new_zeros((), dtype=torch.float32)
+        strengths = {name: _at(name, strength, step) * self.every for name, strength in self._strengths.items()}
+        parts: dict[str, Tensor] = {}
+        for name, part in self._weight_parts(strengths):
+            parts[name] = parts[name] + part if name in parts else part
+        if self._capture is not None:
+            for name, part in self._affinity_parts(self._capture, strengths["affinity"]):
+                parts[name] = parts[name] + part if name in parts else part
+        self._parts = {name: part.detach() for name, part in parts.items()}
+        return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]).sum()
+
+    def terms(self) -> dict[str, float]:
+        """Return the parts of the last non-zero call, strengths included, so that they add up to its value.
+
+        Keys are ``strength.stack.layer``, for example ``"affinity.encoder.0"`` or ``"feedforward.encoder.0.up"``.
+
+        Raises:
+            ConfigError: the penalty has not been called yet.
+        """
+        if self._parts is None:
+            raise ConfigError("OrthogonalityPenalty.terms() shows the parts of the last call; call penalty() first")
+        return {name: float(part) for name, part in self._parts.items()}
+
+    def remove(self) -> None:
+        """Take the hooks off the model; nothing of the penalty stays on it. Calling again does nothing."""
+        if self._capture is not None:
+            self._capture.remove()
+        self._parts = None
+        self.removed = True
+
+    def _next_step(self) -> int | None:
+        return None if self.step % self.every else self.step
+
+    def _weight_parts(self, strengths: Mapping[str, float]) -> list[tuple[str, Tensor]]:
+        return [
+            (f"{term.strength}.{term.label}", strengths[term.strength] * term.value(self._hows[term.strength]))
+            for term in self._terms
+        ]
+
+    def _affinity_parts(self, capture: AffinityCapture, strength: float) -> list[tuple[str, Tensor]]:
+        parts: list[tuple[str, Tensor]] = []
+        lost: list[str] = []
+        scale = strength * capture.scale
+        for role, seen in capture.take():
+            if torch.is_grad_enabled() and role.query.parameter.requires_grad and not seen.carries_gradient():
+                lost.append(role.path)
+            per_head = seen.penalty(self._estimate)
+            parts.append((f"affinity.{role.stack}.{role.layer}", scale * per_head.mean(dim=0).sum()))
+        if lost:
+            raise ConfigError(
+                "the forward pass ran without gradient in these attention modules, so their affinity penalty would "
+                "train nothing:\n" + listed(lost) + "\nRun it outside torch.no_grad() (or call the penalty inside it); "
+                "with gradient checkpointing pass use_reentrant=False"
+            )
+        return parts
+
+
+def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
+    wrong = [
+        f"{name} = {strength!r}"
+        for name, strength in given.items()
+        if not callable(strength) and not (strength >= 0 and math.isfinite(strength))
+    ]
+    if wrong:
+        raise ConfigError(
+            "strengths of OrthogonalityPenalty are finite numbers >= 0, or functions of the step:\n" + listed(wrong)
+        )
+    active: dict[str, Strength] = {
+        name: strength for name, strength in given.items() if callable(strength) or strength > 0
+    }
+    if not active:
+        raise ConfigError(
+            "OrthogonalityPenalty was given no strength above zero, so it would do nothing; set at least one of "
+            + ", ".join(given)
+        )
+    return active
+
+
+def _at(name: str, strength: Strength, step: int) -> float:
+    value = strength(step) if callable(strength) else strength
+    if not (value >= 0 and math.isfinite(value)):
+        raise ConfigError(f"the schedule of {name} returned {value!r} at step {step}; expected a finite number >= 0")
+    return value
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} = {value!r}, expected one of {', '.join(map(repr, allowed))}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} = {value!r}, expected a whole number of at least 1")
+
+
+def _attach(
+    model: nn.Module, roles: Roles, layers_per_step: int | None, step: Callable[[], int | None]
+) -> AffinityCapture:
+    attention = [role for role in roles.attention if role.kind == "self"]
+    if not attention:
+        raise RoleNotFoundError(
+            f"affinity: no self-attention module was found in {type(model).__name__}, so there is nothing to watch; "
+            "name its query, key, value and output weights with patterns=, or set affinity=0. Roles found:\n"
+            + str(roles)
+        )
+    if layers_per_step is not None:
+        _check_count("layers_per_step", layers_per_step)
+        if layers_per_step > len(attention):
+            raise ConfigError(
+                f"layers_per_step = {layers_per_step}, but the model has {len(attention)} self-attentions"
+            )
+    unseen = [
+        f"{path or type(module).__name__}: {implementation}"
+        for path, module in model.named_modules()
+        for implementation in [getattr(getattr(module, "config", None), "_attn_implementation", None)]
+        if isinstance(implementation, str) and any(word in implementation for word in _UNSEEN)
+    ]
+    if unseen:
+        raise ConfigError(
+            "affinities cannot be seen inside these attention kernels; run model.set_attn_implementation('sdpa') "
+            "first, or set affinity=0:\n" + listed(unseen)
+        )
+    return AffinityCapture(model, attention, step=step, layers_per_step=layers_per_step)

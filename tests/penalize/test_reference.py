@@ -1,0 +1,185 @@
+"""The penalty equals the papers' formulas, re-computed in float64 from weights and affinities read by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+from wellposed.models import build_model
+from wellposed.penalize import OrthogonalityPenalty
+from wellposed.presets import mcgrath2024, zhang2021
+
+WIDTH, HEADS, HIDDEN = 16, 4, 24
+LENGTHS = (9, 6, 1)
+STRENGTHS = {"affinity": 0.3, "attention": 0.7, "feedforward": 1.1}
+
+
+def gram_distance(matrix: Tensor) -> Tensor:
+    """|M^T M - I|_F^2, the slow way."""
+    matrix = matrix.double()
+    return ((matrix.T @ matrix - torch.eye(matrix.shape[1], dtype=torch.float64)) ** 2).sum()
+
+
+class Reference:
+    """Weights by literal name, and affinities from queries and keys caught by hooks on the linear layers."""
+
+    def __init__(self, model: PreTrainedModel, layers: int, names: dict[str, str]) -> None:
+        self.model, self.layers, self.names = model, layers, names
+        self.projected: dict[str, Tensor] = {}
+        for layer in range(layers):
+            for role in ("query", "key"):
+                path = names[role].format(layer)
+                model.get_submodule(path).register_forward_hook(self._keep(path))
+
+    def _keep(self, path: str):
+        def hook(module: nn.Module, args: object, output: Tensor) -> None:
+            self.projected[path] = output.detach().double()
+
+        return hook
+
+    def weight(self, role: str, layer: int) -> Tensor:
+        return self.model.get_submodule(self.names[role].format(layer)).weight.detach().double()
+
+    def affinities(self, layer: int, causal: bool) -> Iterator[Tensor]:
+        """Yield A of every sequence and head, padded rows and columns cut off before the softmax."""
+        query, key = (self.projected[self.names[role].format(layer)] for role in ("query", "key"))
+        size = WIDTH // HEADS
+        for sequence, length in enumerate(LENGTHS):
+            for head in range(HEADS):
+                part = slice(head * size, (head + 1) * size)
+                scores = query[sequence, :length, part] @ key[sequence, :length, part].T / size**0.5
+                if causal:
+                    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+                yield scores.softmax(-1)
+
+    def total(self, causal: bool) -> float:
+        total = 0.0
+        for layer in range(self.layers):
+            affinity = sum(gram_distance(a) for a in self.affinities(layer, causal)) / len(LENGTHS)
+            stacked = torch.cat([self.weight(role, layer) for role in ("query", "key", "value", "output")])
+            feedforward = gram_distance(self.weight("up", layer)) + gram_distance(self.weight("down", layer))
+            total += float(
+                STRENGTHS["affinity"] * affinity
+                + STRENGTHS["attention"] * gram_distance(stacked)
+                + STRENGTHS["feedforward"] * feedforward
+            )
+        return total
+
+
+def bert() -> tuple[PreTrainedModel, Reference, bool]:
+    config = BertConfig(
+        vocab_size=30, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=HIDDEN,
+        max_position_embeddings=16, initializer_range=0.3,
+    )  # fmt: skip
+    model = BertModel(config)
+    prefix = "encoder.layer.{}."
+    names = {
+        "query": prefix + "attention.self.query", "key": prefix + "attention.self.key",
+        "value": prefix + "attention.self.value", "output": prefix + "attention.output.dense",
+        "up": prefix + "intermediate.dense", "down": prefix + "output.dense",
+    }  # fmt: skip
+    return model, Reference(model, 2, names), False
+
+
+def ours(kind: str) -> tuple[PreTrainedModel, Reference, bool]:
+    model = build_model(
+        "wellposed", kind, vocab_size=30, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
+        intermediate_size=HIDDEN, max_position_embeddings=16, norm="post",
+    )  # fmt: skip
+    prefix = "model.layers.{}."
+    names = {
+        "query": prefix + "attention.q_proj", "key": prefix + "attention.k_proj",
+        "value": prefix + "attention.v_proj", "output": prefix + "attention.o_proj",
+        "up": prefix + "feedforward.up_proj", "down": prefix + "feedforward.down_proj",
+    }  # fmt: skip
+    return model, Reference(model, 2, names), kind == "causal_lm"
+
+
+MODELS = {
+    "bert": bert,
+    "post_ln classifier": lambda: ours("sequence_classification"),
+    "post_ln language model": lambda: ours("causal_lm"),
+}
+
+
+def run(model: PreTrainedModel) -> object:
+    tokens = torch.randint(1, 30, (len(LENGTHS), max(LENGTHS)))
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
+    return model(input_ids=tokens, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_equals_the_papers_formulas_with_padding(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    model, reference, causal = MODELS[name]()
+    model = model.to(dtype).train()
+    penalty = OrthogonalityPenalty(model, **STRENGTHS)
+    output = run(model)
+    assert output is not None
+    value = penalty()
+    assert value.item() == pytest.approx(reference.total(causal), rel=tolerance)
+    assert sum(penalty.terms().values()) == pytest.approx(value.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_equals_autograd_through_the_formulas(name: str) -> None:
+    """Directional derivative by central differences of the reference: an independent route."""
+    model, reference, causal = MODELS[name]()
+    model = model.double().eval()
+    tokens = torch.randint(1, 30, (len(LENGTHS), max(LENGTHS)))
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
+    penalty = OrthogonalityPenalty(model, **STRENGTHS)
+    output = model(input_ids=tokens, attention_mask=mask)
+    penalty().backward()
+    del output
+    penalty.remove()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    directions = [torch.randn_like(p) for p in parameters]
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(parameters, directions, strict=True))
+    values = []
+    for shift in (1e-5, -2e-5):
+        with torch.no_grad():
+            for p, d in zip(parameters, directions, strict=True):
+                p.add_(d, alpha=shift)
+            model(input_ids=tokens, attention_mask=mask)
+        values.append(reference.total(causal))
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def test_presets_are_the_papers_terms() -> None:
+    model, reference, _ = bert()
+    model = model.double()
+    penalty = OrthogonalityPenalty(model, **zhang2021("III", 0.5, as_printed=True))
+    output = run(model)
+    assert output is not None
+    penalty()
+    terms = penalty.terms()
+    printed = gram_distance(reference.weight("down", 1)).sqrt() * 0.5
+    assert terms["feedforward.encoder.1.down"] == pytest.approx(printed.item(), rel=1e-12)
+    assert set(OrthogonalityPenalty(model, **zhang2021("I", 1.0))._strengths) == {"affinity"}
+
+    keys = OrthogonalityPenalty(model, **mcgrath2024(strength=0.1))
+    keys()
+    expected = 0.1 * gram_distance(reference.weight("key", 0).T).sqrt()
+    assert keys.terms()["key.encoder.0"] == pytest.approx(expected.item(), rel=1e-12)
+    assert set(keys.terms()) == {"key.encoder.0", "key.encoder.1"}
+
+
+def test_embedding_penalises_rows_of_the_table() -> None:
+    model, _, _ = bert()
+    model = model.double()
+    penalty = OrthogonalityPenalty(model, embedding=2.0, form="gram")
+    table = model.embeddings.word_embeddings.weight.detach()
+    assert penalty().item() == pytest.approx(2 * gram_distance(table.T).sqrt().item(), rel=1e-12)
+
+
+def test_separate_asks_it_of_each_matrix() -> None:
+    model, reference, _ = bert()
+    penalty = OrthogonalityPenalty(model.double(), attention=1.0, attention_mode="separate")
+    roles = ("query", "key", "value", "output")
+    expected = sum(gram_distance(reference.weight(role, layer)) for layer in range(2) for role in roles)
+    assert penalty().item() == pytest.approx(float(expected), rel=1e-12)
