@@ -1,0 +1,49 @@
+"""Training: one loop around Accelerate, and the run folder it leaves.
+
+Names are imported on first use, so that the command line can read configurations without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wellposed.training._loop import train as train
+    from wellposed.training._metrics import read_metrics as read_metrics
+    from wellposed.training._result import RunResult as RunResult
+    from wellposed.training._result import read_result as read_result
+    from wellposed.training._result import result_schema as result_schema
+    from wellposed.training._run_folder import read_config as read_config
+    from wellposed.training._save import load_run_model as load_run_model
+    from wellposed.training._schedules import SCHEDULES as SCHEDULES
+    from wellposed.training._schedules import learning_rate as learning_rate
+    from wellposed.training.config import ModelOptions as ModelOptions
+    from wellposed.training.config import PenaltyOptions as PenaltyOptions
+    from wellposed.training.config import RunConfig as RunConfig
+    from wellposed.training.config import TrainOptions as TrainOptions
+    from wellposed.training.config import config_difference as config_difference
+
+# public name -> module that defines it
+_EXPORTS = {
+    "train": "_loop",
+    "read_metrics": "_metrics",
+    "RunResult": "_result",
+    "read_result": "_result",
+    "result_schema": "_result",
+    "read_config": "_run_folder",
+    "load_run_model": "_save",
+    "SCHEDULES": "_schedules",
+    "learning_rate": "_schedules",
+    "ModelOptions": "config",
+    "PenaltyOptions": "config",
+    "RunConfig": "config",
+    "TrainOptions": "config",
+    "config_difference": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"wellposed.training.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module 'wellposed.training' has no attribute {name!r}")

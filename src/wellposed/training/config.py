@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from wellposed.errors import ConfigError, listed, nearest_names
+from wellposed.training._ranges import OutOfRangeError, model_problems, penalty_problems, refuse, train_problems
 
 SCHEMA_VERSION = 1
 
@@ -57,6 +58,9 @@ class ModelOptions:
     pooling: Literal["mean", "first", "max"] = "mean"
     """How a classifier pools tokens."""
 
+    def __post_init__(self) -> None:
+        refuse(model_problems(self))
+
 
 @dataclass(frozen=True)
 class PenaltyOptions:
@@ -84,6 +88,9 @@ class PenaltyOptions:
     """How the affinity penalty is computed."""
     every: int = 1
     """Apply on every k-th step, scaled by k."""
+
+    def __post_init__(self) -> None:
+        refuse(penalty_problems(self))
 
     @property
     def active(self) -> bool:
@@ -139,6 +146,9 @@ class TrainOptions:
     """Steps between rows of metrics.jsonl."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
+
+    def __post_init__(self) -> None:
+        refuse(train_problems(self))
 
 
 @dataclass(frozen=True)
@@ -226,7 +236,13 @@ def _build(
             problems.append(f"{where}: {key} = {value!r}, expected {_describe(hints[key])}")
     required = [item.name for item in fields(cls) if _is_required(item) and item.name not in values]  # type: ignore[arg-type]
     problems.extend(f"{where}: {name} is missing" for name in required)
-    return cls(**values) if len(problems) == before else None
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except OutOfRangeError as error:
+        problems.extend(f"{where}: {problem}" for problem in error.problems)
+        return None
 
 
 def _is_required(item: dataclasses.Field[Any]) -> bool:

@@ -1,0 +1,103 @@
+"""The stream of micro-batches of a run, a function of task, batch size and seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wellposed.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+Batch = dict[str, torch.Tensor]
+IGNORED_LABEL = -100
+
+
+class MicroBatches:
+    """Endless micro-batches of the train split: epoch after epoch, each in the order that ``task.batches`` gives.
+
+    The stream depends on ``(task, batch_size, seed)`` and on nothing of the model, so that every variant of a seed
+    sees the same batches in the same order. The position ``(epoch, index)`` is all the state there is. With several
+    processes, process r of W takes the micro-batches r, r + W, ...
+    """
+
+    def __init__(
+        self, task: Task, batch_size: int, seed: int, *, epoch: int = 0, index: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        self._task = task
+        self._examples = task.dataset("train")
+        self._batch_size = batch_size
+        self._seed = seed
+        self._rank, self._world = rank, world
+        self.epoch, self.index = epoch, index
+        self._order = self._load_order()
+
+    def take(self, count: int) -> list[Batch]:
+        """Return the next ``count`` micro-batches of this process and step over those of the others."""
+        mine = []
+        for position in range(count * self._world):
+            members = self._next_members()
+            if position % self._world == self._rank:
+                mine.append(self._task.collate([self._examples[member] for member in members]))
+        return mine
+
+    def _next_members(self) -> Sequence[int]:
+        if self.index >= len(self._order):
+            self.epoch, self.index = self.epoch + 1, 0
+            self._order = self._load_order()
+        members = self._order[self.index]
+        self.index += 1
+        return members
+
+    def _load_order(self) -> list[list[int]]:
+        order = self._task.batches("train", self._batch_size, seed=self._seed, epoch=self.epoch)
+        if not order:
+            raise DataError(
+                f"{self._task.name}: the train split has {len(self._examples)} examples and gives no batch of "
+                f"{self._batch_size}; use more data or a smaller batch_size"
+            )
+        return order
+
+
+def target_count(task: Task, batch: Batch) -> int:
+    """Return how many targets the loss of ``batch`` sums over, known before the forward pass.
+
+    A task may define ``target_count(batch)``; otherwise labels other than -100 count, the first token of a language
+    model excepted, as nothing predicts it.
+    """
+    own = getattr(task, "target_count", None)
+    if own is not None:
+        return int(own(batch))
+    labels = batch["labels"]
+    if task.kind == "causal_lm":
+        labels = labels[:, 1:]
+    return int((labels != IGNORED_LABEL).sum())
+
+
+def token_count(batch: Batch) -> int:
+    """Return how many tokens of ``batch`` are not padding."""
+    mask = batch.get("attention_mask")
+    return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+
+
+def check_target_count(task: Task, counted: int, summed: float) -> None:
+    """Refuse a task whose loss sums over another number of targets than its labels say."""
+    if counted != int(summed):
+        raise ConfigError(
+            f"task {task.name!r}: loss_sum reports {int(summed)} targets, but the labels hold {counted}; "
+            "define target_count(batch) on the task so that gradient accumulation stays exact"
+        )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return ``batch`` on ``device``."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the logits of ``model`` on everything in ``batch`` but the labels."""
+    output: Any = model(**{name: value for name, value in batch.items() if name != "labels"})
+    return output if isinstance(output, torch.Tensor) else output.logits

@@ -1,0 +1,99 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, nothing when switched off."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+logger = logging.getLogger("wellposed.training")
+
+SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
+
+
+class Progress:
+    """Progress of one run on standard error, so that standard output holds results alone.
+
+    ``NO_COLOR`` is respected, as rich reads it. Every message also goes to the logger ``wellposed.training``.
+    """
+
+    def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
+        self._enabled = enabled
+        self._steps = steps
+        self._description = description
+        self._bar: Any = None
+        self._task: Any = None
+        self._first_step: int | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Progress:
+        if self._enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("{task.fields[speed]} tokens/s"),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(self._description, total=self._steps, loss="-", speed="-")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, message: str, *, warn: bool = False) -> None:
+        """Show one line of text."""
+        logger.log(logging.WARNING if warn and not self._enabled else logging.INFO, "%s", message)
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+
+    def start(self, step: int) -> None:
+        """Note the step the run starts from, for the time that remains."""
+        self._first_step, self._began = step, time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Show one row of ``metrics.jsonl``."""
+        if row["split"] != "train":
+            numbers = _numbers(row, skip=("step", "seconds"))
+            self.say(
+                f"step {row['step']}/{self._steps} {row['split']}: {numbers}{' (best)' if row.get('best') else ''}"
+            )
+        elif self._bar is not None:
+            speed = f"{row['tokens_per_second']:,.0f}"
+            self._bar.update(self._task, completed=row["step"], loss=f"{row['loss']:.4f}", speed=speed)
+        elif self._enabled:
+            shown = {name: row[name] for name in SHOWN if name in row}
+            self.say(f"step {row['step']}/{self._steps} {_numbers(shown)} eta {self._remaining(row['step'])}")
+
+    def _remaining(self, step: int) -> str:
+        done = step - (self._first_step or 0)
+        if done <= 0:
+            return "-"
+        seconds = round((time.monotonic() - self._began) / done * (self._steps - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _numbers(row: dict[str, Any], *, skip: tuple[str, ...] = ()) -> str:
+    return " ".join(
+        f"{name} {value:.4g}" if abs(value) < 1e5 else f"{name} {value:,.0f}"
+        for name, value in row.items()
+        if name not in skip and isinstance(value, int | float) and not isinstance(value, bool)
+    )

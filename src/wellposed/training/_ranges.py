@@ -1,0 +1,110 @@
+"""Numeric ranges of the options of a run; free of torch. Every field out of range is named in one error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import ConfigError, listed
+
+if TYPE_CHECKING:
+    from wellposed.training.config import ModelOptions, PenaltyOptions, TrainOptions
+
+Rule = tuple[str, Callable[[Any], bool]]
+
+AT_LEAST_ONE: Rule = ("at least 1", lambda value: value >= 1)
+NOT_NEGATIVE: Rule = ("a finite number, 0 or more", lambda value: math.isfinite(value) and value >= 0)
+POSITIVE: Rule = ("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
+BELOW_ONE: Rule = ("0 <= value < 1", lambda value: 0 <= value < 1)
+SEED: Rule = ("0 <= seed < 2^32", lambda value: 0 <= value < 2**32)
+
+MODEL_RULES: dict[str, Rule] = {
+    "hidden_size": AT_LEAST_ONE,
+    "num_hidden_layers": AT_LEAST_ONE,
+    "num_attention_heads": AT_LEAST_ONE,
+    "intermediate_size": AT_LEAST_ONE,
+    "dropout": BELOW_ONE,
+    "attention_dropout": BELOW_ONE,
+}
+PENALTY_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("affinity", "attention", "feedforward", "query", "key", "value", "embedding"), NOT_NEGATIVE),
+    "every": AT_LEAST_ONE,
+}
+TRAIN_RULES: dict[str, Rule] = {
+    "steps": AT_LEAST_ONE,
+    "batch_size": AT_LEAST_ONE,
+    "gradient_accumulation": AT_LEAST_ONE,
+    "learning_rate": POSITIVE,
+    "warmup_steps": NOT_NEGATIVE,
+    "decay_steps": AT_LEAST_ONE,
+    "gamma": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "adam_beta1": BELOW_ONE,
+    "adam_beta2": BELOW_ONE,
+    "adam_epsilon": NOT_NEGATIVE,
+    "max_grad_norm": NOT_NEGATIVE,
+    "label_smoothing": BELOW_ONE,
+    "eval_every": AT_LEAST_ONE,
+    "eval_batches": AT_LEAST_ONE,
+    "patience": AT_LEAST_ONE,
+    "checkpoint_every": AT_LEAST_ONE,
+    "keep_checkpoints": AT_LEAST_ONE,
+    "log_every": AT_LEAST_ONE,
+    "seed": SEED,
+}
+NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
+
+
+def model_problems(options: ModelOptions) -> list[str]:
+    """Return one line per field of ``options`` that is out of range."""
+    problems = _out_of_range(options, MODEL_RULES)
+    if not problems and options.hidden_size % options.num_attention_heads:
+        problems.append(
+            f"hidden_size = {options.hidden_size} is not divisible by "
+            f"num_attention_heads = {options.num_attention_heads}"
+        )
+    return problems
+
+
+def penalty_problems(options: PenaltyOptions) -> list[str]:
+    """Return one line per field of ``options`` that is out of range."""
+    return _out_of_range(options, PENALTY_RULES)
+
+
+def train_problems(options: TrainOptions) -> list[str]:
+    """Return one line per field of ``options`` that is out of range or does not fit the schedule."""
+    problems = _out_of_range(options, TRAIN_RULES)
+    if options.schedule in NEEDS_WARMUP and options.warmup_steps < 1:
+        problems.append(
+            f"warmup_steps = {options.warmup_steps}, expected at least 1 for the schedule {options.schedule}"
+        )
+    if options.schedule == "cosine" and options.steps <= options.warmup_steps:
+        problems.append(
+            f"warmup_steps = {options.warmup_steps}, expected fewer than steps = {options.steps} "
+            "for the schedule cosine"
+        )
+    return problems
+
+
+class OutOfRangeError(ConfigError):
+    """Options hold values that cannot be used; `problems` has one line for each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("the configuration cannot be used:\n" + listed(problems))
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise one error that lists all ``problems``, if there are any."""
+    if problems:
+        raise OutOfRangeError(problems)
+
+
+def _out_of_range(options: object, rules: dict[str, Rule]) -> list[str]:
+    problems = []
+    for name, (expected, holds) in rules.items():
+        value = getattr(options, name)
+        if value is not None and not holds(value):
+            problems.append(f"{name} = {value!r}, expected {expected}")
+    return problems

@@ -1,0 +1,155 @@
+"""What a run leaves for other programs: the final model, its measurements, and the way back from a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError
+from wellposed.training import _checkpoint, _files
+from wellposed.training._build import build_run_model
+from wellposed.training._run_folder import read_config
+from wellposed.training._tensors import encode, model_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from wellposed.tasks import Task
+
+FINAL = "final"
+
+
+def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
+    """Save model and tokenizer as ``final/``, complete or not at all, loadable by ``from_pretrained``.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    folder = run_folder / FINAL
+    try:
+        with _files.replace_folder(folder) as temporary:
+            _save_into(temporary, model, task)
+            for path in temporary.iterdir():
+                _files.sync_file(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are intact; free space on "
+            "the disk, then continue with --resume auto"
+        ) from error
+    return folder
+
+
+def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        tensors, aliases = model_tensors(model)
+        _files.write_synced(folder / _checkpoint.MODEL, encode(tensors, {"aliases": aliases}))
+        return
+    from safetensors import SafetensorError
+
+    try:
+        with _without_bars():
+            save(folder)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    task.tokenizer.save_pretrained(folder)
+    readable = (folder / "config.json").stat().st_mode
+    for path in folder.glob("*.safetensors"):
+        path.chmod(readable)  # safetensors writes files that other users cannot read
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep the progress bars of transformers off the terminal; the run has its own."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def measure_model(model: nn.Module, path: Path) -> str | None:
+    """Write the condition of every weight of ``model`` to ``path``; return why not, where the model has no roles."""
+    from wellposed.measurement import measure
+
+    try:
+        measure(model).to_json(path)
+    except RoleNotFoundError as error:
+        return f"no {path.name}: {error}"
+    return None
+
+
+def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and its tokenizer.
+
+    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the best checkpoint is
+    taken, else the newest complete one, and the tokenizer is built from the data again.
+
+    Args:
+        run_dir: a run folder.
+
+    Returns:
+        ``(model, tokenizer)``.
+
+    Raises:
+        ConfigError: not a run folder.
+        CheckpointError: no complete checkpoint, or files that do not load.
+        DataError: an unfinished run whose data is gone.
+
+    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use ``from_pretrained``.
+
+    >>> load_run_model("no/such/run")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml)
+    """
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    final = run_dir / FINAL
+    if final.is_dir():
+        return _load_final(final)
+    from wellposed.tasks import build_task
+
+    newest, damaged = _checkpoint.newest_complete(run_dir)
+    if newest is None:
+        raise CheckpointError(
+            f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
+            + "".join(f"\n  {problem}" for problem in damaged)
+        )
+    task = build_task(config.task, config.task_options)
+    model: Any = build_run_model(config, task)
+    state = _checkpoint.load_checkpoint(newest, model)
+    if state.best_step not in (None, state.step):
+        best = run_dir / f"checkpoint-{state.best_step}"
+        _checkpoint.verify(best)
+        _checkpoint.load_checkpoint(best, model)
+    return model.eval(), task.tokenizer
+
+
+def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import transformers
+
+    import wellposed.models  # noqa: F401  (registers the Auto classes)
+
+    try:
+        architecture = (transformers.AutoConfig.from_pretrained(final).architectures or [""])[0]
+        kinds: dict[str, Any] = {
+            "ForCausalLM": transformers.AutoModelForCausalLM,
+            "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
+        }
+        kind = next((auto for suffix, auto in kinds.items() if architecture.endswith(suffix)), None)
+        if kind is None:
+            raise ConfigError(f"{final}/config.json: architecture {architecture!r}, expected one of {', '.join(kinds)}")
+        return kind.from_pretrained(final).eval(), transformers.AutoTokenizer.from_pretrained(final)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CheckpointError(f"{final}: the model cannot be loaded: {error}") from error
