@@ -1,0 +1,47 @@
+import math
+
+import pytest
+import torch
+
+from wellposed.nn import LearnedPositions, SinusoidalPositions
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 8])
+def test_sinusoids_equal_the_formula(width):
+    table = SinusoidalPositions(50, width, scale=0.5).double()
+    table.reset_parameters()
+    codes = table(torch.arange(50))
+    for p in (0, 1, 17, 49):
+        for c in range(width):
+            angle = p / 10000 ** (2 * (c // 2) / width)
+            wave = math.sin(angle) if c % 2 == 0 else math.cos(angle)
+            assert codes[p, c].item() == pytest.approx(0.5 * wave, abs=1e-12)
+
+
+def test_a_shift_is_a_rotation_of_every_pair():
+    # The reason for the code (Vaswani et al. 2017, 3.5): P[p + k] is the same linear map of P[p] for every p.
+    codes = SinusoidalPositions(64, 16).double()
+    codes.reset_parameters()
+    pairs = torch.view_as_complex(codes(torch.arange(64)).unflatten(-1, (8, 2)).contiguous())
+    ratio = pairs[5:] / pairs[:-5]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=0, atol=1e-12)
+
+
+def test_large_angles_keep_float32_accuracy():
+    table = SinusoidalPositions(100_001, 2)
+    assert table(torch.tensor([100_000]))[0, 0].item() == pytest.approx(math.sin(100_000.0), abs=1e-7)
+
+
+def test_sinusoids_have_no_weights_and_positions_outside_fail():
+    table = SinusoidalPositions(5, 4)
+    assert table.state_dict() == {}
+    assert sum(p.numel() for p in table.parameters()) == 0
+    with pytest.raises(IndexError):
+        table(torch.tensor([5]))
+    with pytest.raises(IndexError):
+        table(torch.tensor([-1]))
+
+
+def test_learned_positions_are_a_table():
+    table = LearnedPositions(5, 4)
+    assert torch.equal(table(torch.tensor([[3, 0]])), table.weight[[3, 0]][None])
