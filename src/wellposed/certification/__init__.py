@@ -1,5 +1,7 @@
 """Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break them."""
 
+from wellposed.certification._attack import LowerBound as LowerBound
+from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_lower_bound
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
 from wellposed.certification._certificate import Certificate as Certificate

@@ -19,7 +19,9 @@ _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 
 def worst_label(labels: Sequence[Label]) -> Label:
     """Return the least trustworthy of several labels; a composition of more than one map is never exact."""
-    worst = next((label for label in reversed(_ORDER) if label in labels), _ORDER[0])
+    worst: Label = "exact"
+    for label in _ORDER:
+        worst = label if label in labels else worst
     return "certified" if worst == "exact" and len(labels) > 1 else worst
 
 

@@ -1,0 +1,234 @@
+"""Lower bounds of a Lipschitz constant by attack: find an input and a direction that stretch the most."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wellposed.certification._certificate import Certificate
+from wellposed.certification._stretch import Call, Stretcher
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg import Norm, check_norm
+
+Bounder = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """``value = |J(input) direction| / |direction|``: the Lipschitz constant is at least this, up to rounding."""
+
+    value: float
+    norm: Norm
+    input: Tensor = field(repr=False)
+    """The input found, ``shape``."""
+    direction: Tensor = field(repr=False)
+    """The perturbation found, ``shape``, of norm 1."""
+    values: Tensor = field(repr=False)
+    """The best value of each restart."""
+    steps: int
+    module: Any = field(default=None, repr=False)
+    """The attacked copy, where weights were ascended as well."""
+
+    def ratio(self, certificate: Certificate) -> float:
+        """Return lower / upper, which no sound certificate of the same norm lets exceed 1.
+
+        Raises:
+            ConfigError: the certificate is in another norm.
+        """
+        if certificate.norm != self.norm:
+            raise ConfigError(f"the attack is in norm {self.norm!r}, the certificate in norm {certificate.norm!r}")
+        return self.value / certificate.total if certificate.total > 0 else math.inf if self.value > 0 else 0.0
+
+
+def lipschitz_lower_bound(
+    module: Callable[..., Any],
+    shape: Sequence[int],
+    *,
+    norm: Norm = "tok",
+    restarts: int = 8,
+    steps: int = 100,
+    inner: int = 2,
+    learning_rate: float = 0.05,
+    scales: tuple[float, float] = (0.1, 10.0),
+    radius: float | None = None,
+    forward_kwargs: Mapping[str, Any] | None = None,
+    perturbed: Tensor | None = None,
+    exact: bool = False,
+    ascend_weights: Bounder | None = None,
+    start: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> LowerBound:
+    """Return a lower bound of ``sup |f(X) - f(Y)| / |X - Y|``: the Jacobian norm at the worst input an ascent finds.
+
+    Status: a true lower bound up to rounding, whatever the ascent does; no upper bound of anything. In each step the
+    worst direction is found by alternating between input and output (power iteration in norm 2, sign and row updates in
+    "inf", per-token normalisation in "tok") from vector-Jacobian products alone, and the input climbs the gradient of
+    that norm by Adam; the idea of Kim, Papamakarios, Mnih (2021), Appendix I, for any module and norm.
+
+    Args:
+        module: a module or function of ``(restarts, *shape)``; the first tensor of its output counts. A Hugging Face
+            model is called with ``inputs_embeds``. Modules are copied, cast to ``dtype`` and put in eval mode.
+        shape: of one input, ``(tokens, width)``.
+        norm: ``"tok"``, ``2`` or ``"inf"``. In "tok" the last dimension is the token; outputs without a token dimension
+            count as one token. In "tok" and "inf" without ``exact`` the direction found may be a local maximum.
+        restarts: independent inputs, ascended in one batch.
+        steps: Adam steps.
+        inner: alternations per step (the direction is kept from step to step).
+        learning_rate: of Adam, relative to the input's scale.
+        scales: inputs start from normal numbers times a scale, log-spaced over the restarts.
+        radius: tokens are kept within this 2-norm, where the certificate holds on a ball.
+        forward_kwargs: passed on (masks, ``is_causal``); tensors with a leading 1 are expanded to the restarts.
+        perturbed: bool ``(tokens,)``, tokens that may move; all where not given. Keep padding out of it.
+        exact: build the whole Jacobian (out x in) in each step: exact in 2 and "inf", better in "tok"; for tiny inputs.
+        ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The attack then ascends
+            ``log(value / bound)`` over the module's parameters too, and returns the module it ended with.
+        start: ``(restarts, *shape)`` first inputs.
+        dtype: of the attack.
+        seed: the attack is deterministic.
+
+    Raises:
+        ShapeError: ``start`` or ``perturbed`` does not fit, or the output has no batch dimension.
+        ConfigError: unknown norm, or ``ascend_weights`` for something that is not a module.
+        ConvergenceError: every restart met NaN or infinity.
+
+    Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x (N D) matrix unless
+    ``exact``. When not to use: to certify anything.
+
+    >>> linear = torch.nn.Linear(2, 2, bias=False)
+    >>> _ = linear.weight.data.copy_(torch.diag(torch.tensor([1.0, 3.0])))
+    >>> round(lipschitz_lower_bound(linear, (4, 2), norm=2, steps=10).value, 4)
+    3.0
+    """
+    check_norm(norm)
+    target = _prepare(module, dtype, keep_gradients=ascend_weights is not None)
+    generator = torch.Generator().manual_seed(seed)
+    if start is None:
+        start = _random_start(shape, restarts, scales, dtype, generator)
+    elif tuple(start.shape) != (restarts, *shape):
+        raise ShapeError(f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}")
+    log_scale, unit = _as_variables(start.detach().to(dtype))
+    allowed = _perturbed_tokens(perturbed, shape, dtype)
+    stretcher = Stretcher(Call(target, _expand(forward_kwargs, restarts)), norm, allowed, exact)
+    direction = torch.randn(unit.shape, dtype=dtype, generator=generator) * allowed
+    state = _Best(norm, unit.detach().clone(), direction, torch.full((restarts,), -math.inf, dtype=dtype))
+    variables: list[Tensor] = [unit, log_scale]
+    if ascend_weights is not None:
+        variables += [parameter for parameter in target.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(variables, lr=learning_rate, maximize=True)
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        for step in range(steps + 1):
+            optimizer.zero_grad()
+            x = _place(unit, log_scale, radius)
+            stretch, direction = stretcher(x, direction, inner if step < steps else 8 * inner)
+            score = stretch.clamp_min(torch.finfo(dtype).tiny).log()
+            if ascend_weights is not None:
+                score = score - ascend_weights(target).log()
+                state.keep_module(target, score)
+            state.keep(stretch if ascend_weights is None else score, stretch, x, direction)
+            if step < steps and score.requires_grad:
+                score.nan_to_num(0.0, 0.0, 0.0).sum().backward()
+                for variable in variables:
+                    if variable.grad is not None:
+                        variable.grad.nan_to_num_(0.0, 0.0, 0.0)
+                optimizer.step()
+    return state.report(steps)
+
+
+def _place(unit: Tensor, log_scale: Tensor, radius: float | None) -> Tensor:
+    x = unit * log_scale.exp()
+    if radius is not None:
+        x = x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
+    return x if x.requires_grad else x.requires_grad_()
+
+
+@dataclass
+class _Best:
+    """The best of each restart so far."""
+
+    norm: Norm
+    inputs: Tensor
+    directions: Tensor
+    scores: Tensor
+    module: Any = None
+    stretches: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def keep(self, score: Tensor, stretch: Tensor, x: Tensor, direction: Tensor) -> None:
+        score = score.detach()
+        if self.stretches.numel() == 0:
+            self.stretches = torch.full_like(score, -math.inf)
+        better = torch.isfinite(score) & (score > self.scores)
+        wide = better[:, None, None]
+        self.scores = torch.where(better, score, self.scores)
+        self.stretches = torch.where(better, stretch.detach(), self.stretches)
+        self.inputs = torch.where(wide, x.detach(), self.inputs)
+        self.directions = torch.where(wide, direction.detach(), self.directions)
+
+    def keep_module(self, module: Any, score: Tensor) -> None:
+        if bool(score.detach().nan_to_num(nan=-math.inf).max() > self.scores.max()):
+            self.module = copy.deepcopy(module)
+
+    def report(self, steps: int) -> LowerBound:
+        if not bool(torch.isfinite(self.scores).any()):
+            raise ConvergenceError(
+                "attack: the Jacobian was NaN or infinite at every input; check the weights for NaN, or lower scales"
+            )
+        best = int(self.scores.argmax())
+        return LowerBound(
+            max(0.0, float(self.stretches[best])),
+            self.norm,
+            self.inputs[best],
+            self.directions[best],
+            self.stretches,
+            steps,
+            self.module,
+        )
+
+
+def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: bool) -> Any:
+    if not isinstance(module, nn.Module):
+        if keep_gradients:
+            raise ConfigError(f"ascend_weights needs a torch module whose parameters can move, received {module!r}")
+        return module
+    copied = copy.deepcopy(module).to(dtype).eval()
+    return copied.requires_grad_(keep_gradients)
+
+
+def _random_start(
+    shape: Sequence[int], restarts: int, scales: tuple[float, float], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    if len(shape) != 2 or restarts < 1:
+        raise ShapeError(f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)}, {restarts}")
+    scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=dtype)
+    return torch.randn(restarts, *shape, dtype=dtype, generator=generator) * scale[:, None, None]
+
+
+def _as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
+    """Split inputs into a log scale and a direction of entries about 1, so that one learning rate fits every scale."""
+    size = start.flatten(1).square().mean(-1).sqrt().clamp_min(1e-12)[:, None, None]
+    return size.log().requires_grad_(), (start / size).requires_grad_()
+
+
+def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if perturbed is None:
+        return torch.ones(shape[0], 1, dtype=dtype)
+    if tuple(perturbed.shape) != (shape[0],):
+        raise ShapeError(
+            f"attack: perturbed must be ({shape[0]},), one flag per token; received {tuple(perturbed.shape)}"
+        )
+    return perturbed.to(dtype).unsqueeze(-1)
+
+
+def _expand(kwargs: Mapping[str, Any] | None, restarts: int) -> dict[str, Any]:
+    def grow(value: Any) -> Any:
+        shared = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
+        return value.expand(restarts, *value.shape[1:]) if shared else value
+
+    return {name: grow(value) for name, value in (kwargs or {}).items()}
