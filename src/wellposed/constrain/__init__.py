@@ -1,0 +1,8 @@
+"""Exact orthogonality of plain parameters through optimizer hooks, and as a torch parametrisation."""
+
+from wellposed.constrain._attach import constrain_ as constrain_
+from wellposed.constrain._handle import Constraint as Constraint
+from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
+from wellposed.constrain._report import ConstrainedWeight as ConstrainedWeight
+from wellposed.constrain._report import ConstraintReport as ConstraintReport
+from wellposed.constrain._report import OrthogonalityErrors as OrthogonalityErrors

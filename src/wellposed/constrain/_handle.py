@@ -1,0 +1,203 @@
+"""The object that keeps weights orthogonal while an optimizer trains them, and that lets go of them again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
+from wellposed.constrain._weight import Weight
+from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
+
+# Optimizers that scale their step by the size of the weight: the weight may not be displaced under them.
+_READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
+
+
+class ConstraintWarning(UserWarning):
+    """Training goes on, but something about a constrained weight deserves a look; each kind is said once a handle."""
+
+
+class Constraint:
+    """Keeps ``W^T W = gain^2 I`` for a set of plain parameters; made by `constrain_`, ended by `remove`.
+
+    The only traces of it are two hooks on each optimizer: nothing is added to the model or its ``state_dict``.
+    """
+
+    def __init__(self, weights: Iterable[Weight], report: ConstraintReport, *, ignore_decay: bool) -> None:
+        self.weights = tuple(weights)
+        self.report = report
+        self._ignore_decay = ignore_decay
+        self._work = Workspace()
+        self._pending: list[Weight] = []
+        self._said: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the hooks are in place."""
+        return bool(self._hooks)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The full names of the constrained parameters."""
+        return tuple(weight.path for weight in self.weights)
+
+    def error(self) -> OrthogonalityErrors:
+        """Measure ``max |W^T W / gain^2 - I|`` of every constrained weight, in float64, as stored.
+
+        Of sharded weights one is gathered at a time, so every rank must call it.
+        """
+        return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
+
+    def remove(self) -> None:
+        """Take the hooks away; the weights stay where they are, as the plain parameters they always were.
+
+        Moments of square weights restart from zero, because they are in Lie coordinates.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._abandon()
+        for weight in self.weights:
+            weight.release_state()
+            weight.master = None
+
+    def attach(self) -> None:
+        """Put the hooks on the optimizers (`constrain_` does this)."""
+        for optimizer in {id(weight.optimizer): weight.optimizer for weight in self.weights}.values():
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def __enter__(self) -> Constraint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "inactive"
+        return f"Constraint({len(self.weights)} weights, {state})"
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._prepare(optimizer)
+            return None
+
+        # The gradient only exists after the closure ran, which is inside the step.
+        def closed() -> Any:
+            loss = closure()
+            with torch.no_grad():
+                self._prepare(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closed}
+        return (*args[:1], closed, *args[2:]), kwargs
+
+    @torch.no_grad()
+    def _prepare(self, optimizer: Optimizer) -> None:
+        self._abandon()
+        decay = {id(p): group.get("weight_decay", 0) for group in optimizer.param_groups for p in group["params"]}
+        ready = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
+        self._check(ready, decay)
+        restarted = [weight.path for weight in ready if weight.claim_state()]
+        if restarted:
+            self._say(
+                "moments",
+                "the optimizer's moments of these square weights were gathered before they were constrained and are in "
+                f"other coordinates; they restart from zero:\n{listed(restarted)}",
+            )
+        for weight in ready:
+            with full_precision(weight.parameter.device.type):
+                weight.project_gradient_(self._work)
+            decayed = decay.get(id(weight.parameter), 0) != 0
+            weight.remember_(displace=decayed or (weight.is_half and not reads_weight_size(optimizer)))
+            self._pending.append(weight)
+
+    def _check(self, ready: list[Weight], decay: dict[int, Any]) -> None:
+        offenders = [w.path for w in ready if decay.get(id(w.parameter), 0) != 0] if not self._ignore_decay else []
+        if offenders:
+            raise decay_error(offenders)
+        sparse = [w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse]
+        if sparse:
+            raise ConfigError(
+                "constrain_: these weights have sparse gradients, which have no tangent projection; use "
+                f"nn.Embedding(sparse=False):\n{listed(sparse)}"
+            )
+
+    @torch.no_grad()
+    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        pending, self._pending = self._pending, []
+        broken: list[str] = []
+        for weight in pending:
+            try:
+                with full_precision(weight.parameter.device.type):
+                    taken = weight.retract_(self._work)
+            except ConvergenceError as error:
+                broken.append(f"{weight.path}: {error}")
+                continue
+            weight.mark_state()
+            self._say_if_large(weight, taken)
+        if broken:
+            raise ConvergenceError(
+                "constrain_: the optimizer made steps that are not finite, so these weights could not be retracted "
+                "(square ones are back where they were before the step); look at the loss and the gradients, clip "
+                f"them, or lower the learning rate:\n{listed(broken)}"
+            )
+
+    def _say_if_large(self, weight: Weight, taken: Retraction) -> None:
+        if taken.method in ("exponential", "svd"):
+            self._say(
+                "large",
+                f"{weight.path}: one optimizer step moved this orthogonal weight by up to {taken.size:.2g} (spectral; "
+                f"more than {QUADRATIC_LIMIT:g} is a turn of a radian), so the slower exact retraction was used; it "
+                "stays orthogonal, but such steps are rarely wanted: lower the learning rate or warm it up. "
+                "Silence with warnings.filterwarnings('ignore', category=wellposed.constrain.ConstraintWarning)",
+            )
+
+    def _say(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(message, ConstraintWarning, stacklevel=2)
+
+    def _abandon(self) -> None:
+        with torch.no_grad():
+            for weight in self._pending:
+                weight.restore_()
+        self._pending = []
+
+
+def reads_weight_size(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step depends on the norm of the weight."""
+    return type(optimizer).__name__.lower() in _READS_WEIGHT_SIZE
+
+
+def decay_error(paths: list[str]) -> ConfigError:
+    """Build the error for constrained weights in a group with weight decay."""
+    return ConfigError(
+        "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking an orthogonal matrix "
+        "means nothing; put them in a group with weight_decay=0, or pass weight_decay='ignore' to leave the decay out "
+        f"of their steps:\n{listed(paths)}"
+    )
+
+
+def handles_of(optimizer: Optimizer) -> list[Constraint]:
+    """Return the constraints that are attached to an optimizer."""
+    hooks: Iterable[Callable[..., Any]] = optimizer._optimizer_step_pre_hooks.values()
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [owner for owner in owners if isinstance(owner, Constraint)]
+
+
+def owns(handle: Constraint, parameter: nn.Parameter) -> bool:
+    """Whether a handle constrains this parameter."""
+    return any(weight.parameter is parameter for weight in handle.weights)

@@ -1,0 +1,99 @@
+"""What attaching did to each weight, and how orthogonal each one is now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ConstrainedWeight:
+    """One constrained weight: where it is, what it became, how far it moved."""
+
+    path: str
+    """Full dotted name of the parameter."""
+    shape: tuple[int, int]
+    gain: float
+    """The common singular value: ``W^T W = gain^2 I`` (``W W^T`` for a wide weight)."""
+    moved_frobenius: float
+    """``|W' - W|_F / |W|_F``: 0 when the weight was already orthogonal."""
+    moved_spectral: float
+    """``|W' - W|_2 / |W|_2``."""
+    error_before: float
+    """``max |W^T W / gain^2 - I|`` before attaching."""
+    error_after: float
+    """The same after it, measured in float64 on the weight as stored."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tied parameter; it is constrained once."""
+
+
+@dataclass(frozen=True)
+class ConstraintReport:
+    """Every weight that was constrained (or, after a dry run, would be)."""
+
+    rows: tuple[ConstrainedWeight, ...]
+    dry_run: bool = False
+
+    def table(self) -> str:
+        """Return the report as aligned text, one weight to a line.
+
+        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.0, 0.5, 0.25, 0.9, 1e-7)
+        >>> ConstraintReport((row,)).table().splitlines()[1].split()
+        ['layer.weight', '4x4', '1', '0.5', '0.25', '0.9', '1e-07']
+        """
+        head = ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
+        body = [
+            (
+                row.path + "".join(f" = {name}" for name in row.also),
+                f"{row.shape[0]}x{row.shape[1]}",
+                f"{row.gain:.3g}",
+                f"{row.moved_frobenius:.2g}",
+                f"{row.moved_spectral:.2g}",
+                f"{row.error_before:.2g}",
+                f"{row.error_after:.2g}",
+            )
+            for row in self.rows
+        ]
+        return aligned([head, *body])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+@dataclass(frozen=True)
+class OrthogonalityErrors:
+    """``max |W^T W / gain^2 - I|`` of each constrained weight, measured in float64 on the weight as stored."""
+
+    by_path: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest error of all weights."""
+        return max(self.by_path.values())
+
+    @property
+    def worst_path(self) -> str:
+        """The weight that has it."""
+        return max(self.by_path, key=lambda path: self.by_path[path])
+
+    def table(self) -> str:
+        """Return the errors as aligned text, largest first.
+
+        >>> print(OrthogonalityErrors({"a.weight": 1e-7, "b.weight": 2e-6}).table())
+        weight    error
+        b.weight  2e-06
+        a.weight  1e-07
+        """
+        ordered = sorted(self.by_path.items(), key=lambda item: -item[1])
+        return aligned([("weight", "error"), *((path, f"{error:.2g}") for path, error in ordered)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Pad the columns of text: the first to the left, the others to the right."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )

@@ -1,0 +1,188 @@
+"""One constrained parameter: gradient to the tangent space before the optimizer step, retraction after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wellposed.constrain._sharded import is_sharded, read, write_
+from wellposed.linalg import (
+    Retraction,
+    Workspace,
+    compute_dtype,
+    isometry_error,
+    nearest_orthogonal,
+    retract_,
+    rotate,
+    skew_gradient_,
+    tall,
+    tangent_gradient_,
+)
+
+# Reachable max |W^T W / g^2 - I| as stored: rounding each entry by a part u moves an entry of W^T W by 2 u + u^2.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+_LIE_MARK = "wellposed_lie_coordinates"
+
+
+class Weight:
+    """A parameter with ``W^T W = gain^2 I``, the optimizer that owns it, and the copies one step needs."""
+
+    def __init__(
+        self, path: str, parameter: nn.Parameter, optimizer: Optimizer, gain: float, also: tuple[str, ...] = ()
+    ) -> None:
+        self.path = path
+        self.parameter = parameter
+        self.optimizer = optimizer
+        self.gain = gain
+        self.also = also
+        self.square = parameter.shape[0] == parameter.shape[1]
+        self.dtype = compute_dtype(parameter)
+        self.is_half = self.dtype != parameter.dtype
+        # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
+        self.master: Tensor | None = None
+        self._before: Tensor | None = None
+        self._displaced = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a step can work on the parameter's own memory."""
+        return not (self.is_half or self._displaced or is_sharded(self.parameter))
+
+    @property
+    def inner_tolerance(self) -> float:
+        """The tolerance of the matrix that is computed with (the master, for half weights)."""
+        return TOLERANCES[self.dtype]
+
+    def error(self) -> float:
+        """Measure the weight as stored, in float64."""
+        return float(isometry_error(read(self.parameter), gain=self.gain))
+
+    def adopt_master(self, value: Tensor | None = None) -> None:
+        """Set the float32 copy of a half weight; by default from the matrix nearest to what is stored."""
+        if self.is_half:
+            whole = read(self.parameter).to(self.dtype)
+            nearest = nearest_orthogonal(whole, gain=self.gain).weight if value is None else value
+            self.master = self.parameter.detach().to(self.dtype)
+            write_(self.master, nearest)
+
+    def project_gradient_(self, work: Workspace) -> None:
+        """Put the gradient into the coordinates the optimizer is to step in."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return
+        if self.master is not None and not _same(self.master.to(self.parameter.dtype), self.parameter.detach()):
+            self.adopt_master()
+        point = tall(read(self.parameter if self.master is None else self.master))
+        whole = tall(read(gradient).to(self.dtype))
+        project = skew_gradient_ if self.square else tangent_gradient_
+        project(point, whole, gain=self.gain, workspace=work)
+        if is_sharded(gradient) or gradient.dtype != self.dtype:
+            write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
+
+    def remember_(self, *, displace: bool) -> None:
+        """Keep what the retraction needs; ``displace`` zeroes the parameter, so that it will hold the bare step."""
+        self._displaced = displace
+        current = self.parameter.detach()
+        if self.master is None and (self.square or displace):
+            if self._before is None or self._before.shape != current.shape or self._before.device != current.device:
+                self._before = torch.empty_like(current)
+            self._before.copy_(current)
+        if displace:
+            current.zero_()
+
+    def restore_(self) -> None:
+        """Undo `remember_` when the step it prepared never came to its end."""
+        if self._displaced:
+            before = self._before if self.master is None else self.master
+            if before is not None:
+                self.parameter.detach().copy_(before)
+        self._displaced = False
+
+    def retract_(self, work: Workspace) -> Retraction:
+        """Turn the step the optimizer took into a step along the manifold."""
+        if self.is_direct:
+            return self._retract_direct(work)
+        before = self._before if self.master is None else self.master
+        moved = read(self.parameter).to(self.dtype)
+        if before is None:
+            point = step = None
+            result = tall(moved.clone())
+        else:
+            point = read(before)
+            origin = None if self._displaced else point.to(self.parameter.dtype).to(self.dtype)
+            step = moved if origin is None else moved - origin
+            result = tall(point + step)
+        self._displaced = False
+        if self.square and point is not None and step is not None:
+            result = torch.empty_like(point)
+            try:
+                taken = rotate(point, step, out=result, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+            finally:
+                self._store(result)
+            return taken
+        taken = retract_(result, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        self._store(result)
+        return taken
+
+    def _retract_direct(self, work: Workspace) -> Retraction:
+        current = self.parameter.detach()
+        if not self.square or self._before is None:
+            return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        step = torch.sub(current, self._before, out=work("step", current.shape, current))
+        return rotate(self._before, step, out=current, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+
+    def _store(self, result: Tensor) -> None:
+        whole = result if result.shape == self.parameter.shape else result.mT
+        write_(self.parameter, whole)
+        if self.master is not None:
+            write_(self.master, whole)
+
+    def claim_state(self) -> bool:
+        """Mark the moments of a square weight as Lie coordinates; return whether they were not, and so restarted."""
+        state = self.optimizer.state.get(self.parameter)
+        if not self.square or not state or _LIE_MARK in state:
+            return False
+        stale = _has_stepped(state)
+        if stale:
+            self._restart(state)
+            state = self.optimizer.state.get(self.parameter)
+        if state:
+            state[_LIE_MARK] = True
+        return stale
+
+    def mark_state(self) -> None:
+        """Mark moments that this step created."""
+        state = self.optimizer.state.get(self.parameter)
+        if self.square and state:
+            state[_LIE_MARK] = True
+
+    def release_state(self) -> None:
+        """Restart moments that are in Lie coordinates, and take the mark away."""
+        state = self.optimizer.state.get(self.parameter)
+        if state and state.pop(_LIE_MARK, False):
+            self._restart(state)
+
+    def _restart(self, state: dict[str, object]) -> None:
+        # torch's optimizers start from zeros; others may hold codes or tables, which only they can make.
+        if not type(self.optimizer).__module__.startswith("torch."):
+            del self.optimizer.state[self.parameter]
+            return
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                state[name] = type(value)(0)
+
+
+def _has_stepped(state: dict[str, object]) -> bool:
+    step = state.get("step")
+    if isinstance(step, Tensor):
+        return bool(step.sum() > 0)
+    return not isinstance(step, (int, float)) or step > 0
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    if is_sharded(first):
+        return bool((read(first) == read(second)).all())
+    return torch.equal(first, second)
