@@ -1,0 +1,241 @@
+"""L2 attention as one fused dot-product attention: the distance is a dot product of slightly wider vectors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError, ShapeError, listed
+
+# Fused kernels want head widths that are a multiple of this, and one width for queries, keys and values.
+_WIDTH_MULTIPLE = 8
+# Half-precision columns that hold one float32 number: 3 x 8 bits (bfloat16), 3 x 11 bits (float16).
+_HALF_COLUMNS = 3
+# float16 ends at 65504, so its norm columns are stored in this unit; key norms up to 5790 fit.
+_FLOAT16_UNIT = 256.0
+# Logit offset of a padded key: exp underflows to exactly zero beside any real key, and stays finite beside none.
+_PADDED = -1e30
+_PADDED_FLOAT16 = -65504.0
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def l2_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    r"""Row i is `sum_j p_ij v_j` with `p_ij = softmax_j(-scale |q_i - k_j|^2)`.
+
+    Exact up to rounding, linear in memory: never an N x N tensor. Kim, Papamakarios, Mnih (2021), eq. 13 and
+    sec. 3.2. In the softmax `|q_i|^2` cancels, so the logits are `2 scale [q_i, 1] . [k_j, -|k_j|^2 / 2]`: one call of
+    `scaled_dot_product_attention` on vectors a few columns wider, whose fused kernel does the rest.
+
+    Accuracy: logits err by a few rounding errors *of float32* relative to `scale (|q_i| |k_j| + |k_j|^2)`, in half
+    precision too, where the norm is split over three columns. Distances do not change when queries and keys move
+    together, so both are first moved near the origin: by the mean real key; by the first real key where a causal or a
+    general mask could carry rounding of a later token into an earlier row; in half precision only in those
+    coordinates where the subtraction is exact. The shift is a constant for autograd, so gradients are strictly causal.
+
+    Args:
+        query: (..., queries, head_dim), any floating dtype. The leading dimensions broadcast.
+        key: (..., keys, head_dim).
+        value: (..., keys, value_dim); when it is `key` itself, the augmented keys serve as values without a copy.
+        attn_mask: broadcasts to (..., queries, keys); bool, True = may attend, or float, added to the logits. A row
+            without any key returns zero.
+        is_causal: query i sees keys j <= i.
+        dropout_p: probability of dropping an attention weight. No certificate covers it.
+        scale: positive; `1 / sqrt(head_dim)` where not given.
+        key_padding_mask: bool (batch, keys), True = padding, batch the first leading dimension ((keys,) where query
+            has none). It costs nothing: padding is one more term of the norm column and no mask tensor is made, so it
+            combines with `is_causal`. A row all of whose keys are padding averages over padding.
+
+    Returns:
+        (..., queries, value_dim) in the dtype of `query`, or the autocast dtype under autocast.
+
+    Raises:
+        ShapeError: the shapes or the padding mask do not fit.
+        ConfigError: `scale` is not positive, or `attn_mask` is combined with `is_causal`.
+
+    Cost: `scaled_dot_product_attention` at head width d + 8 (d a multiple of 8) plus copies linear in N. Second
+    derivatives and forward mode need `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, as for that function.
+    float16 keys must have norm below 5790. Lipschitz only in the tied form of `wellposed.nn.L2SelfAttention`.
+
+    >>> q = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    >>> l2_attention(q, q, q, scale=1.0).round(decimals=4)
+    tensor([[0., 0.],
+            [3., 4.]])
+    """
+    _check_shapes(query, key, value, key_padding_mask)
+    _check_options(scale, attn_mask, is_causal)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    tied = value is key
+    padding = None if key_padding_mask is None else _align_padding(key_padding_mask, len(lead))
+    query, key = query.expand(*lead, -1, -1), key.expand(*lead, -1, -1)
+    value = key if tied else value.expand(*lead, -1, -1)
+
+    dtype = _compute_dtype(query)
+    shift = _shift(query, key, padding, first=is_causal or attn_mask is not None)
+    query, centred = (query - shift).to(dtype), (key - shift).to(dtype)
+    # Rows of the weights sum to one only where no row can be empty and nothing is dropped; then P(k - m) + m = P k.
+    shares_keys = tied and attn_mask is None and dropout_p == 0
+    columns = _HALF_COLUMNS if dtype in _HALVES else 1
+    value_dim = value.shape[-1]
+    width = _round_up(max(query.shape[-1] + columns, value_dim))
+    wide_key = _augmented_key(centred, padding, columns, width)
+    wide_value = wide_key if shares_keys else F.pad(value.to(dtype), (0, width - value_dim))
+    joined = F.scaled_dot_product_attention(
+        _four_dimensional(_augmented_query(query, columns, width), lead),
+        _four_dimensional(wide_key, lead),
+        _four_dimensional(wide_value, lead),
+        attn_mask=_align_mask(attn_mask, lead),
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=2 * scale,
+    )
+    joined = joined[..., :value_dim].reshape(*lead, query.shape[-2], value_dim)
+    return joined + shift.to(dtype) if shares_keys else joined
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """The dtype in which `scaled_dot_product_attention` will run: norm columns must be split for that one."""
+    device = query.device.type
+    if query.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
+
+
+@torch.no_grad()
+def _shift(query: Tensor, key: Tensor, padding: Tensor | None, *, first: bool) -> Tensor:
+    """Return the common shift (..., 1, d) of queries and keys; any value is valid, a good one avoids cancellation."""
+    if key.shape[-2] == 0:
+        return key.new_zeros((*key.shape[:-2], 1, key.shape[-1]))
+    if key.dtype in _HALVES:
+        return _exact_shift(query, key, padding)
+    if padding is None:
+        return key[..., :1, :] if first else key.mean(-2, keepdim=True)
+    if first:
+        index = (~padding).to(torch.uint8).argmax(-1)[..., None, None]
+        return torch.take_along_dim(key, index, -2)
+    real = ~padding[..., None]
+    return torch.where(real, key, 0).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+
+
+def _exact_shift(query: Tensor, key: Tensor, padding: Tensor | None) -> Tensor:
+    """Return, per coordinate, the smallest value where all values lie within a factor two of it, else zero.
+
+    There `x - shift` has no rounding error (Sterbenz), while a rounded shift would cost more than it gains: products of
+    half-precision numbers are accumulated in float32 anyway. It matters for gradients, which are stored in half.
+    """
+    low, high = _range(key, padding)
+    if query.shape[-2]:
+        # Equal lengths are self-attention: a padded query then stands for a padded token.
+        ends = _range(query, padding if query.shape[-2] == key.shape[-2] else None)
+        low, high = torch.minimum(low, ends[0]), torch.maximum(high, ends[1])
+    found = low <= high
+    positive, negative = found & (low > 0) & (high <= 2 * low), found & (high < 0) & (low >= 2 * high)
+    return torch.where(positive, low, torch.where(negative, high, torch.zeros_like(low)))
+
+
+def _range(tokens: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    if padding is None:
+        return tokens.amin(-2, keepdim=True), tokens.amax(-2, keepdim=True)
+    dropped, infinity = padding[..., None], float("inf")
+    low = torch.where(dropped, infinity, tokens).amin(-2, keepdim=True)
+    return low, torch.where(dropped, -infinity, tokens).amax(-2, keepdim=True)
+
+
+def _augmented_query(query: Tensor, columns: int, width: int) -> Tensor:
+    """Append ones against the norm columns (of the unit they are stored in), then zeros."""
+    unit = _FLOAT16_UNIT if query.dtype is torch.float16 else 1.0
+    tail = (torch.arange(width - query.shape[-1], device=query.device) < columns).to(query.dtype) * unit
+    return torch.cat([query, tail.expand(*query.shape[:-1], -1)], -1)
+
+
+def _augmented_key(key: Tensor, padding: Tensor | None, columns: int, width: int) -> Tensor:
+    """Append `-|k|^2 / 2` in one or three columns, padding marked there as well, then zeros."""
+    half = key.dtype in _HALVES
+    unit, padded = (_FLOAT16_UNIT, _PADDED_FLOAT16) if key.dtype is torch.float16 else (1.0, _PADDED)
+    # Never under autocast: the norm must be summed in float32.
+    norm = key.float().square().sum(-1) if half else (key * key).sum(-1)
+    norm = norm * (-0.5 / unit)
+    if padding is not None:
+        norm = torch.where(padding, padded, norm)
+    parts = _split(norm, key.dtype, columns) if half else [norm]
+    tail = torch.stack(parts, -1)
+    return torch.cat([key, F.pad(tail, (0, width - key.shape[-1] - columns))], -1)
+
+
+def _split(number: Tensor, dtype: torch.dtype, columns: int) -> list[Tensor]:
+    """Write float32 as a sum of half-precision numbers; the gradient, the same for each, flows through the first."""
+    parts = [number.to(dtype)]
+    rest = number.detach()
+    for _ in range(columns - 1):
+        rest = rest - parts[-1].detach().float()
+        parts.append(rest.to(dtype))
+    return parts
+
+
+def _round_up(width: int) -> int:
+    return -(-width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+
+def _four_dimensional(tokens: Tensor, lead: torch.Size) -> Tensor:
+    """Reshape (*lead, tokens, width) to (batch, heads, tokens, width), which the fused kernels ask for."""
+    if len(lead) == 2:
+        return tokens
+    return tokens.reshape(lead.numel(), 1, *tokens.shape[-2:])
+
+
+def _align_mask(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
+    if mask is None or mask.dim() <= 2 or len(lead) == 2:
+        return mask
+    return mask.expand(*lead, *mask.shape[-2:]).reshape(lead.numel(), 1, *mask.shape[-2:])
+
+
+def _align_padding(padding: Tensor, lead: int) -> Tensor:
+    """View (batch, keys) as (batch, 1, .., keys)."""
+    return padding if lead == 0 else padding.reshape(padding.shape[0], *(1,) * (lead - 1), padding.shape[-1])
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
+    """Collect every misfit of the arguments in one message."""
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ShapeError(
+            "l2_attention: query, key, value must be (..., tokens, head_dim); received "
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+        )
+    problems: list[str] = []
+    if query.shape[-1] != key.shape[-1]:
+        problems.append(f"query width {query.shape[-1]} and key width {key.shape[-1]} differ; expected one head_dim")
+    if key.shape[-2] != value.shape[-2]:
+        problems.append(f"{key.shape[-2]} keys and {value.shape[-2]} values; expected one value for every key")
+    if padding is not None:
+        lead = query.shape[: 1 if query.dim() > 2 else 0]
+        expected = (*lead, key.shape[-2])
+        if padding.dtype is not torch.bool or tuple(padding.shape) != expected:
+            problems.append(
+                f"key_padding_mask is {padding.dtype} {tuple(padding.shape)}; expected torch.bool {expected}, "
+                "True = padding"
+            )
+    if problems:
+        raise ShapeError("l2_attention:\n" + listed(problems))
+
+
+def _check_options(scale: float | None, attn_mask: Tensor | None, is_causal: bool) -> None:
+    if scale is not None and not scale > 0:
+        raise ConfigError(f"l2_attention: scale is {scale}; expected a positive number (default 1 / sqrt(head_dim))")
+    if attn_mask is not None and is_causal:
+        raise ConfigError(
+            "l2_attention: received attn_mask and is_causal=True; expected one of them; put the causal mask into "
+            "attn_mask, or pass padding as key_padding_mask"
+        )

@@ -1,0 +1,324 @@
+"""`l2_attention` against the slow, obvious float64 computation with an N x N distance matrix."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.functional import l2_attention
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax_j(-scale |q_i - k_j|^2) v in float64, differences formed one pair at a time."""
+    q, k, v = query.double(), key.double(), value.double()
+    logits = -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
+    logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(later, -math.inf)
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else logits + attn_mask
+    if key_padding_mask is not None:
+        shape = (key_padding_mask.shape[0], *(1,) * (q.dim() - 2), key_padding_mask.shape[-1])
+        logits = logits.masked_fill(key_padding_mask.reshape(shape), -math.inf)
+    return logits.softmax(-1) @ v
+
+
+def logit_tolerance(query: Tensor, key: Tensor, scale: float, unit: float) -> float:
+    """Rounding of float32 dot products over d + 3 terms, and of the norm: at most (d + 8) u |.| |.| each."""
+    size = float(query.double().norm(dim=-1).max()), float(key.double().norm(dim=-1).max())
+    return 2 * scale * (query.shape[-1] + 8) * unit * (size[0] * size[1] + size[1] ** 2)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, size: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return (tokens * size / math.sqrt(shape[-1])).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 6, 8), (2, 2, 3, 5, 4)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_matches_reference_in_every_rank(shape: tuple[int, ...], is_causal: bool) -> None:
+    q, k = draw(*shape, seed=1, size=3.0), draw(*shape, seed=2, size=3.0)
+    v = draw(*shape[:-1], 7, seed=3)
+    torch.testing.assert_close(
+        l2_attention(q, k, v, is_causal=is_causal), reference(q, k, v, is_causal=is_causal), atol=1e-12, rtol=0
+    )
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (4, 1), (3, 12), (8, 8), (16, 5)])
+def test_query_and_value_widths_are_free(widths: tuple[int, int]) -> None:
+    q, k, v = draw(2, 2, 5, widths[0], seed=1), draw(2, 2, 7, widths[0], seed=2), draw(2, 2, 7, widths[1], seed=3)
+    out = l2_attention(q, k, v, scale=0.7)
+    assert out.shape == (2, 2, 5, widths[1])
+    torch.testing.assert_close(out, reference(q, k, v, scale=0.7), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "bool per batch"])
+def test_general_masks(kind: str) -> None:
+    q, k, v = (draw(2, 3, 6, 4, seed=s) for s in range(3))
+    allowed = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) > 0.4
+    allowed.fill_diagonal_(True)
+    mask = {
+        "bool": allowed,
+        "float": torch.where(allowed, 0.3, -2.0).double(),
+        "bool per batch": torch.stack([allowed, allowed.T])[:, None],
+    }[kind]
+    torch.testing.assert_close(
+        l2_attention(q, k, v, attn_mask=mask), reference(q, k, v, attn_mask=mask), atol=1e-12, rtol=0
+    )
+
+
+def test_general_mask_with_one_leading_dimension() -> None:
+    q = draw(3, 6, 4)
+    mask = torch.stack([torch.ones(6, 6).tril(-i).bool() | torch.eye(6).bool() for i in range(3)])
+    torch.testing.assert_close(
+        l2_attention(q, q, q, attn_mask=mask), reference(q, q, q, attn_mask=mask), atol=1e-12, rtol=0
+    )
+
+
+def test_a_row_without_any_key_returns_zero() -> None:
+    q = draw(1, 1, 4, 4).float()
+    mask = torch.eye(4).bool()
+    mask[2] = False
+    out = l2_attention(q, q, q, attn_mask=mask)
+    assert torch.equal(out[0, 0, 2], torch.zeros(4))
+    torch.testing.assert_close(out[0, 0, 3], q[0, 0, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_keys_are_ignored(dtype: torch.dtype, is_causal: bool) -> None:
+    q, k, v = (draw(2, 2, 6, 4, seed=s, dtype=dtype) for s in range(3))
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    out = l2_attention(q, k, v, key_padding_mask=padding, is_causal=is_causal)
+    expected = reference(q, k, v, key_padding_mask=padding, is_causal=is_causal)
+    torch.testing.assert_close(out.double(), expected, atol=20 * UNIT[dtype], rtol=0)
+    changed = k.clone()
+    changed[0, :, 4:] = 50.0
+    # The mean is taken over real keys and padded ones weigh exactly nothing: not one bit changes.
+    assert torch.equal(l2_attention(q, changed, v, key_padding_mask=padding, is_causal=is_causal), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_fully_padded_row_stays_finite_forward_and_backward(dtype: torch.dtype, is_causal: bool) -> None:
+    q = draw(2, 1, 5, 4, dtype=dtype).requires_grad_()
+    padding = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    out = l2_attention(q, q, q, key_padding_mask=padding, is_causal=is_causal)
+    out.float().square().sum().backward()
+    assert q.grad is not None
+    assert out.isfinite().all()
+    assert q.grad.isfinite().all()
+
+
+def probabilities(query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False) -> Tensor:
+    """The attention weights themselves, read off with one-hot values."""
+    one_hot = torch.eye(key.shape[-2], dtype=query.dtype).expand(*key.shape[:-2], -1, -1)
+    return l2_attention(query, key, one_hot, scale=scale, is_causal=is_causal).double()
+
+
+@pytest.mark.parametrize("size", [1e-2, 1.0, 1e1, 1e2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("family", ["neighbours", "sphere"])
+def test_logits_keep_float32_accuracy_at_every_norm(
+    size: float, dtype: torch.dtype, is_causal: bool, family: str
+) -> None:
+    d, n = 32, 24
+    k = draw(1, 2, n, d, seed=1, dtype=dtype, size=size)
+    if family == "neighbours":
+        q = (k.double() + draw(1, 2, n, d, seed=2, size=min(1.0, size))).to(dtype)
+    else:  # a query near the centre: every key is equally far, up to rounding of the keys themselves
+        k = (k.double() * size / k.double().norm(dim=-1, keepdim=True)).to(dtype)
+        q = draw(1, 2, n, d, seed=2, dtype=dtype, size=1 / size)
+    scale = 1 / math.sqrt(d)
+    got = probabilities(q, k, is_causal=is_causal)
+    one_hot = torch.eye(n, dtype=torch.float64).expand(1, 2, -1, -1)
+    expected = reference(q, k, one_hot, is_causal=is_causal)
+    error = logit_tolerance(q, k, scale, UNIT[torch.float32])
+    # |dp| <= 2 p |dlogit|; the weights are then rounded once in the input's precision.
+    slack = expected * (math.expm1(2 * error) + 4 * UNIT[dtype]) + 1e-7
+    assert ((got - expected).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_common_offset_of_a_hundred_costs_nothing(dtype: torch.dtype, is_causal: bool) -> None:
+    d, n = 16, 12
+    offset = torch.linspace(80, 120, d, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(d // 2)
+    k = (draw(1, 1, n, d, seed=1, size=4.0) + offset).to(dtype)
+    q = (draw(1, 1, n, d, seed=2, size=4.0) + offset).to(dtype)
+    one_hot = torch.eye(n, dtype=torch.float64).expand(1, 1, -1, -1)
+    expected = reference(q, k, one_hot, is_causal=is_causal)
+    centred = q.double() - offset, k.double() - offset
+    error = 2 * logit_tolerance(*centred, 1 / math.sqrt(d), UNIT[torch.float32])
+    slack = expected * (math.expm1(2 * error) + 4 * UNIT[dtype]) + 1e-7
+    assert ((probabilities(q, k, is_causal=is_causal) - expected).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_match_the_reference(is_causal: bool) -> None:
+    q, k, v = (draw(2, 2, 5, 4, seed=s, size=2.0).requires_grad_() for s in range(3))
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    options = {"is_causal": is_causal, "key_padding_mask": padding, "scale": 0.8}
+    weight = draw(2, 2, 5, 4, seed=9)
+    got = torch.autograd.grad((l2_attention(q, k, v, **options) * weight).sum(), (q, k, v))
+    expected = torch.autograd.grad((reference(q, k, v, **options) * weight).sum(), (q, k, v))
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 2.0}])
+def test_gradcheck_tied(options: dict[str, object]) -> None:
+    z = draw(1, 2, 4, 3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: l2_attention(z, z, z, **options), (z,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_tied_gradients_in_low_precision(dtype: torch.dtype, offset: float) -> None:
+    z = (draw(1, 2, 16, 8, seed=1, size=2.0) + offset).to(dtype).requires_grad_()
+    exact = z.detach().double().requires_grad_()
+    weight = draw(1, 2, 16, 8, seed=9)
+    (got,) = torch.autograd.grad((l2_attention(z, z, z).double() * weight).sum(), z)
+    (expected,) = torch.autograd.grad((reference(exact, exact, exact) * weight).sum(), exact)
+    # The same mathematics with a plain softmax in that precision errs by tens of units; an uncentred one by `offset`.
+    assert (got.double() - expected).abs().max() <= 40 * UNIT[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("masked", ["is_causal", "attn_mask"])
+def test_causality_of_values_and_gradients(dtype: torch.dtype, masked: str) -> None:
+    n = 8
+    mask = torch.ones(n, n).tril().bool()
+    options = {"is_causal": True} if masked == "is_causal" else {"attn_mask": mask}
+    z = draw(1, 2, n, 4, dtype=dtype).requires_grad_()
+    out = l2_attention(z, z, z, **options)
+    (gradient,) = torch.autograd.grad(out[:, :, :4].float().sum(), z)
+    assert torch.equal(gradient[:, :, 4:], torch.zeros_like(gradient[:, :, 4:]))
+    changed = z.detach().clone()
+    changed[:, :, 4:] = draw(1, 2, n - 4, 4, seed=5, size=1e4).to(dtype)
+    again = l2_attention(changed, changed, changed, **options)
+    # The shift comes from the first token (or is exact), so even rounding does not carry the future back.
+    assert torch.equal(again[:, :, :4], out[:, :, :4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_keys_as_values_equal_separate_values(dtype: torch.dtype) -> None:
+    z = draw(2, 2, 10, 8, dtype=dtype, size=3.0)
+    shared, separate = l2_attention(z, z, z), l2_attention(z, z, z.clone())
+    torch.testing.assert_close(shared.double(), separate.double(), atol=12 * UNIT[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
+def test_autocast(inputs: torch.dtype) -> None:
+    d, n = 16, 12
+    k = draw(1, 2, n, d, seed=1, size=60.0, dtype=inputs)
+    q = (k.double() + draw(1, 2, n, d, seed=2)).to(inputs)
+    v = draw(1, 2, n, d, seed=3, dtype=inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = l2_attention(q, k, v)
+    assert out.dtype is torch.bfloat16
+    if inputs is torch.float32:
+        # Points are rounded to bfloat16 after centring; nothing else is lost.
+        mean = k.mean(-2, keepdim=True)
+        q, k, v = (q - mean).bfloat16(), (k - mean).bfloat16(), v.bfloat16()
+    torch.testing.assert_close(out.double(), reference(q, k, v), atol=8 * UNIT[torch.bfloat16], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"padded": True}])
+def test_compiles_in_one_graph(dtype: torch.dtype, options: dict[str, bool]) -> None:
+    z = draw(2, 2, 6, 8, dtype=dtype).requires_grad_()
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    keywords = {"key_padding_mask": padding} if "padded" in options else options
+
+    def loss(z: Tensor) -> Tensor:
+        return l2_attention(z, z, z, **keywords).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected, got = loss(z), compiled(z)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad(got, z)[0], torch.autograd.grad(expected, z)[0])
+
+
+def test_uses_the_fused_kernel_and_keeps_memory_linear() -> None:
+    saved: list[int] = []
+
+    def record(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    n = 512
+    for shape in ((1, 2, n, 8), (2, n, 8), (n, 8)):
+        z = draw(*shape, dtype=torch.float32).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
+            l2_attention(z, z, z, is_causal=True)
+    assert max(saved) <= 2 * n * 16
+
+
+def test_translation_invariance() -> None:
+    q, k, v = (draw(2, 2, 6, 8, seed=s) for s in range(3))
+    torch.testing.assert_close(l2_attention(q + 37.0, k + 37.0, v), l2_attention(q, k, v), atol=1e-10, rtol=0)
+
+
+def test_forward_and_second_derivatives_under_the_math_kernel() -> None:
+    z = draw(1, 1, 4, 3).requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda z: l2_attention(z, z, z), (z,))
+        assert torch.autograd.gradcheck(
+            lambda z: l2_attention(z, z, z, is_causal=True), (z,), check_forward_ad=True, check_backward_ad=False
+        )
+
+
+def test_dropout_is_applied_and_unbiased() -> None:
+    q, k, v = (draw(1, 1, 6, 4, seed=s, dtype=torch.float32) for s in range(3))
+    torch.manual_seed(0)
+    draws = torch.stack([l2_attention(q, k, v, dropout_p=0.3) for _ in range(400)])
+    assert not torch.equal(draws[0], draws[1])
+    spread = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - l2_attention(q, k, v)).abs() <= 5 * spread).all()
+
+
+def test_one_token_returns_its_value() -> None:
+    z = draw(1, 2, 1, 4, dtype=torch.float32, size=30.0)
+    assert torch.equal(l2_attention(z, z, z), z)
+
+
+def test_nan_stays_visible() -> None:
+    z = draw(1, 1, 4, 4, dtype=torch.float32)
+    z[0, 0, 1, 2] = math.nan
+    assert l2_attention(z, z, z).isnan().any()
+
+
+def test_misfits_are_named_together() -> None:
+    q, k, v = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 6), torch.zeros(2, 1, 7, 4)
+    with pytest.raises(ShapeError, match=r"query width 4 and key width 6[\s\S]*5 keys and 7 values[\s\S]*padding"):
+        l2_attention(q, k, v, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
+    with pytest.raises(ShapeError, match="tokens, head_dim"):
+        l2_attention(torch.zeros(3), torch.zeros(3), torch.zeros(3))
+    for scale, mask in itertools.product((0.0, -1.0, math.nan), (None,)):
+        with pytest.raises(ConfigError, match="positive"):
+            l2_attention(q, q, q, scale=scale, attn_mask=mask)
+    with pytest.raises(ConfigError, match="is_causal"):
+        l2_attention(q, q, q, attn_mask=torch.ones(3, 3).bool(), is_causal=True)
