@@ -9,3 +9,7 @@ from wellposed.tasks._base import TaskSpec as TaskSpec
 from wellposed.tasks._base import build_task as build_task
 from wellposed.tasks._char_lm import CharLMOptions as CharLMOptions
 from wellposed.tasks._char_lm import CharLMTask as CharLMTask
+from wellposed.tasks._listops import ListOpsOptions as ListOpsOptions
+from wellposed.tasks._listops import ListOpsTask as ListOpsTask
+from wellposed.tasks._text_classification import TextClassificationOptions as TextClassificationOptions
+from wellposed.tasks._text_classification import TextClassificationTask as TextClassificationTask

@@ -159,7 +159,7 @@ def _load(options: CharLMOptions) -> tuple[dict[Split, str], dict[str, Any]]:
     found = find_split_files(options.data, valid=options.valid, test=options.test, suffixes=SUFFIXES)
     files: dict[Split, TextFile] = {split: read_text(path) for split, path in found.paths.items()}
     texts: dict[Split, str] = {}
-    spaced: list[Split] = []
+    spaced: list[str] = []
     for split, file in files.items():
         is_spaced = options.format == "spaced" or (options.format == "auto" and looks_spaced(file.text))
         texts[split] = unspace(file.text, str(file.path)) if is_spaced else file.text

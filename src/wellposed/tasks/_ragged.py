@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,8 @@ class Ragged:
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
         """Build from one list of token ids per row."""
-        flat = np.fromiter((token for row in rows for token in row), dtype=np.int32)
-        return cls(flat, [len(row) for row in rows])
+        lengths = [len(row) for row in rows]
+        return cls(np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=sum(lengths)), lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -1,8 +1,8 @@
 """Tokenizers: characters, bytes, words between white space, or any Hugging Face tokenizer; bulk encoding in seconds.
 
 Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
-`PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are never matched inside a
-text: ``<|pad|>`` in a file is seven characters.
+`PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are not matched inside
+a text: ``<|pad|>`` in a file is seven characters.
 """
 
 from __future__ import annotations
@@ -147,8 +147,10 @@ class WordEncoder(TextEncoder):
     @classmethod
     def from_texts(cls, texts: Sequence[str], *, max_words: int) -> WordEncoder:
         """Take the ``max_words`` most frequent words, ties in alphabetical order."""
-        counts = Counter(word for text in texts for word in split_words(text))
-        return cls(sorted(counts, key=lambda word: (-counts[word], word))[:max_words])
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(split_words(text))
+        return cls(sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:max_words])
 
     @property
     def vocab_size(self) -> int:
@@ -160,15 +162,8 @@ class WordEncoder(TextEncoder):
         if self.drop:
             spaces = str.maketrans(dict.fromkeys(self.drop, " "))
             texts = [text.translate(spaces) for text in texts]
-        unknown: Counter[str] = Counter()
-        rows = []
-        for text in texts:
-            words = split_words(text)
-            row = [self._ids.get(word, UNK_ID) for word in words]
-            if UNK_ID in row:
-                unknown.update(word for word, token in zip(words, row, strict=True) if token == UNK_ID)
-            rows.append(row)
-        return Ragged.from_lists(rows), unknown
+        ids = _CountingIds(self._ids)
+        return Ragged.from_lists([list(map(ids.__getitem__, split_words(text))) for text in texts]), ids.unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         tokenizers = _tokenizers_library()
@@ -178,6 +173,18 @@ class WordEncoder(TextEncoder):
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return _wrap(inner, max_length)
+
+
+class _CountingIds(dict[str, int]):
+    """Ids by word; a word that is not there is the unknown token and is counted."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        super().__init__(ids)
+        self.unknown: Counter[str] = Counter()
+
+    def __missing__(self, word: str) -> int:
+        self.unknown[word] += 1
+        return UNK_ID
 
 
 class PretrainedEncoder(TextEncoder):

@@ -1,0 +1,300 @@
+"""Labelled texts from csv, tsv and jsonl files; every malformed row is named with file:line, none is dropped.
+
+Rules, in full:
+
+- ``.jsonl``: one JSON object a line. ``.tsv``: fields between tabs, quotes are ordinary characters. ``.csv``: fields
+  between commas (tabs, where the first line holds a tab and no comma), quoted as in RFC 4180. ``quoting`` overrides.
+- The first line is a header when it holds a name for the label and a name for the text: the names given as options, or
+  else one of `LABEL_NAMES` and one of `TEXT_NAMES`, in any case.
+- Without a header the label is the first column and the text the last; a column option may also be a number from 0.
+- Every line has as many fields as the first one; an empty line is malformed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from wellposed.errors import ConfigError, DataError, listed, nearest_names
+from wellposed.tasks._sources import TextFile
+
+LABEL_NAMES = ("label", "labels", "target", "class", "sentiment", "category")
+TEXT_NAMES = ("text", "sentence", "source", "review", "content", "document")
+SUFFIXES = (".tsv", ".csv", ".jsonl")
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """How a table is read."""
+
+    label_column: str = AUTO
+    text_column: str = AUTO
+    header: Literal["auto", "yes", "no"] = "auto"
+    quoting: Literal["auto", "csv", "none"] = "auto"
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with their labels; ``lines`` are the lines they start at in ``path``."""
+
+    path: str
+    texts: Sequence[str]
+    labels: Sequence[str]
+    lines: Sequence[int]
+    columns: str
+    """How label and text were found, for the description."""
+
+    def where(self, index: int) -> str:
+        """Return file:line of a text."""
+        return f"{self.path}:{self.lines[index]}"
+
+    def select(self, indices: Sequence[int]) -> LabelledTexts:
+        """Return the texts at ``indices``."""
+        return LabelledTexts(
+            self.path,
+            [self.texts[i] for i in indices],
+            [self.labels[i] for i in indices],
+            [self.lines[i] for i in indices],
+            self.columns,
+        )
+
+
+def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
+    """Read a csv, tsv or jsonl file (``.gz`` too) by the rules of this module.
+
+    Raises:
+        DataError: an ending that is not one of the three, no such column, malformed rows (all named).
+    """
+    name = file.path.name.lower().removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        return _read_jsonl(file, options)
+    if not name.endswith((".tsv", ".csv")):
+        raise DataError(f"{file.path}: expected a name that ends in {', '.join(SUFFIXES)}, each with or without .gz")
+    quoted = options.quoting == "csv" or (options.quoting == "auto" and name.endswith(".csv"))
+    first = file.text.split("\n", 1)[0]
+    delimiter = "\t" if name.endswith(".tsv") or ("\t" in first and "," not in first) else ","
+    return _read_fields(file, _csv_rows(file, delimiter) if quoted else _plain_rows(file, delimiter), options)
+
+
+def _plain_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    for number, line in _lines(file.text):
+        yield number, line.split(delimiter) if line else []
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines; only a line feed, with or without a carriage return before it, ends a line."""
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        yield number, line.removesuffix("\r")
+
+
+def _csv_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    limit = csv.field_size_limit(max(len(file.text), 1))
+    reader = csv.reader(io.StringIO(file.text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        while True:
+            line = reader.line_num + 1
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise DataError(
+                    f"{file.path}:{line}: not a row of quoted fields: {error}; "
+                    "give quoting='none' if quotes are ordinary characters"
+                ) from None
+            yield line, row
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options: TableOptions) -> LabelledTexts:
+    first_line, first = next(rows)
+    label, text, is_header = _columns(f"{file.path}:{first_line}", first, options)
+    columns = f"header, label {first[label]!r}, text {first[text]!r}" if is_header else ""
+    columns = columns or f"no header, label in column {label}, text in column {text}"
+    texts, labels, lines, problems = [], [], [], []
+    for line, row in [] if is_header else [(first_line, first)]:
+        texts.append(row[text])
+        labels.append(row[label])
+        lines.append(line)
+    for line, row in rows:
+        if len(row) != len(first):
+            found = f"{len(row)} columns" if row else "an empty line"
+            problems.append(f"{file.path}:{line}: {found}, expected {len(first)} columns as in line {first_line}")
+            continue
+        texts.append(row[text])
+        labels.append(row[label])
+        lines.append(line)
+    table = LabelledTexts(str(file.path), texts, labels, lines, columns)
+    if options.header == "auto" and not is_header:
+        _refuse_unseen_header(table, first)
+    _refuse(file, problems + _blank_labels(table))
+    return table
+
+
+def _columns(where: str, first: list[str], options: TableOptions) -> tuple[int, int, bool]:
+    """Return the label column, the text column and whether the first row is a header."""
+    if len(first) < 2:
+        raise DataError(f"{where}: one column, expected a label and a text; is the delimiter of the file its ending's?")
+    wanted = {"label": options.label_column, "text": options.text_column}
+    known = {"label": LABEL_NAMES, "text": TEXT_NAMES}
+    by_name = {role: column for role, column in wanted.items() if not _is_number(column)}
+    given = [column for column in by_name.values() if column != AUTO]
+    if given and options.header == "no":
+        raise ConfigError(f"columns {', '.join(given)} are names, and header is 'no'; give numbers from 0")
+    found = {role: _named(first, column, known[role]) for role, column in by_name.items()}
+    complete = bool(by_name) and None not in found.values()
+    if options.header == "no" or (options.header == "auto" and not given and not complete):
+        default = {"label": 0, "text": len(first) - 1}
+        positions = {role: default[role] if column == AUTO else int(column) for role, column in wanted.items()}
+        _refuse_positions(where, positions, len(first))
+        return positions["label"], positions["text"], False
+    missing = [role for role, position in found.items() if position is None]
+    if missing:
+        raise _no_column(where, first, {role: by_name[role] for role in missing})
+    positions = {role: found.get(role) for role in wanted}
+    final = {role: int(wanted[role]) if position is None else position for role, position in positions.items()}
+    _refuse_positions(where, final, len(first))
+    return final["label"], final["text"], True
+
+
+def _is_number(column: str) -> bool:
+    return column.isascii() and column.isdigit()
+
+
+def _named(header: list[str], column: str, known: Sequence[str]) -> int | None:
+    """Return the position of a named column; ``auto`` takes the first known name, in any case."""
+    if column != AUTO:
+        return header.index(column) if column in header else None
+    folded = [name.strip().lower() for name in header]
+    return next((folded.index(name) for name in known if name in folded), None)
+
+
+def _refuse_positions(where: str, positions: dict[str, int], count: int) -> None:
+    problems = [
+        f"{where}: {role}_column = {position}, expected a number below {count}, the number of columns"
+        for role, position in positions.items()
+        if position >= count
+    ]
+    if positions["label"] == positions["text"]:
+        problems.append(f"{where}: label and text are both column {positions['text']}")
+    if problems:
+        raise DataError("the columns cannot be used:\n" + listed(problems))
+
+
+def _no_column(where: str, header: list[str], missing: dict[str, str]) -> DataError:
+    problems = []
+    for role, column in missing.items():
+        names = " or ".join(LABEL_NAMES if role == "label" else TEXT_NAMES)
+        near = ", ".join(nearest_names(column, header))
+        wanted = f"named {names}" if column == AUTO else f"{column!r} (nearest: {near})"
+        problems.append(f"{where}: no {role} column {wanted}; give {role}_column=NAME")
+    return DataError(f"the header {header} lacks a column:\n" + listed(problems))
+
+
+def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
+    texts: list[str] = []
+    labels: list[str] = []
+    lines: list[int] = []
+    problems: list[str] = []
+    keys: tuple[str, str] | None = None
+    for number, line in _lines(file.text):
+        where = f"{file.path}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            problems.append(
+                f"{where}: not JSON: {error}" if line else f"{where}: an empty line, expected a JSON object"
+            )
+            continue
+        if not isinstance(row, dict):
+            problems.append(f"{where}: {type(row).__name__}, expected a JSON object with a label and a text")
+            continue
+        keys = keys or _json_keys(where, row, options)
+        problem = _json_problem(row, *keys)
+        if problem:
+            problems.append(f"{where}: {problem}")
+            continue
+        labels.append(_label_text(row[keys[0]]))
+        texts.append(row[keys[1]])
+        lines.append(number)
+    columns = f"JSON keys, label {keys[0]!r}, text {keys[1]!r}" if keys else ""
+    table = LabelledTexts(str(file.path), texts, labels, lines, columns)
+    _refuse(file, problems + _blank_labels(table))
+    return table
+
+
+def _json_keys(where: str, row: dict[str, Any], options: TableOptions) -> tuple[str, str]:
+    names = list(row)
+    label = _named(names, options.label_column, LABEL_NAMES)
+    text = _named(names, options.text_column, TEXT_NAMES)
+    if label is None or text is None:
+        missing = {"label": options.label_column} if label is None else {}
+        raise _no_column(where, names, missing | ({"text": options.text_column} if text is None else {}))
+    return names[label], names[text]
+
+
+def _json_problem(row: dict[str, Any], label: str, text: str) -> str | None:
+    missing = [key for key in (label, text) if key not in row]
+    if missing:
+        return f"no key {' and '.join(map(repr, missing))}; it has {', '.join(map(repr, row)) or 'none'}"
+    if not isinstance(row[text], str):
+        return f"{text!r} is {type(row[text]).__name__}, expected a string"
+    if not isinstance(row[label], str | int | bool | float):
+        return f"{label!r} is {type(row[label]).__name__}, expected a string, a number or true/false"
+    return None
+
+
+def _label_text(label: str | int | bool | float) -> str:
+    return label if isinstance(label, str) else json.dumps(label)
+
+
+def table_from_hub(rows: Any, where: str, options: TableOptions) -> LabelledTexts:
+    """Read label and text of a `datasets.Dataset`; class labels get their names, "lines" are row numbers from 1."""
+    names = list(rows.column_names)
+    label, text = _json_keys(where, dict.fromkeys(names), options)
+    values = rows[label]
+    to_name = getattr(rows.features[label], "int2str", None)
+    problems = []
+    labels = []
+    for number, value in enumerate(values, 1):
+        if value is None or (to_name is not None and value < 0):
+            problems.append(f"{where}:{number}: the row has no label")
+        else:
+            labels.append(to_name(value) if to_name is not None else _label_text(value))
+    if problems:
+        raise DataError("rows that cannot be used:\n" + listed(problems))
+    columns = f"data set columns, label {label!r}, text {text!r}"
+    return LabelledTexts(where, list(rows[text]), labels, range(1, len(labels) + 1), columns)
+
+
+def _blank_labels(table: LabelledTexts) -> list[str]:
+    return [f"{table.where(i)}: the label is empty" for i, label in enumerate(table.labels) if not label.strip()]
+
+
+def _refuse(file: TextFile, problems: list[str]) -> None:
+    if problems:
+        raise DataError(
+            f"{file.path}: {len(problems)} rows that cannot be used; mend or remove them:\n" + listed(problems)
+        )
+
+
+def _refuse_unseen_header(table: LabelledTexts, first: list[str]) -> None:
+    """Refuse a first row that looks like a header of unknown names: its label is empty, or alone in being seen once."""
+    counts = Counter(table.labels)
+    label = table.labels[0]
+    others = [count for other, count in counts.items() if other != label]
+    if not label.strip() or (counts[label] == 1 and others and min(others) > 1):
+        raise DataError(
+            f"{table.where(0)}: looks like a header, as no other row has its label {label!r}: {first}; "
+            "name the columns with label_column=NAME and text_column=NAME, or give header='no'"
+        )
