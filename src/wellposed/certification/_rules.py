@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from typing import TypeVar
@@ -113,6 +113,38 @@ class Site:
             radius = bounds[-1].out_radius
         return product_of(bounds, radius=radius if bounds else self.radius)
 
+    def product(self, bounds: Sequence[LayerBound]) -> LayerBound:
+        """Return the bound of maps applied one after the other, given in that order."""
+        return product_of(bounds, radius=bounds[-1].out_radius)
+
+    def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:
+        """Write a step that is no module of its own (pooling, a shift) on the certificate and return its bound."""
+        path = f"{self.path}.{name}" if self.path else name
+        self.shared.rows.append(_row(path, name if name == "pool" else type(module).__name__, bound, self.radius))
+        return bound
+
+    def at_radius(self, radius: float) -> Site:
+        """Return this site with another ball."""
+        return replace(self, radius=radius)
+
+    def in_norm(self, norm: Norm) -> Site:
+        """Return this site in another norm, with rows of its own, to compare two routes; see `adopt`."""
+        shared = Shared(norm, self.seq_len, self.min_tokens, self.shared.masks, norms=self.shared.norms)
+        return replace(self, shared=shared)
+
+    def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:
+        """Replace this certificate's rows by those of another route, and return its bound under the name ``form``."""
+        # The row of the module itself is still open (None) and stays.
+        self.shared.rows[:] = [*self.shared.rows[:1], *other.shared.rows]
+        self.shared.head = other.shared.head
+        self.shared.notes.append(f"layer bounds are in norm {other.norm}")
+        return replace(bound, form=form)
+
+    def set_head(self, weight: Tensor, body: LayerBound) -> None:
+        """Tell the certificate the last linear map, whose row differences sharpen `Certificate.radius`."""
+        if self.path == "":
+            self.shared.head = (weight.detach(), body.lipschitz)
+
     def refuse(self, reason: str) -> LayerBound:
         """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with the reason."""
         return LayerBound(math.inf, "none", "uncertified", reason)
@@ -210,10 +242,12 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     bound = _rule(module, site)
     inner = next((row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"), None)
     reason = f"see {inner}" if bound.label == "uncertified" and inner is not None else bound.reason
-    rows[place] = CertifiedLayer(
-        site.path, type(module).__name__, bound.lipschitz, bound.form, bound.label, reason, site.radius
-    )
+    rows[place] = _row(site.path, type(module).__name__, replace(bound, reason=reason), site.radius)
     return bound
+
+
+def _row(path: str, module: str, bound: LayerBound, radius: float) -> CertifiedLayer:
+    return CertifiedLayer(path, module, bound.lipschitz, bound.form, bound.label, bound.reason, radius)
 
 
 def has_rule(module_type: type[nn.Module]) -> bool:

@@ -1,0 +1,99 @@
+"""How `wellposed.certify` reads our models: from ``inputs_embeds`` to hidden states or logits.
+
+The perturbation acts on ``inputs_embeds``, before the factor ``s = sqrt(D)`` where the embeddings are scaled, so that
+an attack on the model and a certificate of it speak of the same thing. ``radius`` bounds a row of ``inputs_embeds``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from wellposed.certification import LayerBound, Site, mean_pooling, register_rule
+from wellposed.models._causal_lm import WellposedForCausalLM
+from wellposed.models._embeddings import Embeddings
+from wellposed.models._pooling import first_pool, max_pool, mean_pool
+from wellposed.models._sequence_classification import WellposedForSequenceClassification
+from wellposed.models._wellposed import WellposedModel
+
+
+def embedding_radius(model: nn.Module) -> float:
+    """Return ``max_v |E_v|_2``, the ``radius`` (without perturbation) that covers every input a tokenizer can give.
+
+    Exact, float64. Add the size of the perturbation to be certified against.
+
+    >>> from wellposed.models import WellposedConfig, WellposedModel
+    >>> embedding_radius(WellposedModel(WellposedConfig(hidden_size=8, num_attention_heads=2))) > 0
+    True
+    """
+    weight = model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    return float(weight.detach().double().norm(dim=-1).max())
+
+
+def _embeddings(module: Embeddings, site: Site, num_positions: int) -> LayerBound:
+    """``e -> s (e + P)``: the positions only shift, but they enlarge the ball."""
+    with torch.no_grad():
+        device = module.token.weight.device
+        largest = float(module.position(torch.arange(num_positions, device=device)).double().norm(dim=-1).max())
+    radius = module.scale * (site.radius + largest)
+    return LayerBound(float(module.scale), "scale of the embeddings", "exact", out_radius=radius)
+
+
+@register_rule(WellposedModel)
+def _body(module: WellposedModel, site: Site) -> LayerBound:
+    site = site.under_mask("causal" if module.is_causal else "full")
+    embedded = site.record(
+        module.embeddings, "embeddings", _embeddings(module.embeddings, site, module.config.max_position_embeddings)
+    )
+    layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
+    dropout = site.child(module.embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
+    rest = site.at_radius(dropout.out_radius).chain([*layers, ("final_norm", module.final_norm)])
+    return site.product([embedded, dropout, rest])
+
+
+@register_rule(WellposedForCausalLM)
+def _causal_lm(module: WellposedForCausalLM, site: Site) -> LayerBound:
+    body = site.child(module.model, "model")
+    head = site.child(module.lm_head, "lm_head", radius=body.out_radius)
+    site.set_head(module.lm_head.weight, body)
+    return site.product([body, head])
+
+
+@register_rule(WellposedForSequenceClassification)
+def _classifier(module: WellposedForSequenceClassification, site: Site) -> LayerBound:
+    bound = _classifier_route(module, site)
+    if site.norm != 2:
+        return bound
+    # One vector comes out, and |delta|_tok <= |delta|_2: a tok bound of the whole model is a bound in norm 2 as well.
+    other = site.in_norm("tok")
+    by_token = _classifier_route(module, other)
+    return site.adopt(other, by_token, "norm 2 by the tok route") if by_token.lipschitz < bound.lipschitz else bound
+
+
+def _classifier_route(module: WellposedForSequenceClassification, site: Site) -> LayerBound:
+    body = site.child(module.model, "model")
+    pooling = _POOLINGS.get(module.pool)
+    if pooling is None:
+        name = getattr(module.pool, "__name__", repr(module.pool))
+        return site.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
+    pooled = site.record(module, "pool", pooling(site.at_radius(body.out_radius)))
+    dropout = site.child(module.dropout, "dropout", radius=pooled.out_radius)
+    before = site.product([body, pooled, dropout])
+    site.set_head(module.classifier.weight, before)
+    head = site.child(module.classifier, "classifier", radius=before.out_radius)
+    return site.product([before, head])
+
+
+def _first(site: Site) -> LayerBound:
+    return LayerBound(1.0, "first token", "exact", out_radius=site.radius)
+
+
+def _max(site: Site) -> LayerBound:
+    """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known here."""
+    bound = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
+    return LayerBound(bound, "largest of each coordinate", out_radius=math.sqrt(site.seq_len) * site.radius)
+
+
+_POOLINGS = {mean_pool: mean_pooling, first_pool: _first, max_pool: _max}
