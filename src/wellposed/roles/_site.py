@@ -92,7 +92,12 @@ class Site:
 
 def attention_role(site: Site, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the shapes of the weights."""
-    num_heads = site.num_heads() or 1
+    num_heads = site.num_heads()
+    if num_heads is None:
+        raise ShapeError(
+            f"{site.path} ({type(site.module).__name__}) has query, key, value and output weights but no number of "
+            f"heads; looked for {', '.join(_HEADS)} on it, on what contains it and on their configurations; set one"
+        )
     rows = views["query"].shape[0]
     key_rows = views["key"].shape[0]
     head_dim = rows // num_heads

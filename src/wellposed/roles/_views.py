@@ -91,14 +91,20 @@ class WeightView:
         return (shape[1], shape[0]) if self.transposed else (shape[0], shape[1])
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Tell whether a layer holds, or wraps one that holds, a matrix called ``weight``, quantised or not."""
+    weight = getattr(getattr(layer, "base_layer", layer), "weight", None)
+    return callable(weight) if not isinstance(weight, torch.Tensor) else weight.ndim == 2
+
+
 def view_of(path: str, layer: nn.Module, *, chunk: tuple[int, int] | None = None) -> WeightView:
     """Return the view of a linear-like layer's ``weight``; ``chunk=(i, n)`` is the i-th of n equal row blocks."""
     layer, path = _unwrapped(layer, path)
-    weight: Any = getattr(layer, "weight", None)
-    if callable(weight) and not isinstance(weight, torch.Tensor):
+    weight: Any = layer.weight
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ConfigError(
-            f"{path} ({type(layer).__name__}) holds a packed, quantised weight that cannot be viewed or trained; "
-            "find roles on the model before it is quantised"
+            f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed as a matrix nor "
+            "trained; find roles on the model before it is quantised"
         )
     view = WeightView(path, layer, "weight", transposed=type(layer).__name__ == CONV1D)
     return view if chunk is None else chunked(view, chunk)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wellposed.registry import Registry
 from wellposed.roles._roles import AttentionRole, FeedForwardRole
 from wellposed.roles._site import Site, attention_role
-from wellposed.roles._views import WeightView, view_of
+from wellposed.roles._views import WeightView, chunked, is_linear, view_of
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def attention_fused(fused: str, output: str) -> Callable[[Site], AttentionRole |
     """Read an attention whose query, key and value are the thirds of one linear layer."""
 
     def read(site: Site) -> AttentionRole | None:
-        qkv, out = site.child(fused), site.child(output)
-        if qkv is None or out is None:
-            return None
-        views = {role: view_of(site.join(fused), qkv, chunk=(i, 3)) for i, role in enumerate(("query", "key", "value"))}
-        return attention_role(site, {**views, "output": view_of(site.join(output), out)})
+        layers = linear_views(site, {"fused": fused, "output": output})
+        if len(layers) != 2 or layers["fused"].shape[0] != 3 * layers["output"].shape[1]:
+            return None  # grouped heads share the rows unevenly
+        views = {role: chunked(layers["fused"], (i, 3)) for i, role in enumerate(("query", "key", "value"))}
+        return attention_role(site, {**views, "output": layers["output"]})
 
     return read
 
@@ -69,10 +69,10 @@ def first_of(*readers: Callable[[Site], FeedForwardRole | None]) -> Callable[[Si
 
 
 def linear_views(site: Site, names: dict[str, str]) -> dict[str, WeightView]:
-    """Return the views of those named layers that exist and hold a weight."""
+    """Return the views of those named children that exist and are linear layers."""
     layers = {role: site.child(name) for role, name in names.items()}
     return {
         role: view_of(site.join(names[role]), layer)
         for role, layer in layers.items()
-        if layer is not None and (hasattr(layer, "weight") or hasattr(layer, "base_layer"))
+        if layer is not None and is_linear(layer)
     }

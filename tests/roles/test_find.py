@@ -1,0 +1,199 @@
+"""What find_roles does off the beaten path: torch's fused attention, patterns, wrappers, sharing, errors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.roles import find_roles
+
+D, HEADS = 8, 2
+
+
+class Odd(nn.Module):
+    """A Transformer with names of its own."""
+
+    def __init__(self, n_heads: int | None = HEADS) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, D)
+        self.layers = nn.ModuleList([OddLayer(n_heads) for _ in range(2)])
+
+
+class OddLayer(nn.Module):
+    def __init__(self, n_heads: int | None) -> None:
+        super().__init__()
+        self.mix = nn.ModuleDict({name: nn.Linear(D, D) for name in ("wq", "wk", "wv", "wo")})
+        if n_heads:
+            self.mix.n_heads = n_heads
+        self.mlp = nn.ModuleDict({"w1": nn.Linear(D, 12), "w2": nn.Linear(12, D)})
+
+
+PATTERNS = {
+    "query": "*.wq.weight", "key": "*.wk.weight", "value": "*.wv.weight", "output": "*.wo.weight",
+    "feedforward_in": ["*.mlp.w1.weight"], "feedforward_out": ["*.mlp.w2.weight"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 5, "vdim": 6}], ids=["fused", "separate"])
+def test_views_of_multihead_attention_rebuild_its_output(widths: dict[str, int]) -> None:
+    module = nn.MultiheadAttention(D, HEADS, batch_first=True, bias=False, **widths).double()
+    (role,) = find_roles(module).attention
+    x, y = torch.randn(2, 3, D).double(), torch.randn(2, 4, widths.get("kdim", D)).double()
+    z = torch.randn(2, 4, widths.get("vdim", D)).double()
+
+    def split(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(-1, (HEADS, role.head_dim)).transpose(1, 2)
+
+    query, key, value = (
+        split(part @ view.tensor().T) for part, view in ((x, role.query), (y, role.key), (z, role.value))
+    )
+    mixed = (query @ key.mT / role.head_dim**0.5).softmax(-1) @ value
+    expected = mixed.transpose(1, 2).flatten(2) @ role.output.tensor().T
+    torch.testing.assert_close(module(x, y, z)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_patterns_find_a_model_of_no_family() -> None:
+    model = Odd()
+    roles = find_roles(model, patterns=PATTERNS)
+    assert [(part.path, part.layer, part.num_heads) for part in roles.attention] == [
+        ("layers.0.mix", 0, HEADS), ("layers.1.mix", 1, HEADS),
+    ]  # fmt: skip
+    assert roles.attention[1].key.parameter is model.layers[1].mix["wk"].weight
+    assert [part.down.parameter_name for part in roles.feedforward] == [
+        "layers.0.mlp.w2.weight",
+        "layers.1.mlp.w2.weight",
+    ]
+    assert [table.path for table in roles.embeddings] == ["tokens"]
+    assert not roles.loose
+
+
+def test_patterns_for_some_roles_leave_loose_weights() -> None:
+    roles = find_roles(Odd(), patterns={"key": "layers.0.mix.wk.weight"})
+    assert [(weight.role, weight.layer) for weight in roles.loose] == [("key", 0)]
+    assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
+
+
+def test_patterns_without_a_number_of_heads_leave_loose_weights() -> None:
+    roles = find_roles(Odd(n_heads=None), patterns=PATTERNS)
+    assert not roles.attention
+    assert len(roles.loose) == 8
+
+
+def test_a_pattern_replaces_one_role_of_a_family() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(D, HEADS, 12), nn.Linear(D, 12))
+    roles = find_roles(model, patterns={"feedforward_in": "1.weight"})
+    names = {weight.role: weight.view.parameter_name for weight in roles.weights()}
+    assert names["feedforward_in"] == "1.weight"
+    assert names["feedforward_out"] == "0.linear2.weight"
+    assert len(roles.attention) == 1
+
+
+def test_no_match_lists_what_was_seen_and_how_to_go_on() -> None:
+    with pytest.raises(RoleNotFoundError, match="patterns") as caught:
+        find_roles(nn.Sequential(nn.Linear(3, 4), nn.Conv1d(4, 4, 3)))
+    assert "0.weight (4, 3)" in str(caught.value)
+
+
+def test_patterns_that_match_nothing_are_all_named() -> None:
+    with pytest.raises(RoleNotFoundError) as caught:
+        find_roles(Odd(), patterns=PATTERNS | {"query": "*.wquery.weight", "key": ["*.wk.weight", "nothing"]})
+    message = str(caught.value)
+    assert "'*.wquery.weight'" in message
+    assert "'nothing'" in message
+    assert "layers.0.mix.wq.weight" in message
+
+
+def test_patterns_that_match_a_bias_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layers\.0\.mix\.wq\.bias"):
+        find_roles(Odd(), patterns={"query": "*.wq.*"})
+
+
+def test_an_unknown_role_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="feedforward_in"):
+        find_roles(Odd(), patterns={"feed_forward_in": "*.w1.weight"})
+
+
+def test_attention_without_a_number_of_heads_is_an_error() -> None:
+    class NoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
+
+    with pytest.raises(ShapeError, match="num_heads"):
+        find_roles(nn.Sequential(NoHeads()))
+
+
+def test_heads_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(ShapeError, match="3 heads"):
+        find_roles(_family_like(num_heads=3))
+
+
+def _family_like(num_heads: int) -> nn.Module:
+    module = nn.Module()
+    module.num_heads = num_heads
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(module, name, nn.Linear(D, D))
+    return module
+
+
+def test_quantised_layers_are_refused() -> None:
+    module = _family_like(HEADS)
+    module.q_proj.weight = nn.Parameter(torch.zeros(D, D, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"q_proj.*quantised"):
+        find_roles(module)
+
+
+def test_adapters_are_looked_through() -> None:
+    module = _family_like(HEADS)
+    wrapper = nn.Module()
+    wrapper.base_layer = module.k_proj
+    module.k_proj = wrapper
+    assert find_roles(module).attention[0].key.parameter_name == "k_proj.base_layer.weight"
+
+
+def test_a_weight_in_two_roles_is_reported() -> None:
+    module = _family_like(HEADS)
+    module.k_proj = module.q_proj
+    (line,) = find_roles(module).shared()
+    assert "query" in line
+    assert "key" in line
+    assert find_roles(_family_like(HEADS)).shared() == ()
+
+
+def test_views_follow_a_parametrized_weight() -> None:
+    module = _family_like(HEADS)
+    parametrizations.weight_norm(module.v_proj)
+    parametrizations.orthogonal(module.q_proj)
+    role = find_roles(module).attention[0]
+    assert role.query.parameter_name == "q_proj.parametrizations.weight.original"
+    role.query.tensor().sum().backward()
+    assert module.q_proj.parametrizations.weight.original.grad is not None
+
+
+def test_views_follow_a_replaced_parameter_and_a_dtype() -> None:
+    module = _family_like(HEADS)
+    role = find_roles(module).attention[0]
+    module.q_proj.weight = nn.Parameter(torch.ones(D, D))
+    module.double()
+    assert role.query.parameter is module.q_proj.weight
+    assert role.query.tensor().dtype == torch.float64
+
+
+def test_a_copy_has_views_of_its_own_and_the_model_is_untouched() -> None:
+    model = nn.TransformerEncoderLayer(D, HEADS, 12)
+    before = set(vars(model)), list(model.state_dict())
+    roles = find_roles(model)
+    assert (set(vars(model)), list(model.state_dict())) == before
+    twin = find_roles(copy.deepcopy(model))
+    assert twin.attention[0].query.parameter is not roles.attention[0].query.parameter
+
+
+def test_the_table_shows_every_weight() -> None:
+    text = str(find_roles(nn.TransformerEncoderLayer(D, HEADS, 12)))
+    assert len(text.splitlines()) == 7
+    assert "self_attn.in_proj_weight" in text

@@ -1,0 +1,272 @@
+"""Tiny random models of every family, with what a reader of their code would say their weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from wellposed.models import build_model
+
+D, F, V, HEADS = 16, 24, 30, 4  # width, feed-forward width, vocabulary, heads; head_dim 4
+PLAIN = {
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": F,
+    "vocab_size": V,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SEQ2SEQ = {
+    "vocab_size": V, "d_model": D, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": F, "decoder_ffn_dim": F, "max_position_embeddings": 32,
+    "decoder_start_token_id": 2, "forced_eos_token_id": None, **SPECIAL,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """A weight of layer 1: parameter, rows (None: all), transposed in storage, shape out x in."""
+
+    parameter: str
+    shape: tuple[int, int] = (D, D)
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One family: how to build it, what its layer 1 holds, and how often each part occurs."""
+
+    build: Callable[[], nn.Module]
+    known: dict[str, Known]
+    stack: str
+    counts: tuple[int, int, int]  # attention, feed-forward, embeddings
+    run: Callable[[nn.Module], Tensor]
+    key_value_heads: int = HEADS
+    cross: dict[str, Known] = field(default_factory=dict)
+
+
+class TimmAttention(nn.Module):
+    """A block with timm's names: fused ``qkv``, ``proj``, and SDPA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, HEADS, D // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, D))
+
+
+class TimmMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(D, F), nn.Linear(F, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class TimmBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(D), TimmAttention()
+        self.norm2, self.mlp = nn.LayerNorm(D), TimmMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class TimmVit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, D))
+        self.blocks = nn.Sequential(TimmBlock(), TimmBlock())
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x + self.pos_embed).mean(1))
+
+
+def noise(model: nn.Module, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=next(model.parameters()).dtype)
+
+
+def tokens(model: nn.Module) -> Tensor:
+    ids = torch.randint(3, V, (2, 7))
+    if getattr(model.config, "is_encoder_decoder", False):
+        return model(input_ids=ids, decoder_input_ids=ids[:, :5]).last_hidden_state
+    return model(input_ids=ids)[0]
+
+
+def images(model: nn.Module) -> Tensor:
+    return model(noise(model, 2, 3, 8, 8)).last_hidden_state
+
+
+def vectors(model: nn.Module) -> Tensor:
+    return model(noise(model, 2, 5, D))
+
+
+def pairs(model: nn.Module) -> Tensor:
+    return model(noise(model, 2, 5, D), noise(model, 2, 4, D))
+
+
+def linear(pattern: str, attention: tuple[str, str, str, str], up: str, down: str, gate: str | None = None):
+    names = dict(zip(("query", "key", "value", "output"), attention, strict=True))
+    known = {role: Known(pattern.format(f"{name}.weight")) for role, name in names.items()}
+    known["feedforward_in"] = Known(pattern.format(f"{up}.weight"), (F, D))
+    known["feedforward_out"] = Known(pattern.format(f"{down}.weight"), (D, F))
+    if gate:
+        known["feedforward_gate"] = Known(pattern.format(f"{gate}.weight"), (F, D))
+    return known
+
+
+def grouped(known: dict[str, Known]) -> dict[str, Known]:
+    half = {role: Known(known[role].parameter, (D // 2, D)) for role in ("key", "value")}
+    return known | half
+
+
+def fused(parameter: str, output: str, transposed: bool = False) -> dict[str, Known]:
+    thirds = {
+        r: Known(parameter, (D, D), (i * D, (i + 1) * D), transposed) for i, r in enumerate(("query", "key", "value"))
+    }
+    return thirds | {"output": Known(output, transposed=transposed)}
+
+
+BERT_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+BERT = linear("encoder.layer.1.{}", BERT_NAMES, "intermediate.dense", "output.dense")
+LLAMA_NAMES = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+LLAMA = grouped(linear("layers.1.{}", LLAMA_NAMES, "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"))
+T5_NAMES = tuple(f"layer.0.SelfAttention.{name}" for name in "qkvo")
+BART_NAMES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out"))
+DISTILBERT_NAMES = tuple(f"attention.{name}_lin" for name in ("q", "k", "v", "out"))
+OURS_NAMES = tuple(f"attention.{name}_proj" for name in "qkvo")
+TORCH_FF = {
+    "feedforward_in": Known("layers.1.linear1.weight", (F, D)),
+    "feedforward_out": Known("layers.1.linear2.weight", (D, F)),
+}
+
+
+def t5(**options: object) -> hf.T5Model:
+    config = hf.T5Config(vocab_size=V, d_model=D, d_kv=4, d_ff=F, num_layers=2, num_heads=HEADS, **SPECIAL, **options)
+    return hf.T5Model(config)
+
+
+def ours(kind: str) -> nn.Module:
+    model = build_model("wellposed", kind, max_position_embeddings=32, **PLAIN)
+    return model.model
+
+
+def gpt2() -> hf.GPT2Model:
+    return hf.GPT2Model(
+        hf.GPT2Config(vocab_size=V, n_embd=D, n_layer=2, n_head=HEADS, n_inner=F, n_positions=32, **SPECIAL)
+    )
+
+
+def bart_cross(pattern: str) -> dict[str, Known]:
+    names = zip(("query", "key", "value", "output"), ("q", "k", "v", "out"), strict=True)
+    return {role: Known(pattern.format(f"encoder_attn.{name}_proj.weight")) for role, name in names}
+
+
+def encoder_layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(D, HEADS, F, batch_first=True)
+
+
+ZOO: dict[str, Entry] = {
+    "bert": Entry(lambda: hf.BertModel(hf.BertConfig(**PLAIN)), BERT, "encoder", (2, 2, 2), tokens),
+    "roberta": Entry(lambda: hf.RobertaModel(hf.RobertaConfig(**PLAIN, **SPECIAL)), BERT, "encoder", (2, 2, 2), tokens),
+    "distilbert": Entry(
+        lambda: hf.DistilBertModel(
+            hf.DistilBertConfig(vocab_size=V, dim=D, n_layers=2, n_heads=HEADS, hidden_dim=F, pad_token_id=0)
+        ),
+        linear("transformer.layer.1.{}", DISTILBERT_NAMES, "ffn.lin1", "ffn.lin2"),
+        "encoder", (2, 2, 2), tokens,
+    ),
+    "gpt2": Entry(
+        gpt2,
+        fused("h.1.attn.c_attn.weight", "h.1.attn.c_proj.weight", transposed=True) | {
+            "feedforward_in": Known("h.1.mlp.c_fc.weight", (F, D), transposed=True),
+            "feedforward_out": Known("h.1.mlp.c_proj.weight", (D, F), transposed=True),
+        },
+        "decoder", (2, 2, 2), tokens,
+    ),
+    "llama": Entry(
+        lambda: hf.LlamaModel(hf.LlamaConfig(num_key_value_heads=2, **PLAIN)), LLAMA, "decoder", (2, 2, 1), tokens, 2
+    ),
+    "mistral": Entry(
+        lambda: hf.MistralModel(hf.MistralConfig(num_key_value_heads=2, **PLAIN)),
+        LLAMA, "decoder", (2, 2, 1), tokens, 2,
+    ),
+    "qwen2": Entry(
+        lambda: hf.Qwen2Model(hf.Qwen2Config(num_key_value_heads=2, **PLAIN)), LLAMA, "decoder", (2, 2, 1), tokens, 2
+    ),
+    "phi3": Entry(
+        lambda: hf.Phi3Model(hf.Phi3Config(num_key_value_heads=2, **PLAIN, **SPECIAL)),
+        {
+            "query": Known("layers.1.self_attn.qkv_proj.weight", (16, D), (0, 16)),
+            "key": Known("layers.1.self_attn.qkv_proj.weight", (8, D), (16, 24)),
+            "value": Known("layers.1.self_attn.qkv_proj.weight", (8, D), (24, 32)),
+            "output": Known("layers.1.self_attn.o_proj.weight"),
+            "feedforward_gate": Known("layers.1.mlp.gate_up_proj.weight", (F, D), (0, F)),
+            "feedforward_in": Known("layers.1.mlp.gate_up_proj.weight", (F, D), (F, 2 * F)),
+            "feedforward_out": Known("layers.1.mlp.down_proj.weight", (D, F)),
+        },
+        "decoder", (2, 2, 1), tokens, 2,
+    ),
+    "t5": Entry(
+        t5, linear("encoder.block.1.{}", T5_NAMES, "layer.1.DenseReluDense.wi", "layer.1.DenseReluDense.wo"),
+        "encoder", (6, 4, 1), tokens,
+        cross={
+            role: Known(f"decoder.block.1.layer.1.EncDecAttention.{name}.weight")
+            for role, name in zip(("query", "key", "value", "output"), "qkvo", strict=True)
+        },
+    ),
+    "t5 gated": Entry(
+        lambda: t5(feed_forward_proj="gated-gelu"),
+        linear("encoder.block.1.{}", T5_NAMES, *(f"layer.1.DenseReluDense.{n}" for n in ("wi_1", "wo", "wi_0"))),
+        "encoder", (6, 4, 1), tokens,
+    ),
+    "bart": Entry(
+        lambda: hf.BartModel(hf.BartConfig(**SEQ2SEQ)), linear("encoder.layers.1.{}", BART_NAMES, "fc1", "fc2"),
+        "encoder", (6, 4, 3), tokens, cross=bart_cross("decoder.layers.1.{}"),
+    ),
+    "marian": Entry(
+        lambda: hf.MarianModel(hf.MarianConfig(**SEQ2SEQ)), linear("encoder.layers.1.{}", BART_NAMES, "fc1", "fc2"),
+        "encoder", (6, 4, 3), tokens, cross=bart_cross("decoder.layers.1.{}"),
+    ),
+    "vit": Entry(
+        lambda: hf.ViTModel(hf.ViTConfig(**(PLAIN | {"image_size": 8, "patch_size": 4}))),
+        linear("layers.1.{}", OURS_NAMES, "mlp.fc1", "mlp.fc2"), "encoder", (2, 2, 1), images,
+    ),
+    "timm look-alike": Entry(
+        TimmVit, fused("blocks.1.attn.qkv.weight", "blocks.1.attn.proj.weight") | {
+            "feedforward_in": Known("blocks.1.mlp.fc1.weight", (F, D)),
+            "feedforward_out": Known("blocks.1.mlp.fc2.weight", (D, F)),
+        },
+        "encoder", (2, 2, 1), vectors,
+    ),
+    "torch encoder": Entry(
+        lambda: nn.TransformerEncoder(encoder_layer(), 2),
+        fused("layers.1.self_attn.in_proj_weight", "layers.1.self_attn.out_proj.weight") | TORCH_FF,
+        "encoder", (2, 2, 0), vectors,
+    ),
+    "torch decoder": Entry(
+        lambda: nn.Transformer(D, HEADS, 1, 2, F, batch_first=True).decoder,
+        fused("layers.1.self_attn.in_proj_weight", "layers.1.self_attn.out_proj.weight") | TORCH_FF,
+        "encoder", (4, 2, 0), pairs,
+        cross=fused("layers.1.multihead_attn.in_proj_weight", "layers.1.multihead_attn.out_proj.weight"),
+    ),
+    "ours, classifier": Entry(
+        lambda: ours("sequence_classification"),
+        linear("layers.1.{}", OURS_NAMES, "feedforward.up_proj", "feedforward.down_proj"),
+        "encoder", (2, 2, 2), tokens,
+    ),
+}  # fmt: skip
