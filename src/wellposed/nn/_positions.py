@@ -48,8 +48,8 @@ class LearnedPositions(nn.Embedding):
 class SinusoidalPositions(nn.Module):
     """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without parameters.
 
-    To the rounding of the model's dtype: angles are computed in float64. Vaswani et al. (2017), sec. 3.5. An odd width
-    ends in a sine. The table is not saved with the model.
+    To one rounding of the dtype in which the table is filled: angles are computed in float64. Vaswani et al. (2017),
+    sec. 3.5. An odd width ends in a sine. The table is not saved with the model.
 
     Args:
         num_positions: number of positions.

@@ -1,0 +1,225 @@
+"""Every option changes something; every bad value is named."""
+
+import copy
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.models import (
+    INITS,
+    Initializer,
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+    build_model,
+    xavier_,
+)
+from wellposed.nn import ATTENTIONS
+
+SIZES = {
+    "vocab_size": 13,
+    "max_position_embeddings": 10,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "pad_token_id": 0,
+}
+IDS, MASK = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+
+# Where a value cannot be seen in the logits of a fresh model, the test below says how it is seen.
+CHANGES = [
+    ("vocab_size", 14),
+    ("max_position_embeddings", 11),
+    ("hidden_size", 24),
+    ("num_hidden_layers", 3),
+    ("num_attention_heads", 2),
+    ("intermediate_size", 20),
+    ("activation", "relu"),
+    ("attention", "other-for-this-test"),
+    ("norm", "pre"),
+    ("norm", "none"),
+    ("residual", "rezero"),
+    ("qk_norm", True),
+    ("position", "sinusoidal"),
+    ("scale_embeddings", False),
+    ("dropout", 0.5),
+    ("attention_dropout", 0.5),
+    ("init", "other-for-this-test"),
+    ("pooling", "first"),
+    ("pooling", "max"),
+    ("is_causal", True),
+    ("layer_norm_eps", 0.5),
+    ("num_labels", 7),
+]
+
+
+def double_(module, config):
+    xavier_(module, config)
+    if isinstance(module, torch.nn.Linear):
+        module.weight.mul_(2.0)
+
+
+class Keep(torch.nn.Module):
+    def forward(self, x, **_):
+        return x
+
+
+if "other-for-this-test" not in INITS:
+    INITS.register("other-for-this-test")(Initializer(module=double_))
+    ATTENTIONS.register("other-for-this-test")(lambda config, layer_index: Keep())
+
+
+def classify(**changes):
+    torch.manual_seed(0)
+    model = WellposedForSequenceClassification(WellposedConfig(**{**SIZES, **changes}))
+    torch.manual_seed(1)
+    return model(input_ids=IDS, attention_mask=MASK).logits
+
+
+@pytest.mark.parametrize(("option", "value"), CHANGES)
+def test_every_option_changes_the_result(option, value):
+    plain, changed = classify(), classify(**{option: value})
+    assert plain.shape != changed.shape or (plain - changed).abs().max() > 1e-4
+
+
+def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
+    elsewhere = {
+        "feedforward",  # one is registered
+        "tie_word_embeddings",  # test_saving
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "use_cache",  # test_generate
+    }
+    own = set(WellposedConfig.__annotations__)
+    assert own == ({option for option, _ in CHANGES} - {"num_labels"}) | elsewhere
+
+
+def test_all_bad_values_are_in_one_message():
+    with pytest.raises(ConfigError) as caught:
+        WellposedConfig(
+            hidden_size=10,
+            num_attention_heads=3,
+            vocab_size=0,
+            dropout=1.0,
+            norm="per",
+            layer_norm_eps=0.0,
+            hiden_size=3,
+        )
+    message = str(caught.value)
+    for part in (
+        "6 values are not usable",
+        "hiden_size: unknown key; nearest: hidden_size",
+        "hidden_size: received 10; expected a multiple of num_attention_heads = 3",
+        "vocab_size: received 0; expected an integer >= 1",
+        "dropout: received 1.0; expected a number in [0, 1)",
+        "norm: unknown norm 'per'; nearest: pre, post, none",
+        "layer_norm_eps: received 0.0",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers: received 0; expected an integer >= 1"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers: received 2.0"),
+        ({"num_attention_heads": True}, "num_attention_heads: received True"),
+        ({"attention_dropout": -0.1}, "attention_dropout: received -0.1"),
+        ({"attention": "dot_prodct"}, "unknown attention 'dot_prodct'; nearest: dot_product"),
+        ({"init": "xavir"}, "unknown init 'xavir'; nearest: xavier"),
+        ({"pad_token_id": 13, "vocab_size": 13}, "pad_token_id: received 13; expected a token in [0, 13)"),
+        ({"eos_token_id": [1, 99], "vocab_size": 13}, "eos_token_id: received 99"),
+        ({"qk_norm": True, "hidden_size": 3, "num_attention_heads": 3}, "heads of dimension 1"),
+        ({"num_labels": 0}, "num_labels: received 0"),
+        ({"pooling": None}, "unknown pooling None"),
+    ],
+)
+def test_a_bad_value_is_named(changes, part):
+    with pytest.raises(ConfigError) as caught:
+        WellposedConfig(**changes)
+    assert part in str(caught.value)
+
+
+def test_a_value_spoilt_later_is_found_when_the_model_is_built():
+    config = WellposedConfig(**SIZES)
+    config.norm = "middle"
+    with pytest.raises(ConfigError, match="unknown norm 'middle'"):
+        WellposedForCausalLM(config)
+
+
+def test_the_language_model_does_not_touch_the_callers_configuration():
+    config = WellposedConfig(**SIZES)
+    before = copy.deepcopy(config.to_dict())
+    assert WellposedForCausalLM(config).config.is_causal
+    assert config.to_dict() == before
+    with pytest.raises(ConfigError, match="is_causal=False"):
+        WellposedForCausalLM(WellposedConfig(is_causal=False, **SIZES))
+
+
+def test_build_model_names_what_is_unknown():
+    assert build_model("wellposed", "sequence_classification", num_labels=3, **SIZES).classifier.out_features == 3
+    with pytest.raises(ConfigError, match="unknown architecture 'welposed'; nearest: wellposed"):
+        build_model("welposed", "causal_lm")
+    with pytest.raises(ConfigError, match="unknown kind of wellposed model 'causal'; nearest: causal_lm"):
+        build_model("wellposed", "causal")
+
+
+def test_xavier_bounds_and_spread():
+    torch.manual_seed(0)
+    model = WellposedForCausalLM(WellposedConfig(vocab_size=500, hidden_size=64, norm="pre", residual="rezero"))
+    layer = model.model.layers[0]
+    bound = (6 / (64 + 256)) ** 0.5
+    weight = layer.feedforward.up_proj.weight
+    assert bound * 0.99 < weight.abs().max() <= bound
+    # The variance of n draws of U(-b, b) is b^2/3 up to about b^2 * 0.3 / sqrt(n); n = 16384.
+    assert weight.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
+    assert model.model.embeddings.token.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert all(not p.any() for name, p in model.named_parameters() if name.endswith(("bias", "residual.scale")))
+    assert (layer.attention_norm.weight == 1).all()
+    states = model(input_ids=torch.arange(100)[None], output_hidden_states=True).hidden_states[0]
+    assert states.var().item() == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
+    calls = []
+    name = "counted-for-this-test"
+    if name not in INITS:
+        INITS.register(name)(Initializer(module=xavier_, model=lambda model: calls.append(type(model).__name__)))
+    model = WellposedForCausalLM(WellposedConfig(init=name, **SIZES))
+    assert calls == ["WellposedModel"]
+    model.save_pretrained(tmp_path)
+    WellposedForCausalLM.from_pretrained(tmp_path)
+    assert calls == ["WellposedModel"]
+
+
+def test_inputs_that_do_not_fit_are_named():
+    model = WellposedForCausalLM(WellposedConfig(**SIZES)).eval()
+    with pytest.raises(ShapeError, match=r"of 11 tokens; expected at most 10.*max_position_embeddings >= 11"):
+        model(input_ids=torch.ones(1, 11, dtype=torch.long))
+    with pytest.raises(ShapeError, match=r"token 13 at row 1, position 2; expected tokens in \[0, 13\)"):
+        model(input_ids=torch.tensor([[1, 2, 3], [1, 2, 13]]))
+    with pytest.raises(ShapeError, match="token -1 at row 0, position 0"):
+        model(input_ids=torch.tensor([[-1]]))
+    with pytest.raises(ShapeError, match=r"attention_mask: received shape \(1, 2\); expected \(1, 3\)"):
+        model(input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 2))
+    with pytest.raises(ShapeError, match=r"input_ids: received shape \(3,\)"):
+        model(input_ids=torch.tensor([1, 2, 3]))
+    with pytest.raises(ShapeError, match=r"input_ids: received shape \(1, 0\)"):
+        model(input_ids=torch.ones(1, 0, dtype=torch.long))
+    with pytest.raises(ShapeError, match="received neither of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ShapeError, match=r"inputs_embeds: received shape \(1, 2, 5\); expected \(batch, tokens, 12\)"):
+        model(inputs_embeds=torch.ones(1, 2, 5))
+    with pytest.raises(ShapeError, match="position_ids below 0"):
+        model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[-1]]))
+    with pytest.raises(ShapeError, match="a sequence of 11 tokens"):
+        model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[10]]))
+    with pytest.raises(ConfigError, match="output_attentions=True"):
+        model(input_ids=torch.tensor([[1]]), output_attentions=True)
+
+
+def test_a_cache_in_an_encoder_is_refused():
+    model = WellposedForSequenceClassification(WellposedConfig(**SIZES))
+    with pytest.raises(ConfigError, match="the model is not causal"):
+        model.model(input_ids=torch.tensor([[1]]), use_cache=True)

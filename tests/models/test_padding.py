@@ -1,0 +1,79 @@
+"""Padding, causality and empty rows."""
+
+import pytest
+import torch
+
+from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification, WellposedModel
+
+SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 12, "num_attention_heads": 3}
+
+
+def build(model_class, **changes):
+    torch.manual_seed(0)
+    return model_class(WellposedConfig(**{**SIZES, **changes})).double().eval()
+
+
+def pad(row, before, after):
+    ids = torch.tensor([[7] * before + row + [7] * after])
+    mask = torch.tensor([[0] * before + [1] * len(row) + [0] * after])
+    return ids, mask
+
+
+@pytest.mark.parametrize("model_class", [WellposedForCausalLM, WellposedForSequenceClassification])
+@pytest.mark.parametrize("position", ["learned", "sinusoidal"])
+def test_the_amount_and_the_side_of_padding_change_nothing(model_class, position):
+    model, row = build(model_class, position=position), [3, 1, 4, 1, 5]
+    alone = model(input_ids=torch.tensor([row])).logits
+    # 20 paddings make the batch longer than the 10 positions; the sequence itself is not.
+    for before, after in [(0, 1), (1, 0), (0, 20), (20, 0), (3, 4)]:
+        ids, mask = pad(row, before, after)
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        if model_class is WellposedForCausalLM:
+            logits = logits[:, before : before + len(row)]
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-12)
+
+
+def test_other_mask_dtypes_mean_the_same():
+    model = build(WellposedForSequenceClassification)
+    ids, mask = pad([3, 1, 4], 1, 2)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    for dtype in (torch.bool, torch.float32, torch.int32):
+        assert torch.equal(model(input_ids=ids, attention_mask=mask.to(dtype)).logits, expected)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "max"])
+def test_a_row_of_padding_is_finite_and_leaves_other_rows_alone(pooling):
+    model = build(WellposedForSequenceClassification, pooling=pooling, num_labels=3)
+    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 1], [0, 0, 0]])
+    output = model(input_ids=ids, attention_mask=mask, labels=torch.tensor([0, 1]))
+    output.loss.backward()
+    assert torch.equal(output.logits[1], model.classifier.bias)
+    torch.testing.assert_close(output.logits[:1], model(input_ids=ids[:1]).logits, rtol=0, atol=1e-12)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_language_model_sees_no_later_token():
+    model = build(WellposedForCausalLM)
+    x = torch.randn(1, 6, 12, dtype=torch.float64, requires_grad=True)
+    for mask in (None, torch.tensor([[1, 1, 1, 1, 0, 0]])):
+        logits = model(inputs_embeds=x, attention_mask=mask).logits
+        for i in range(4):
+            (gradient,) = torch.autograd.grad(logits[0, i].square().sum(), x, retain_graph=True)
+            assert gradient[0, : i + 1].abs().amax(-1).min() > 0
+            assert gradient[0, i + 1 :].abs().max() == 0
+
+
+def test_an_encoder_sees_every_token_and_is_causal_where_told():
+    x = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
+    for is_causal in (None, True):
+        model = build(WellposedModel, is_causal=is_causal)
+        states = model(inputs_embeds=x).last_hidden_state
+        (gradient,) = torch.autograd.grad(states[0, 0].square().sum(), x)
+        assert (gradient[0, 1:].abs().max() == 0) == bool(is_causal)
+
+
+def test_given_positions_are_used():
+    model, ids = build(WellposedForCausalLM), torch.tensor([[1, 2, 3]])
+    counted = model(input_ids=ids).logits
+    assert torch.equal(model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]])).logits, counted)
+    assert (model(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]])).logits - counted).abs().max() > 1e-3
