@@ -1,0 +1,91 @@
+"""`cosine_attention` against explicit float64 sums, and against its Lipschitz bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.functional import cosine_attention
+
+
+def normalized(tokens: Tensor, eps: float) -> Tensor:
+    return tokens / (tokens.norm(dim=-1, keepdim=True) ** 2 + eps) ** 0.5
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, *, eps: float, tau: float, nu: float, seen: Tensor) -> Tensor:
+    q, k, v = (normalized(t.double(), eps) for t in (query, key, value))
+    logits = (tau * q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf)
+    return nu * logits.softmax(-1) @ v
+
+
+def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_matches_reference(dtype: torch.dtype, size: float, is_causal: bool) -> None:
+    q, k = (draw(2, 2, 6, 4, seed=s, size=size).to(dtype) for s in range(2))
+    v = draw(2, 2, 6, 5, seed=2, size=size).to(dtype)
+    seen = torch.ones(6, 6).tril().bool() if is_causal else torch.ones(6, 6).bool()
+    options = {"eps": 0.05, "tau": 3.0, "nu": 1.5}
+    unit = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
+    torch.testing.assert_close(
+        cosine_attention(q, k, v, is_causal=is_causal, **options).double(),
+        reference(q, k, v, seen=seen, **options),
+        atol=1.5 * 30 * unit,
+        rtol=0,
+    )
+
+
+def test_learnt_tau_and_nu_per_head() -> None:
+    q, k, v = (draw(2, 3, 4, 5, seed=s) for s in range(3))
+    tau, nu = (torch.tensor(t, dtype=torch.float64).reshape(3, 1, 1).requires_grad_() for t in ([1, 2, 4], [1, 3, 5]))
+    out = cosine_attention(q, k, v, tau=tau, nu=nu)
+    for head in range(3):
+        expected = cosine_attention(
+            q[:, head], k[:, head], v[:, head], tau=float(tau.detach()[head]), nu=float(nu.detach()[head])
+        )
+        torch.testing.assert_close(out[:, head], expected, atol=1e-12, rtol=0)
+    assert torch.autograd.gradcheck(lambda tau, nu: cosine_attention(q, k, v, tau=tau, nu=nu), (tau, nu))
+
+
+def test_gradcheck() -> None:
+    q, k, v = (draw(1, 2, 3, 4, seed=s).requires_grad_() for s in range(3))
+    assert torch.autograd.gradcheck(lambda *t: cosine_attention(*t, eps=0.1, tau=2.0), (q, k, v))
+
+
+def test_zero_tokens_are_fine() -> None:
+    zero = torch.zeros(1, 1, 3, 4, requires_grad=True)
+    out = cosine_attention(zero, zero, zero)
+    out.sum().backward()
+    assert zero.grad is not None
+    assert torch.equal(out, torch.zeros_like(out))
+    assert zero.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1.0])
+@pytest.mark.parametrize("tau", [0.5, 8.0])
+@pytest.mark.parametrize("size", [1e-2, 1.0, 1e2])
+def test_the_stated_bound_holds_along_segments(eps: float, tau: float, size: float) -> None:
+    a = [draw(1, 1, 5, 3, seed=s, size=size) for s in range(3)]
+    b = [t + draw(1, 1, 5, 3, seed=s + 5, size=0.1 * size) for s, t in enumerate(a)]
+    moved = [float((x - y).norm(dim=-1).max()) for x, y in zip(a, b, strict=True)]
+    change = cosine_attention(*a, eps=eps, tau=tau, nu=2.0) - cosine_attention(*b, eps=eps, tau=tau, nu=2.0)
+    bound = 2.0 / math.sqrt(eps) * (moved[2] + tau * moved[0] + tau * moved[1])
+    assert change.norm(dim=-1).max() <= bound
+
+
+def test_bad_arguments() -> None:
+    x = draw(1, 1, 3, 4)
+    with pytest.raises(ConfigError, match="eps"):
+        cosine_attention(x, x, x, eps=0.0)
+    with pytest.raises(ConfigError, match="tau"):
+        cosine_attention(x, x, x, tau=-1.0)
+    with pytest.raises(ShapeError, match="expected"):
+        cosine_attention(x, x[..., :2], x)
