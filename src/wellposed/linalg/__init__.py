@@ -33,3 +33,10 @@ from wellposed.linalg._retraction import retract_ as retract_
 from wellposed.linalg._retraction import rotate as rotate
 from wellposed.linalg._retraction import skew_gradient_ as skew_gradient_
 from wellposed.linalg._retraction import tangent_gradient_ as tangent_gradient_
+from wellposed.linalg._norms import certified_spectral_norm as certified_spectral_norm
+from wellposed.linalg._singular import LanczosEstimate as LanczosEstimate
+from wellposed.linalg._singular import lanczos_singular_value as lanczos_singular_value
+from wellposed.linalg._singular import largest_singular_value as largest_singular_value
+from wellposed.linalg._singular import singular_values as singular_values
+from wellposed.linalg._spectral import condition_number as condition_number
+from wellposed.linalg._spectral import stable_rank as stable_rank

@@ -18,9 +18,12 @@ SCHEMA_VERSION = 1
 IDENTITY = ("stack", "layer", "role", "path")
 WEIGHT_COLUMNS = (
     *IDENTITY,
+    "kind",
+    "parameter",
     "rows",
     "cols",
     "orthogonality_error",
+    "gram",
     "sigma_max",
     "sigma_min",
     "condition_number",
@@ -43,12 +46,12 @@ ACTIVATION_COLUMNS = (
 class Measurement:
     """Numbers of every weight that plays a role: ``err_orth``, ``sigma_max``, ``sigma_min``, condition, stable rank.
 
-    ``rows`` holds one dictionary per role and layer: ``stack, layer, role, path, rows, cols, orthogonality_error,
-    sigma_max, sigma_min, condition_number, stable_rank, sigma_max_status`` (``"exact"``: float64 SVD; ``"empirical"``:
-    Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``. ``activations`` holds one
-    dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm, max_norm,
-    attention_entropy, attention_sensitivity`` (lists with one value per head, or ``None`` where attention was not
-    seen). What could not be measured is ``None`` and said in ``notes``.
+    ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter, rows, cols,
+    orthogonality_error, gram, sigma_max, sigma_min, condition_number, stable_rank, sigma_max_status`` (``"exact"``:
+    float64 SVD; ``"empirical"``: Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``.
+    ``activations`` holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
+    max_norm, attention_entropy, attention_sensitivity`` (lists with one value per head, or ``None`` where attention was
+    not seen). What could not be measured is ``None`` and said in ``notes``.
 
     >>> m = Measurement(rows=[{"stack": "encoder", "layer": 0, "role": "query", "path": "a", "sigma_max": 1.5}])
     >>> m.find(role="query")[0]["sigma_max"]
@@ -72,7 +75,8 @@ class Measurement:
             ConfigError: ``initial`` lacks a row of this measurement; every missing row is named.
         """
         before = {_identity(row): row["orthogonality_error"] for row in initial.rows}
-        missing = [_label(row) for row in self.rows if _identity(row) not in before]
+        names = zip(row_names(self.rows), self.rows, strict=True)
+        missing = [name for name, row in names if _identity(row) not in before]
         if missing:
             raise ConfigError(
                 "the initial measurement lacks these weights, so it was not taken of the same model:\n"
@@ -87,13 +91,13 @@ class Measurement:
     def table(self) -> str:
         """Return the weights, then the activations, as text for a terminal (rich where installed, else plain)."""
         columns = ["weight", "shape", "err_orth", "sigma max", "sigma min", "condition", "stable rank"]
-        names = ["orthogonality_error", "sigma_max", "sigma_min", "condition_number", "stable_rank"]
+        keys = ["orthogonality_error", "sigma_max", "sigma_min", "condition_number", "stable_rank"]
         if any("orthogonality_error_ratio" in row for row in self.rows):
             columns.append("err_orth / initial")
-            names.append("orthogonality_error_ratio")
+            keys.append("orthogonality_error_ratio")
         body = [
-            [_label(row), f"{row.get('rows')} x {row.get('cols')}", *(format_number(row.get(name)) for name in names)]
-            for row in self.rows
+            [name, f"{row.get('rows')} x {row.get('cols')}", *(format_number(row.get(key)) for key in keys)]
+            for name, row in zip(row_names(self.rows), self.rows, strict=True)
         ]
         parts = [text_table("Weights", columns, body)]
         if self.activations:
@@ -199,9 +203,20 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in IDENTITY)
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    """``encoder.3.query``; embeddings have no layer."""
-    return ".".join(str(part) for part in (row.get("stack"), row.get("layer"), row.get("role")) if part is not None)
+def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name per row: ``encoder.3.query``, ``decoder.0.cross_key``, ``token_embedding``.
+
+    Where two weights would share a name (two towers, experts), the path of the owning module follows after an @.
+    """
+    plain = [_plain_name(row) for row in rows]
+    return [
+        name if plain.count(name) == 1 else f"{name}@{row.get('path')}" for name, row in zip(plain, rows, strict=True)
+    ]
+
+
+def _plain_name(row: Mapping[str, Any]) -> str:
+    role = f"cross_{row['role']}" if row.get("kind") == "cross" else row["role"]
+    return ".".join(str(part) for part in (row.get("stack"), row.get("layer"), role) if part is not None)
 
 
 def _finite(value: Any) -> Any:

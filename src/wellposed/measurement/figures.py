@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,13 +106,16 @@ class HeatMap(NamedTuple):
 def heat_map(rows: Sequence[Mapping[str, Any]], value: str) -> HeatMap:
     """Arrange ``value`` of measurement rows as layers x roles; embeddings, which have no layer, are left out.
 
-    Two weights of one layer and role (self- and cross-attention) get a column each, named after their module.
+    Two weights of one layer and role (cross-attention, experts) get a column each.
     """
     layered = [row for row in rows if row.get("layer") is not None]
-    columns = {id(row): _column(row, layered) for row in layered}
+    columns = _columns(layered)
     layers = sorted({(str(row["stack"]), int(row["layer"])) for row in layered}, key=_layer_key)
-    names = sorted(set(columns.values()), key=_role_key)
-    cells = {((str(row["stack"]), int(row["layer"])), columns[id(row)]): row.get(value) for row in layered}
+    names = sorted(set(columns), key=_role_key)
+    cells = {
+        ((str(row["stack"]), int(row["layer"])), name): row.get(value)
+        for row, name in zip(layered, columns, strict=True)
+    }
     grid = [[cells.get((layer, name)) for name in names] for layer in layers]
     return HeatMap([f"{stack} {layer}" for stack, layer in layers], names, grid)
 
@@ -237,7 +241,8 @@ def spectra_by_role(
     curves: dict[str, list[tuple[Sequence[float], float, bool]]] = {}
     for row in measured:
         shade = depth.get((str(row["stack"]), row["layer"]), 0.0)
-        curves.setdefault(str(row["role"]), []).append((row["singular_values"], shade, dashed))
+        role = f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
+        curves.setdefault(role, []).append((row["singular_values"], shade, dashed))
     return dict(sorted(curves.items(), key=lambda item: _role_key(item[0])))
 
 
@@ -257,11 +262,15 @@ def short_number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
 
 
-def _column(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    place = (row["stack"], row["layer"], row["role"])
-    twins = [other for other in rows if (other["stack"], other["layer"], other["role"]) == place]
-    role = str(row["role"])
-    return role if len(twins) == 1 else f"{role} ({str(row['path']).rpartition('.')[2]})"
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Role of every row, ``cross_`` before that of cross-attention; twins (experts) carry their module's name."""
+    names = [f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"]) for row in rows]
+    places = [(row["stack"], row["layer"], name) for row, name in zip(rows, names, strict=True)]
+    seen = Counter(places)
+    return [
+        name if seen[place] == 1 else f"{name} ({str(row['path']).rpartition('.')[2]})"
+        for row, name, place in zip(rows, names, places, strict=True)
+    ]
 
 
 def _short(name: str) -> str:
@@ -273,9 +282,11 @@ def _layer_key(layer: tuple[str, Any]) -> tuple[bool, str, Any]:
     return (layer[0] != "encoder", layer[0], layer[1])
 
 
-def _role_key(name: str) -> tuple[str, int, str]:
-    role, _, module = name.partition(" ")
-    return (module, ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER), role)
+def _role_key(name: str) -> tuple[bool, int, str]:
+    """Self-attention, feed-forward, then cross-attention; roles in the order data flows."""
+    role = name.partition(" ")[0].removeprefix("cross_")
+    order = ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER)
+    return (name.startswith("cross_"), order, name)
 
 
 def _matplotlib() -> Any:

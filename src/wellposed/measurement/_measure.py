@@ -1,0 +1,122 @@
+"""Measure every weight that plays a role, and on a batch what flows through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.functional import orthogonality_error
+from wellposed.linalg import largest_singular_value, singular_values
+from wellposed.linalg._spectral import condition_of
+from wellposed.measurement._activations import measure_activations
+from wellposed.measurement._measurement import Measurement
+from wellposed.roles import RoleWeight, find_roles
+
+
+def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Measurement:
+    """Return ``max_{i != j} |(W W^T)_ij|``, ``sigma_max``, ``sigma_min``, ratio, ``|W|_F^2 / |W|_2^2`` of every role.
+
+    Status: with ``spectra`` exact to float64 rounding (SVD); without, ``sigma_max`` and the stable rank are empirical
+    (Lanczos to 1e-3, from below), and ``sigma_min`` and the condition number are ``None``. Sources: McGrath (2024,
+    eq. 3) for the orthogonality error, on the smaller of the two Gram matrices, as the larger cannot be diagonal
+    (``gram`` in each row says which: ``"rows"`` is ``W W^T``, ``"columns"`` is ``W^T W``); Rudelson and Vershynin
+    (2007) for the stable rank. On a batch: mean and largest 2-norm of the token vectors behind every layer, attention
+    and feed-forward module, and per head the mean entropy (nats) of the attention rows and their mean sensitivity
+    ``p1 (1 - p1 + p2)``. Padded tokens are left out where the batch holds a mask.
+
+    The model runs in evaluation mode without gradients and is left as it was: training flags, gradients, hooks and
+    random state.
+
+    Args:
+        model: any model in which `find_roles` finds weights.
+        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of keywords such as
+            ``{"input_ids": ..., "attention_mask": ...}``; ``None`` measures weights alone.
+        spectra: keep all singular values of every weight.
+
+    Returns:
+        `Measurement`; see there for the entries of a row.
+
+    Raises:
+        RoleNotFoundError: no attention or feed-forward weight is recognised.
+        ConvergenceError: weights hold NaN or infinity; all are named.
+        ConfigError: a quantised weight, or a batch of another type.
+
+    Cost: with ``spectra`` one float64 SVD per weight, without about a tenth of it; the batch costs one forward pass and
+    the N x N attention weights of one layer at a time. When not to use: inside every training step; see `Monitor`.
+
+    >>> m = measure(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(2, 5, 16))
+    >>> [row["role"] for row in m.rows]
+    ['query', 'key', 'value', 'output', 'feedforward_in', 'feedforward_out']
+    >>> [row["kind"] for row in m.activations]
+    ['attention', 'layer']
+    """
+    model = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
+    roles = find_roles(model)
+    weights = list(roles.weights())
+    check_measurable(weights)
+    rows = [weight_row(weight, spectra=spectra) for weight in weights]
+    activations, notes = measure_activations(model, roles, batch) if batch is not None else ([], [])
+    return Measurement(rows=rows, activations=activations, notes=notes)
+
+
+def check_measurable(weights: Sequence[RoleWeight]) -> None:
+    """Raise for weights that are quantised or not finite, all of them in one message."""
+    quantised = [
+        f"{w.view.parameter_name}: {w.view.parameter.dtype}"
+        for w in weights
+        if not w.view.parameter.is_floating_point()
+    ]
+    if quantised:
+        raise ConfigError(f"these weights are quantised; measure the model before quantisation:\n{listed(quantised)}")
+    broken = dict.fromkeys(w.view.parameter_name for w in weights if not torch.isfinite(w.view.parameter).all())
+    if broken:
+        raise ConvergenceError(f"these weights hold NaN or infinity and cannot be measured:\n{listed(list(broken))}")
+
+
+@torch.no_grad()
+def weight_row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
+    """Return the numbers of one weight."""
+    matrix = weight.view.tensor().detach()
+    rows, cols = matrix.shape
+    row: dict[str, Any] = {
+        "stack": weight.stack,
+        "layer": weight.layer,
+        "role": weight.role,
+        "kind": weight.kind,
+        "path": weight.path,
+        "parameter": weight.view.parameter_name,
+        "rows": rows,
+        "cols": cols,
+        "orthogonality_error": orthogonality_error(matrix if rows <= cols else matrix.mT).item(),
+        "gram": "rows" if rows <= cols else "columns",
+    }
+    return {**row, **(_exact(matrix) if spectra else _quick(matrix))}
+
+
+def _exact(matrix: Tensor) -> dict[str, Any]:
+    values = singular_values(matrix)
+    largest = values[0].item()
+    return {
+        "sigma_max": largest,
+        "sigma_min": values[-1].item(),
+        "condition_number": condition_of(values),
+        "stable_rank": (values / largest).square().sum().item() if largest > 0 else None,
+        "sigma_max_status": "exact",
+        "singular_values": values.tolist(),
+    }
+
+
+def _quick(matrix: Tensor) -> dict[str, Any]:
+    largest = largest_singular_value(matrix)
+    frobenius = torch.linalg.vector_norm(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)).item()
+    return {
+        "sigma_max": largest,
+        "sigma_min": None,
+        "condition_number": None,
+        "stable_rank": (frobenius / largest) ** 2 if largest > 0 else None,
+        "sigma_max_status": "empirical",
+    }
