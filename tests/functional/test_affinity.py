@@ -1,0 +1,211 @@
+"""Affinity penalties against A^T A - I spelled out in float64; the estimator against its exact mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.functional import affinity_penalty, affinity_penalty_from_logits
+
+BATCH, HEADS, TOKENS, WIDTH = 3, 4, 7, 5
+LENGTHS = (7, 4, 1)
+
+
+def tensors(key_heads: int = HEADS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    query = torch.randn(BATCH, HEADS, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    return query, torch.randn(BATCH, key_heads, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def padding() -> Tensor:
+    return torch.arange(TOKENS) >= torch.tensor(LENGTHS)[:, None]
+
+
+def slow(
+    query: Tensor,
+    key: Tensor,
+    *,
+    lengths: tuple[int, ...] = (TOKENS,) * BATCH,
+    starts: tuple[int, ...] = (0,) * BATCH,
+    causal: bool = False,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """|A^T A - I|_F^2 of every sequence and head, padded tokens cut away before the softmax."""
+    values = []
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            part = slice(starts[b], starts[b] + lengths[b])
+            q, k = query[b, h, part], key[b, h * key.shape[1] // query.shape[1], part]
+            scores = q @ k.T * (1 / math.sqrt(q.shape[1]) if scale is None else scale)
+            scores = scores if bias is None else scores + bias[h, part, part]
+            if causal:
+                scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            affinity = scores.softmax(-1)
+            values.append(((affinity.T @ affinity - torch.eye(lengths[b])) ** 2).sum())
+    return torch.stack(values).view(query.shape[0], query.shape[1])
+
+
+def agree(fast: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance: float = 1e-11) -> None:
+    """Values, and gradients under a random weighting of the heads."""
+    torch.testing.assert_close(fast, expected, rtol=tolerance, atol=tolerance)
+    weights = torch.randn_like(expected)
+    ours = torch.autograd.grad((fast * weights).sum(), leaves)
+    theirs = torch.autograd.grad((expected * weights).sum(), leaves)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
+def test_exact_is_the_formula(causal: bool, padded: bool, key_heads: int) -> None:
+    query, key = tensors(key_heads)
+    fast = affinity_penalty(query, key, is_causal=causal, key_padding_mask=padding() if padded else None, scale=0.7)
+    lengths = LENGTHS if padded else (TOKENS,) * BATCH
+    agree(fast, slow(query, key, lengths=lengths, causal=causal, scale=0.7), (query, key))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("left", [False, True], ids=["right padding", "left padding"])
+def test_padding_is_read_off_a_full_mask(kind: str, causal: bool, left: bool) -> None:
+    """As Hugging Face makes it: padded columns closed, padded rows open or (left padding, causal) empty."""
+    query, key = tensors()
+    real = ~padding().flip(-1) if left else ~padding()
+    mask = real[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)
+    mask = mask & torch.ones(TOKENS, TOKENS).tril().bool() if causal else mask
+    if kind == "float":
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    starts = tuple(TOKENS - length for length in LENGTHS) if left else (0,) * BATCH
+    expected = slow(query, key, lengths=LENGTHS, starts=starts, causal=causal)
+    agree(affinity_penalty(query, key, attn_mask=mask), expected, (query, key))
+
+
+def test_own_convention_where_padded_queries_attend_to_themselves() -> None:
+    query, key = tensors()
+    real = ~padding()
+    mask = (real[:, None, :] & real[:, :, None] | torch.eye(TOKENS).bool())[:, None]
+    agree(affinity_penalty(query, key, attn_mask=mask), slow(query, key, lengths=LENGTHS), (query, key))
+
+
+def test_a_bias_receives_its_gradient() -> None:
+    query, key = tensors()
+    bias = torch.randn(HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
+    fast = affinity_penalty(query, key, attn_mask=bias[None], scale=1.0)
+    agree(fast, slow(query, key, scale=1.0, bias=bias), (query, key, bias))
+
+
+def test_chunks_of_the_batch_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = tensors()
+    bias = torch.randn(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr("wellposed.functional._affinity._CHUNK", 1)
+    mask = {"attn_mask": bias, "key_padding_mask": padding()}
+    agree(affinity_penalty(query, key, **mask), slow(query, key, lengths=LENGTHS, bias=bias[0]), (query, key, bias))
+
+
+def test_logits_give_the_same_penalty() -> None:
+    query, key = tensors()
+    logits = query @ key.mT / math.sqrt(WIDTH)
+    logits = logits + torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.float64).masked_fill(
+        padding()[:, None, None], torch.finfo(torch.float64).min
+    )
+    agree(affinity_penalty_from_logits(logits), slow(query, key, lengths=LENGTHS), (query, key))
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, WIDTH), (BATCH, TOKENS, WIDTH)], ids=["2d", "3d"])
+def test_fewer_dimensions(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(2, *shape, dtype=torch.float64)
+    whole = query.view(-1, 1, TOKENS, WIDTH), key.view(-1, 1, TOKENS, WIDTH)
+    torch.testing.assert_close(affinity_penalty(query, key), slow(*whole).view(shape[:-2]), rtol=1e-12, atol=1e-12)
+
+
+def masks() -> dict[str, dict[str, object]]:
+    real = ~padding()
+    full = real[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)
+    return {
+        "none": {},
+        "causal": {"is_causal": True},
+        "padding": {"key_padding_mask": padding()},
+        "causal and padding": {"is_causal": True, "key_padding_mask": padding()},
+        "bool": {"attn_mask": full},
+        "bool, causal and padding": {"attn_mask": full, "is_causal": True, "key_padding_mask": padding()},
+        "float": {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(), "key_padding_mask": padding()},
+        "float and causal": {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(), "is_causal": True},
+    }
+
+
+@pytest.mark.parametrize("name", list(masks()))
+def test_probes_are_unbiased_in_value_and_gradient(name: str) -> None:
+    """With as many draws as give a standard error, the mean is within five of them, coordinate by coordinate."""
+    options = masks()[name]
+    query, key = tensors(key_heads=2)
+    exact = affinity_penalty(query, key, **options)
+    wanted = torch.cat([exact.flatten(), *(g.flatten() for g in torch.autograd.grad(exact.sum(), (query, key)))])
+    draws = []
+    for _ in range(300):
+        value = affinity_penalty(query, key, estimator="probes", num_probes=8, **options)
+        gradients = torch.autograd.grad(value.sum(), (query, key))
+        draws.append(torch.cat([value.detach().flatten(), *(g.flatten() for g in gradients)]))
+    sample = torch.stack(draws)
+    error = sample.std(dim=0) / len(draws) ** 0.5
+    assert ((sample.mean(dim=0) - wanted).abs() <= 5 * error + 1e-10).all()
+
+
+def test_many_probes_come_close() -> None:
+    query, key = tensors()
+    exact = affinity_penalty(query, key)
+    near = affinity_penalty(query, key, estimator="probes", num_probes=512)
+    torch.testing.assert_close(near, exact, rtol=0.1, atol=0.1)
+
+
+def test_probes_repeat_with_a_generator() -> None:
+    query, key = tensors()
+    draws = [
+        affinity_penalty(query, key, estimator="probes", generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_gradient_of_a_hundred_draws_points_the_right_way() -> None:
+    query, key = (torch.randn(2, 2, 128, 16, requires_grad=True) for _ in range(2))
+    (exact,) = torch.autograd.grad(affinity_penalty(query, key).sum(), query)
+    drawn = [torch.autograd.grad(affinity_penalty(query, key, estimator="probes").sum(), query)[0] for _ in range(100)]
+    mean = torch.stack(drawn).mean(0)
+    assert torch.nn.functional.cosine_similarity(mean.flatten(), exact.flatten(), dim=0) >= 0.99
+
+
+@pytest.mark.parametrize("estimator", ["exact", "probes"])
+def test_bf16_tensors_under_autocast(estimator: str) -> None:
+    query, key = tensors(dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = affinity_penalty(query, key, estimator=estimator, num_probes=512)
+    assert value.dtype == torch.float32
+    exact = affinity_penalty(query.double(), key.double())
+    torch.testing.assert_close(
+        value.double(), exact, rtol=1e-6 if estimator == "exact" else 0.08, atol=1e-6 if estimator == "exact" else 0.05
+    )
+    value.sum().backward()
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
+
+
+def test_errors() -> None:
+    query, key = tensors()
+    with pytest.raises(ShapeError, match="cross-attention"):
+        affinity_penalty(query, key[..., :-1, :])
+    with pytest.raises(ShapeError, match="do not divide"):
+        affinity_penalty(query, key[:, :3])
+    with pytest.raises(ConfigError, match="estimator"):
+        affinity_penalty(query, key, estimator="probe")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_probes"):
+        affinity_penalty(query, key, estimator="probes", num_probes=0)
+    with pytest.raises(ConfigError, match="float16"):
+        affinity_penalty(query.half(), key.half())
+    with pytest.raises(ShapeError, match="square"):
+        affinity_penalty_from_logits(torch.zeros(2, 3))
