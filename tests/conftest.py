@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,12 @@ def shared_data() -> Path:
     """Return the folder of real data sets, or skip with the reason."""
     folder = Path(os.environ.get("WELLPOSED_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
-        pytest.skip(f"no shared data at {folder}; set WELLPOSED_DATA to the folder that holds ptb/, listops/, imdb/, ...")
+        pytest.skip(
+            f"no shared data at {folder}; set WELLPOSED_DATA to the folder that holds ptb/, listops/, imdb/, ..."
+        )
     return folder
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield

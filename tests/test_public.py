@@ -9,6 +9,16 @@ import pytest
 
 import wellposed
 
+PUBLIC = {
+    "Certificate", "CheckpointError", "ConfigError", "ConvergenceError", "DataError", "Measurement", "Monitor",
+    "NotContractiveError", "NotLipschitzError", "OrthogonalityPenalty", "RoleNotFoundError", "Roles", "ShapeError",
+    "WellposedError", "certify", "constrain_", "find_roles", "lipschitz_lower_bound", "measure", "register_rule",
+}  # fmt: skip
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(wellposed.__all__) == PUBLIC
+
 
 def test_every_export_resolves_to_its_own_module() -> None:
     for name in wellposed.__all__:

@@ -12,7 +12,26 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    pass
+    from wellposed.certification import Certificate as Certificate
+    from wellposed.certification import certify as certify
+    from wellposed.certification import lipschitz_lower_bound as lipschitz_lower_bound
+    from wellposed.certification import register_rule as register_rule
+    from wellposed.constrain import constrain_ as constrain_
+    from wellposed.errors import CheckpointError as CheckpointError
+    from wellposed.errors import ConfigError as ConfigError
+    from wellposed.errors import ConvergenceError as ConvergenceError
+    from wellposed.errors import DataError as DataError
+    from wellposed.errors import NotContractiveError as NotContractiveError
+    from wellposed.errors import NotLipschitzError as NotLipschitzError
+    from wellposed.errors import RoleNotFoundError as RoleNotFoundError
+    from wellposed.errors import ShapeError as ShapeError
+    from wellposed.errors import WellposedError as WellposedError
+    from wellposed.measurement import Measurement as Measurement
+    from wellposed.measurement import Monitor as Monitor
+    from wellposed.measurement import measure as measure
+    from wellposed.penalize import OrthogonalityPenalty as OrthogonalityPenalty
+    from wellposed.roles import Roles as Roles
+    from wellposed.roles import find_roles as find_roles
 
 _SUBMODULES = frozenset(
     {
@@ -23,6 +42,17 @@ _SUBMODULES = frozenset(
 
 # public name -> module that defines it
 _EXPORTS: dict[str, str] = {
+    "Certificate": "certification",
+    "Measurement": "measurement",
+    "Monitor": "measurement",
+    "OrthogonalityPenalty": "penalize",
+    "Roles": "roles",
+    "certify": "certification",
+    "constrain_": "constrain",
+    "find_roles": "roles",
+    "lipschitz_lower_bound": "certification",
+    "measure": "measurement",
+    "register_rule": "certification",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "ConvergenceError": "errors",

@@ -1,7 +1,6 @@
 """Turning words into a `RunConfig`: what `train` and `compare` share.
 
-The order of precedence, lowest first: defaults, ``--preset``, ``--config``, the variant (``train`` only), options given on
-the command line.
+Precedence, lowest first: defaults, ``--preset`` or ``--config``, the variant (``train`` only), the command line.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def task_usage(command: str) -> str:
     """Return the help of a command whose task has not been named yet."""
     width = max(map(len, TASKS.names()))
     rows = "\n".join(f"  {name:<{width}}  {TASKS.get(name).summary}" for name in TASKS)
-    return f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n`wellposed {command} TASK --help` lists the options."
+    more = f"`wellposed {command} TASK --help` lists the options."
+    return f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n{more}"
 
 
 def base_config(task: str, words: Sequence[str]) -> RunConfig:
@@ -81,7 +81,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str) -> tuple[RunConfig, Any]:
-    """Parse the options of a task, a run and a command (``extra``); return the configuration and the command's options."""
+    """Parse the options of a task, a run and a command; return the configuration and the ``extra`` options."""
     options = TASKS.get(base.task).options
     arguments = dataclasses.make_dataclass(
         "Arguments",

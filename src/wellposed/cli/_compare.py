@@ -48,6 +48,7 @@ def run(words: Sequence[str]) -> int:
         resume=options.resume,
         progress=not options.quiet,
         command=command_words("compare", words),
+        announce=None if options.quiet else lambda line: print(line, flush=True),
     )
     if runs.cancelled:
         print(f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto", file=sys.stderr)

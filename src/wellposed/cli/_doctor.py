@@ -95,7 +95,9 @@ def _check_training() -> str:
         optimizer.step()
         losses.append(float(loss.detach()))
     if losses[-1] > 0.7 * losses[0]:
-        raise ArithmeticError(f"loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 30 steps, expected a fall of 30 %")
+        raise ArithmeticError(
+            f"loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 30 steps, expected a fall of 30 %"
+        )
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in 30 steps"
 
 

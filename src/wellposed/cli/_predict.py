@@ -29,7 +29,7 @@ class PredictArguments:
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
     max_new_tokens: int = 200
-    """How many tokens a language model adds."""
+    """How many tokens a language model adds; past its positions it goes on from the last half of them."""
     temperature: float = 0.8
     """Sampling temperature; 0 takes the most probable token."""
     seed: int = 0
@@ -85,23 +85,29 @@ def _continuation(
     import torch
 
     if not text:
-        raise ConfigError("wellposed predict: --text is empty; a language model needs at least one character to continue")
+        raise ConfigError(
+            "wellposed predict: --text is empty; a language model needs at least one character to continue"
+        )
     torch.manual_seed(options.seed)
     ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
-    limit = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-    if limit and ids.shape[1] + options.max_new_tokens > limit:
-        raise ShapeError(
-            f"{options.model}: the text has {ids.shape[1]} tokens and --max-new-tokens asks for {options.max_new_tokens}, "
-            f"together more than the {limit} positions of the model; shorten the text or ask for fewer"
-        )
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else {"do_sample": False}
     )
-    with torch.inference_mode():
-        out = model.generate(  # type: ignore[operator]
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, **sampling
-        )
-    return str(tokenizer.decode(out[0], skip_special_tokens=True))
+    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or ids.shape[1] + options.max_new_tokens
+    wanted = ids.shape[1] + options.max_new_tokens
+    while ids.shape[1] < wanted:
+        # The model sees at most `positions` tokens: past them it goes on from the last half of what it can see.
+        window = ids if ids.shape[1] < positions else ids[:, -max(1, positions // 2) :]
+        count = min(wanted - ids.shape[1], positions - window.shape[1])
+        with torch.inference_mode():
+            out = model.generate(  # type: ignore[operator]
+                input_ids=window, attention_mask=torch.ones_like(window), max_new_tokens=count, **sampling
+            )
+        added = out[:, window.shape[1] :]
+        ids = torch.cat([ids, added], dim=1)
+        if added.shape[1] < count:  # an end-of-text token
+            break
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def _labels(
@@ -110,7 +116,7 @@ def _labels(
     import torch
 
     limit = int(model.config.max_position_embeddings)
-    names = model.config.id2label or {}
+    names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for start in range(0, len(lines), batch_size):
         rows = lines[start : start + batch_size]
         encoded = tokenizer(list(rows), padding=True, return_tensors="pt")

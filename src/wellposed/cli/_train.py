@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.cli._arguments import base_config, command_words, option_value, parse, split_task, task_usage
-from wellposed.recipes.variants import VARIANTS, apply_variant, summary
+from wellposed.recipes.variants import VARIANTS, apply_variant
 
 
 @dataclass(frozen=True)
@@ -48,4 +48,4 @@ def run(words: Sequence[str]) -> int:
 
 
 def _description() -> str:
-    return "Train one model. Variants: " + "; ".join(f"{name}: {summary(name)}" for name in VARIANTS)
+    return f"Train one model. Variants: {', '.join(VARIANTS)}; `wellposed compare` describes them."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ def compare(
     resume: str = "never",
     progress: bool = True,
     command: list[str] | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the same order.
 
@@ -60,6 +61,7 @@ def compare(
         resume: ``"auto"`` or ``"never"``.
         progress: draw a progress bar (plain lines when the output is piped).
         command: the words of the command, for the report.
+        announce: called with one line before each run.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
@@ -81,8 +83,8 @@ def compare(
     results: list[RunResult] = []
     for number, config in enumerate(configs, start=1):
         folder = out / variant_folder(config.variant) / f"seed-{config.train.seed}"
-        if progress:
-            print(f"[{number}/{len(configs)}] {config.task} {config.variant} seed {config.train.seed}", flush=True)
+        if announce is not None:
+            announce(f"[{number}/{len(configs)}] {config.task} {config.variant} seed {config.train.seed}")
         folders.append(folder)
         results.append(train(config, folder, resume=resume, progress=progress, command=command, task=task))
         if results[-1].status == "cancelled":
@@ -95,7 +97,9 @@ def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> lis
     problems = []
     if not variants:
         problems.append("variants: expected at least one name, received none")
-    problems += [f"variants: {name!r} is named twice" for name in sorted(set(variants)) if list(variants).count(name) > 1]
+    problems += [
+        f"variants: {name!r} is named twice" for name in sorted(set(variants)) if list(variants).count(name) > 1
+    ]
     if seeds < 1:
         problems.append(f"seeds: expected at least 1, received {seeds}")
     if problems:
