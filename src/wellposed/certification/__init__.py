@@ -8,8 +8,9 @@ from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
 from wellposed.certification._cosine import cosine_attention_bound as cosine_attention_bound
-from wellposed.certification._dot_product import dot_product_ball_bounds as dot_product_ball_bounds
+from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
 from wellposed.certification._dot_product import local_dot_product_bound as local_dot_product_bound
+from wellposed.certification._heads import AttentionWeights as AttentionWeights
 from wellposed.certification._inverse_d import inverse_d_attention_bound as inverse_d_attention_bound
 from wellposed.certification._l2 import kim2021_bound as kim2021_bound
 from wellposed.certification._l2 import kim2021_mixing as kim2021_mixing

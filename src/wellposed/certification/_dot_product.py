@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellposed.certification._heads import (
     AttentionWeights,
@@ -26,30 +30,31 @@ TRAINING_DROPOUT = (
 )
 
 
-def dot_product_ball_bounds(
-    weights: AttentionWeights, *, radius: float, seq_len: int, mask: MaskKind = "any"
-) -> tuple[Bound, Bound]:
-    """Return the tok and the norm-2 bound of dot-product self-attention on ``|x_i| <= radius`` (B5).
+def dot_product_ball_bound(
+    weights: AttentionWeights, *, radius: float, seq_len: int, norm: Literal["tok", 2] = "tok", mask: MaskKind = "any"
+) -> Bound:
+    """Return the bound of dot-product self-attention on ``|x_i| <= radius`` in norm tok or 2 (B5).
 
     Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a R^2 + beta R)``;
     norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``. Any mask with non-empty rows; key and value biases drop out.
-    Improves on Castin, Ablin, Peyre (2024), whose constant it never exceeds.
+    Never above the constant of Castin, Ablin, Peyre (2024).
     """
     root = math.sqrt(weights.head_dim)
     affinity = product_norms(weights.key, weights.query) / root
     shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root * (1 + 1e-12)
     query = affinity * radius**2
     key = query + shift * radius
+    if norm == "tok":
+        return join_heads(1 + query + key, weights, "ball R, tok (B5)")
     masses = torch.tensor([row_mass(seq_len, mask, float(spread)) for spread in key], dtype=torch.float64)
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
-    tok = join_heads(1 + query + key, weights, "ball R, tok (B5)")
     per_head = join_heads(masses + query + key_masses * key, weights, "ball R, norm 2 (B5)")
-    return tok, least([per_head, _all_heads(weights, radius, masses, key_masses)])
+    return least([per_head, _all_heads(weights, radius, masses, key_masses)])
 
 
 def _all_heads(weights: AttentionWeights, radius: float, masses: Tensor, key_masses: Tensor) -> Bound:
     """The multi-head form of B5 in norm 2: every head sees the whole perturbation once."""
-    query, key, value = (norms(part) for part in (weights.query, weights.key, weights.value))
+    query, key, value = norms(weights.query), norms(weights.key), weights.value_norms
     query_all, key_all, value_all = (
         certified_spectral_norm(part.movedim(0, 1).flatten(1), method="cholesky")
         for part in (weights.query, weights.key, weights.value)
@@ -61,32 +66,46 @@ def _all_heads(weights: AttentionWeights, radius: float, masses: Tensor, key_mas
         + radius**2 / root * (value * key).amax() * query_all
         + key_masses.amax() * radius / root * (value * query_size).amax() * key_all
     )
-    output = certified_spectral_norm(weights.output.flatten(0, 1), method="cholesky")
-    return Bound(output * bracket, "ball R, norm 2, heads together (B5)")
+    return Bound(weights.output_norm * bracket, "ball R, norm 2, heads together (B5)")
 
 
-def qk_norm_ball_bounds(
+@dataclass(frozen=True)
+class HeadNorm:
+    """LayerNorm on queries or keys: ``max |gamma|`` and ``eps``."""
+
+    gain: float
+    eps: float
+
+    @classmethod
+    def of(cls, module: nn.LayerNorm) -> HeadNorm:
+        """Read a LayerNorm over the head dimension."""
+        return cls(1.0 if module.weight is None else float(module.weight.detach().abs().max()), float(module.eps))
+
+
+def qk_norm_ball_bound(
     weights: AttentionWeights,
-    gains: tuple[float, float],
-    eps: tuple[float, float],
+    query_norm: HeadNorm,
+    key_norm: HeadNorm,
     *,
     radius: float,
     seq_len: int,
+    norm: Literal["tok", 2] = "tok",
     mask: MaskKind = "any",
-) -> tuple[Bound, Bound]:
-    """Bounds with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k l_q + s_q l_k))``.
+) -> Bound:
+    """Bound with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k l_q + s_q l_k))``.
 
     As B6: ``s = sqrt(d) max|gamma|`` bounds the normalised vector and ``l = |W| max|gamma| / sqrt eps`` its slope.
     """
     root = math.sqrt(weights.head_dim)
-    size_q, size_k = (gain * root for gain in gains)
-    slope_q = norms(weights.query) * gains[0] / math.sqrt(eps[0])
-    slope_k = norms(weights.key) * gains[1] / math.sqrt(eps[1])
+    size_q, size_k = query_norm.gain * root, key_norm.gain * root
+    slope_q = norms(weights.query) * query_norm.gain / math.sqrt(query_norm.eps)
+    slope_k = norms(weights.key) * key_norm.gain / math.sqrt(key_norm.eps)
     query, key = radius / root * size_k * slope_q, radius / root * size_q * slope_k
+    if norm == "tok":
+        return join_heads(1 + query + key, weights, "qk norm, ball R, tok (B5, B6)")
     mass = row_mass(seq_len, mask, size_q * size_k / root)
     key_mass = min(mass, math.sqrt(seq_len / 2))
-    tok = join_heads(1 + query + key, weights, "qk norm, ball R, tok (B5, B6)")
-    return tok, join_heads(mass + query + key_mass * key, weights, "qk norm, ball R, norm 2 (B5, B6)")
+    return join_heads(mass + query + key_mass * key, weights, "qk norm, ball R, norm 2 (B5, B6)")
 
 
 def local_dot_product_bound(
@@ -150,13 +169,12 @@ def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
             "a 2-norm that no input token exceeds, or use L2SelfAttention"
         )
     weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads)
-    seq_len, mask = site.seq_len, site.mask
-    if module.q_norm is None or module.k_norm is None:
-        tok, frobenius = dot_product_ball_bounds(weights, radius=site.radius, seq_len=seq_len, mask=mask)
+    q_norm, k_norm = module.q_norm, module.k_norm
+    bound: Callable[..., Bound]
+    if q_norm is None or k_norm is None:
+        bound = partial(dot_product_ball_bound, weights)
     else:
-        q_norm, k_norm = module.q_norm, module.k_norm
-        gains = (float(q_norm.weight.detach().abs().max()), float(k_norm.weight.detach().abs().max()))
-        tok, frobenius = qk_norm_ball_bounds(
-            weights, gains, (q_norm.eps, k_norm.eps), radius=site.radius, seq_len=seq_len, mask=mask
-        )
-    return in_norm(tok, frobenius, site, module.embed_dim, out_radius=averaged_values_radius(weights, site.radius))
+        bound = partial(qk_norm_ball_bound, weights, HeadNorm.of(q_norm), HeadNorm.of(k_norm))
+    bound = partial(bound, radius=site.radius, seq_len=site.seq_len, mask=site.mask)
+    out_radius = averaged_values_radius(weights, site.radius)
+    return in_norm(bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius)

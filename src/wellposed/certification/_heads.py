@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +52,20 @@ class AttentionWeights:
     def head_dim(self) -> int:
         return self.query.shape[-1]
 
-    @property
-    def num_heads(self) -> int:
-        return self.query.shape[0]
+    @cached_property
+    def output_norm(self) -> Tensor:
+        """``|W_O|``."""
+        return certified_spectral_norm(self.output.flatten(0, 1), method="cholesky")
+
+    @cached_property
+    def value_norms(self) -> Tensor:
+        """``|V_h|``."""
+        return norms(self.value)
+
+    @cached_property
+    def path_norms(self) -> Tensor:
+        """``|V_h W_O,h|``."""
+        return product_norms(self.value, self.output.mT)
 
 
 def norms(weights: Tensor) -> Tensor:
@@ -86,12 +99,11 @@ def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
 
     The least of ``|W_O| sqrt(sum |V_h|^2 L_h^2)`` and ``sum |V_h W_O,h| L_h``, for norms tok and 2.
     """
-    through_output = certified_spectral_norm(weights.output.flatten(0, 1), method="cholesky")
-    values, composite = norms(weights.value), norms(weights.value @ weights.output)
+    joined = weights.output_norm * (weights.value_norms * per_head).square().sum().sqrt()
     return least(
         [
-            Bound(through_output * (values * per_head).square().sum().sqrt(), f"{form}, |W_O| sqrt(sum L_h^2)"),
-            Bound((composite * per_head).sum(), f"{form}, sum |V_h W_O,h| L_h"),
+            Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)"),
+            Bound((weights.path_norms * per_head).sum(), f"{form}, sum |V_h W_O,h| L_h"),
         ]
     )
 
@@ -99,13 +111,12 @@ def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
     """2-norm that no output token exceeds when each head averages ``x_j V_h + b_h`` over tokens with ``|x_j| <= R``."""
     constant = torch.einsum("hd,hde->e", weights.value_bias, weights.output) + weights.output_bias
-    through_output = certified_spectral_norm(weights.output.flatten(0, 1), method="cholesky")
-    spread = min(float(norms(weights.value @ weights.output).sum()),
-                 float(through_output * norms(weights.value).square().sum().sqrt()))  # fmt: skip
+    joined = weights.output_norm * weights.value_norms.square().sum().sqrt()
+    spread = min(float(weights.path_norms.sum()), float(joined))
     return times(spread, radius) + float(constant.norm())
 
 
-def in_norm(tok: Bound, frobenius: Bound, site: Site, width: int, *, out_radius: float) -> LayerBound:
+def in_norm(tok: Bound, frobenius: Callable[[], Bound], site: Site, width: int, *, out_radius: float) -> LayerBound:
     """Turn bounds in tok and norm 2 into one in the site's norm.
 
     ``|.|_tok <= |.|_2 <= sqrt(N) |.|_tok`` and ``|.|_inf <= |.|_tok <= sqrt(D) |.|_inf`` give the other two routes.
@@ -114,7 +125,7 @@ def in_norm(tok: Bound, frobenius: Bound, site: Site, width: int, *, out_radius:
     if norm == "tok":
         choice = tok
     elif norm == 2:
-        choice = least([frobenius, Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")])
+        choice = least([frobenius(), Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")])
     else:
         choice = Bound(tok.value * math.sqrt(width), f"sqrt(D) x ({tok.form})")
     return LayerBound(float(choice.value), choice.form, out_radius=out_radius)
