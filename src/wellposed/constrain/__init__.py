@@ -3,6 +3,8 @@
 from wellposed.constrain._attach import constrain_ as constrain_
 from wellposed.constrain._handle import Constraint as Constraint
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
+from wellposed.constrain._orthogonal import Orthogonal as Orthogonal
+from wellposed.constrain._orthogonal import orthogonal as orthogonal
 from wellposed.constrain._report import ConstrainedWeight as ConstrainedWeight
 from wellposed.constrain._report import ConstraintReport as ConstraintReport
 from wellposed.constrain._report import OrthogonalityErrors as OrthogonalityErrors

@@ -40,3 +40,6 @@ from wellposed.linalg._singular import largest_singular_value as largest_singula
 from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._spectral import condition_number as condition_number
 from wellposed.linalg._spectral import stable_rank as stable_rank
+from wellposed.linalg._cayley import based_cayley as based_cayley
+from wellposed.linalg._cayley import cayley as cayley
+from wellposed.linalg._cayley import inverse_cayley as inverse_cayley
