@@ -216,11 +216,12 @@ def _siblings(train: Path, *, loose: bool, skip: Iterable[Split]) -> dict[Split,
 
 def _matches(names: Sequence[str], start: str, end: str, *, loose: bool) -> list[str]:
     plain = end.removesuffix(".gz")
+    by_lower = {name.lower(): name for name in names}
     wanted = [start + end, start + plain, start + plain + ".gz"]
-    exact = [name for name in wanted if name in names]
+    exact = [by_lower[name.lower()] for name in wanted if name.lower() in by_lower]
     if exact or not loose:
         return exact[:1]
-    pattern = re.compile(re.escape(start) + r"[._-].*" + re.escape(plain) + r"(\.gz)?")
+    pattern = re.compile(re.escape(start) + r"[._-].*" + re.escape(plain) + r"(\.gz)?", re.IGNORECASE)
     return [name for name in names if pattern.fullmatch(name)]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wellposed.tasks._ragged import Ragged
 
 PAD, UNK = "<|pad|>", "<|unk|>"
+WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"  # a space inside, so that no word of a text can be equal to them
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
 
@@ -167,12 +168,14 @@ class WordEncoder(TextEncoder):
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         tokenizers = _tokenizers_library()
-        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({PAD: PAD_ID, UNK: UNK_ID, **self._ids}, UNK))
+        inner = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({WORD_PAD: PAD_ID, WORD_UNK: UNK_ID, **self._ids}, WORD_UNK)
+        )
         if self.drop:
             pattern = tokenizers.Regex("[" + "".join("\\" + character for character in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        return _wrap(inner, max_length)
+        return _wrap(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
 
 
 class _CountingIds(dict[str, int]):
@@ -295,15 +298,15 @@ def _tokenizers_library() -> Any:
     return tokenizers
 
 
-def _wrap(inner: Any, max_length: int) -> PreTrainedTokenizerFast:
+def _wrap(inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK) -> PreTrainedTokenizerFast:
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise missing_extra("transformers", "hf", "tokenizers") from error
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
-        pad_token=PAD,
-        unk_token=UNK,
+        pad_token=pad,
+        unk_token=unk,
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
         model_max_length=max_length,

@@ -1,0 +1,145 @@
+"""The registry of tasks, building from plain options, and what every task promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from wellposed.errors import ConfigError
+from wellposed.tasks import SPLITS, TASKS, Task, build_task
+
+SMALL_LISTOPS = {"num_train": 90, "num_valid": 30, "num_test": 30}
+
+
+@pytest.fixture(scope="module", params=["listops", "char_lm", "text_classification"])
+def task(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Task:
+    folder = tmp_path_factory.mktemp("data")
+    options: dict[str, Any] = dict(SMALL_LISTOPS)
+    if request.param == "char_lm":
+        (folder / "text.txt").write_text("To be, or not to be: that is the question.\n" * 40)
+        options = {"data": str(folder / "text.txt"), "seq_len": 32}
+    if request.param == "text_classification":
+        rows = "".join(f"{i % 2}\tword{i % 7} " + "and more " * (i % 5) + "\n" for i in range(100))
+        (folder / "reviews.tsv").write_text(rows)
+        options = {"data": str(folder / "reviews.tsv")}
+    return build_task(request.param, options)
+
+
+def test_importing_tasks_imports_neither_torch_nor_numpy_nor_transformers() -> None:
+    heavy = ["torch", "numpy", "transformers", "tokenizers", "datasets"]
+    code = f"import sys, wellposed.tasks; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_building_a_task_does_not_import_torch() -> None:
+    build = f"from wellposed.tasks import build_task; build_task('listops', {SMALL_LISTOPS})"
+    code = f"import sys; {build}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_registered_names() -> None:
+    assert set(TASKS.names()) >= {"listops", "char_lm", "text_classification"}
+    for name in TASKS.names():
+        assert TASKS.get(name).name == name
+        assert TASKS.get(name).summary
+
+
+def test_unknown_task_lists_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown task 'listop'; nearest: listops"):
+        build_task("listop")
+
+
+def test_every_bad_option_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_task("char_lm", {"seq_length": 3, "limit_chars": "many", "format": "wide", "seq_len": True})
+    message = str(caught.value)
+    assert "unknown option 'seq_length'; nearest: seq_len" in message
+    assert "limit_chars = 'many', expected int or nothing" in message
+    assert "format = 'wide', expected 'auto' or 'plain' or 'spaced'" in message
+    assert "seq_len = True, expected int" in message
+
+
+def test_a_missing_option_is_named() -> None:
+    with pytest.raises(ConfigError, match="option 'data' is missing"):
+        build_task("text_classification", {})
+
+
+def test_every_option_field_has_a_help_text() -> None:
+    import ast
+    import dataclasses
+    import inspect
+
+    for name in TASKS.names():
+        options = TASKS.get(name).options
+        body = ast.parse(inspect.getsource(options)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        documented = {
+            field.target.id
+            for field, text in zip(body.body, body.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+        }
+        assert documented == {field.name for field in dataclasses.fields(options)}
+        assert dataclasses.fields(options)[0].name == "data"
+
+
+def test_batches_partition_each_split(task: Task) -> None:
+    for split in SPLITS[1:]:
+        indices = [index for batch in task.batches(split, 7, seed=3, epoch=2) for index in batch]
+        assert sorted(indices) == list(range(len(task.dataset(split))))
+
+
+def test_batches_are_a_function_of_seed_and_epoch_alone(task: Task) -> None:
+    first = task.batches("train", 4, seed=1, epoch=1)
+    assert first == task.batches("train", 4, seed=1, epoch=1)
+    assert first != task.batches("train", 4, seed=1, epoch=2)
+    assert first != task.batches("train", 4, seed=2, epoch=1)
+    for split in SPLITS[1:]:
+        assert task.batches(split, 4, seed=1, epoch=1) == task.batches(split, 4, seed=9, epoch=8)
+
+
+def test_lengths_are_those_of_the_examples(task: Task) -> None:
+    for split in SPLITS:
+        dataset, lengths = task.dataset(split), task.lengths(split)
+        assert len(dataset) == len(lengths) > 0
+        assert [len(dataset[i]["input_ids"]) for i in range(len(dataset))] == list(lengths)
+        for batch in task.batches(split, 4, seed=0, epoch=5):
+            assert [len(dataset[i]["input_ids"]) for i in batch] == [lengths[i] for i in batch]
+
+
+def test_collate_pads_to_the_longest_of_the_batch(task: Task) -> None:
+    dataset, lengths = task.dataset("train"), task.lengths("train")
+    pad = task.model_kwargs()["pad_token_id"]
+    for indices in task.batches("train", 5, seed=0, epoch=1)[:4]:
+        batch = task.collate([dataset[i] for i in indices])
+        assert (
+            batch["input_ids"].shape
+            == batch["attention_mask"].shape
+            == (len(indices), max(lengths[i] for i in indices))
+        )
+        for row, index in enumerate(indices):
+            assert batch["input_ids"][row, : lengths[index]].tolist() == dataset[index]["input_ids"]
+            assert (batch["input_ids"][row, lengths[index] :] == pad).all()
+            assert int(batch["attention_mask"][row].sum()) == lengths[index]
+
+
+def test_model_kwargs_hold_every_id_and_position(task: Task) -> None:
+    kwargs = task.model_kwargs()
+    for split in SPLITS:
+        for example in task.dataset(split):
+            assert max(example["input_ids"]) < kwargs["vocab_size"]
+            assert len(example["input_ids"]) <= kwargs["max_position_embeddings"]
+    assert len(task.tokenizer) == kwargs["vocab_size"]
+    assert task.tokenizer.pad_token_id == kwargs["pad_token_id"]
+
+
+def test_description_is_json_and_reference_has_the_headline(task: Task) -> None:
+    described = json.loads(json.dumps(task.description()))
+    assert described["task"] == task.name
+    assert "sha256" in json.dumps(described)
+    assert task.headline in task.reference()

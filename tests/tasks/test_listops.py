@@ -1,0 +1,306 @@
+"""ListOps: labels against an independent evaluator, the law against a plain sampler, files row by row."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import SPLITS, ListOpsTask, build_task
+from wellposed.tasks._listops_rules import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
+
+SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
+
+
+def value_of(text: str) -> int:
+    """Evaluate by nesting Python lists: no stack, no shared code with the library."""
+    python = text.replace("(", " ").replace(")", " ")
+    for name in ("MIN", "MAX", "MED", "SM", "FIRST", "LAST"):
+        python = python.replace(f"[{name} ", f"['{name}', ")
+    python = " ".join(token if token.endswith(",") else f"{token}," for token in python.split())
+
+    def value(node: Any) -> int:
+        if isinstance(node, int):
+            return node
+        values = [value(child) for child in node[1:]]
+        results = {
+            "MIN": sorted(values)[0],
+            "MAX": sorted(values)[-1],
+            "MED": int(statistics.median(values)),
+            "SM": sum(values) - 10 * (sum(values) // 10),
+            "FIRST": values[0],
+            "LAST": values[-1],
+        }
+        return results[node[0]]
+
+    return value(eval(python.removesuffix(",")))
+
+
+def texts(task: ListOpsTask, split: Any) -> list[str]:
+    tokens = ["<pad>", "<unk>", *VOCABULARY]
+    return [" ".join(tokens[i] for i in example["input_ids"]) for example in task.dataset(split)]
+
+
+def shape(text: str) -> tuple[int, list[int]]:
+    """Return the depth of digits (the root has depth 1) and the number of arguments of every operator."""
+    depth, deepest, open_counts, counts = 1, 1, [0], []
+    for token in text.split():
+        if token == "]":
+            counts.append(open_counts.pop())
+            depth -= 1
+        else:
+            open_counts[-1] += 1
+            deepest = max(deepest, depth)
+            if token.startswith("["):
+                open_counts.append(0)
+                depth += 1
+    return deepest, counts
+
+
+@pytest.fixture(scope="module")
+def short() -> ListOpsTask:
+    task = build_task("listops", {"num_train": 2000, "num_valid": 300, "num_test": 300})
+    assert isinstance(task, ListOpsTask)
+    return task
+
+
+@pytest.fixture(scope="module")
+def lra() -> ListOpsTask:
+    task = build_task("listops", {"setting": "lra", "num_train": 60, "num_valid": 20, "num_test": 20})
+    assert isinstance(task, ListOpsTask)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("[MED 1 2 ]", 1),
+        ("[MED 9 8 0 3 ]", 5),
+        ("[MED 9 8 0 ]", 8),
+        ("[SM 9 9 9 ]", 7),
+        ("[FIRST 3 [LAST 1 2 ] ]", 3),
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+    ],
+)
+def test_values_worked_by_hand(text: str, value: int) -> None:
+    assert evaluate(text.split()) == value == value_of(text)
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 9).map(str),
+    lambda inner: st.builds(
+        lambda name, values: f"[{name} {' '.join(values)} ]",
+        st.sampled_from(["MIN", "MAX", "MED", "SM", "FIRST", "LAST"]),
+        st.lists(inner, min_size=1, max_size=5),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=EXPRESSIONS)
+def test_evaluate_equals_the_independent_evaluator(text: str) -> None:
+    assert evaluate(text.split()) == value_of(text)
+
+
+@pytest.mark.parametrize("name", ["short", "lra"])
+def test_generated_labels_are_exact(name: str, request: pytest.FixtureRequest) -> None:
+    task: ListOpsTask = request.getfixturevalue(name)
+    for split in SPLITS:
+        for example, text in zip(task.dataset(split), texts(task, split), strict=True):
+            assert task.labels[example["labels"][0]] == str(value_of(text))
+
+
+@pytest.mark.parametrize(("name", "bounds"), [("short", (4, 5, 5, 50)), ("lra", (10, 10, 500, 2000))])
+def test_generated_expressions_are_within_the_bounds(
+    name: str, bounds: tuple[int, int, int, int], request: pytest.FixtureRequest
+) -> None:
+    max_depth, max_args, min_length, max_length = bounds
+    task: ListOpsTask = request.getfixturevalue(name)
+    shapes = [shape(text) for split in SPLITS for text in texts(task, split)]
+    assert max(depth for depth, _ in shapes) == max_depth
+    counts = Counter(count for _, operators in shapes for count in operators)
+    assert set(counts) == set(range(2, max_args + 1))
+    lengths = [length for split in SPLITS for length in task.lengths(split)]
+    assert min_length < min(lengths)
+    assert max(lengths) < max_length
+    assert task.model_kwargs()["max_position_embeddings"] == max(lengths)
+
+
+def test_train_valid_and_test_are_disjoint_and_distinct(short: ListOpsTask) -> None:
+    every = [text for split in SPLITS for text in texts(short, split)]
+    assert len(set(every)) == len(every) == 2600
+
+
+def sampled_by_the_plain_law(rules: ListOpsRules, count: int) -> list[str]:
+    """Draw whole trees recursively, with the probabilities of the Long Range Arena, and reject by length afterwards."""
+    generator = random.Random("reference")
+
+    def tree(depth: int) -> str:
+        if depth < rules.max_depth and generator.random() <= 0.25:
+            children = [tree(depth + 1) for _ in range(generator.randint(2, rules.max_args))]
+            return f"{generator.choice(['[MIN', '[MAX', '[MED', '[SM'])} {' '.join(children)} ]"
+        return str(generator.randrange(10))
+
+    drawn: list[str] = []
+    while len(drawn) < count:
+        text = tree(1)
+        if rules.min_length < len(text.split()) < rules.max_length:
+            drawn.append(text)
+    return drawn
+
+
+def test_the_law_is_that_of_the_long_range_arena() -> None:
+    rules = ListOpsRules(max_depth=5, max_args=6, min_length=10, max_length=80)
+    generator = ListOpsGenerator(rules, seed=5)
+    ours = [" ".join(VOCABULARY[token] for token in generator.draw()[0]) for _ in range(2500)]
+    plain = sampled_by_the_plain_law(rules, 2500)
+
+    statistics_of: dict[str, Any] = {
+        "length": lambda text: len(text.split()),
+        "operators": lambda text: text.count("["),
+        "depth": lambda text: shape(text)[0],
+        "most arguments": lambda text: max(shape(text)[1]),
+        "root is MED": lambda text: text.startswith("[MED"),
+        "share of SM": lambda text: text.count("[SM") / text.count("["),
+        "value": value_of,
+        "nines": lambda text: text.count("9") / len(text.split()),
+    }
+    for name, statistic in statistics_of.items():
+        a, b = [float(statistic(text)) for text in ours], [float(statistic(text)) for text in plain]
+        error = ((statistics.variance(a) + statistics.variance(b)) / 2500) ** 0.5
+        assert abs(statistics.mean(a) - statistics.mean(b)) < 4.5 * error, name
+
+
+def test_generation_depends_on_the_data_seed_alone() -> None:
+    same = [build_task("listops", SMALL).description()["sha256"] for _ in range(2)]
+    other = build_task("listops", {**SMALL, "data_seed": 1}).description()["sha256"]
+    assert same[0] == same[1] != other
+
+
+def test_generator_version_1_is_pinned() -> None:
+    # A change of this digest is a change of every published ListOps number: raise GENERATOR_VERSION with it.
+    described = build_task("listops", SMALL).description()
+    assert described["generator_version"] == 1
+    assert described["sha256"].startswith("d4644c3b7f2f13dd")
+
+
+def test_options_bound_what_is_generated() -> None:
+    options = {**SMALL, "max_depth": 3, "max_args": 3, "min_length": 6, "max_length": 12}
+    task = build_task("listops", options)
+    lengths = [length for split in SPLITS for length in task.lengths(split)]
+    assert (min(lengths), max(lengths)) == (7, 11)
+    assert task.description()["rules"]["tokens"] == "more than 6, fewer than 12"
+
+
+def test_impossible_bounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"):
+        build_task("listops", {"max_depth": 1, "max_args": 1, "min_length": 20, "max_length": 21})
+    with pytest.raises(ConfigError, match="num_valid = 0; expected at least 1"):
+        build_task("listops", {"num_valid": 0})
+
+
+def test_too_few_different_expressions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wellposed.tasks._listops_rules.MAX_FRUITLESS_TRIES", 3000)
+    with pytest.raises(ConfigError, match="too few different expressions: 400 found, 500 wanted"):
+        build_task("listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 6})
+    with pytest.raises(ConfigError, match="no expression within the bounds"):
+        build_task("listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 10, "max_length": 20})
+
+
+def test_builtin_refuses_files() -> None:
+    with pytest.raises(ConfigError, match="option valid needs data=FILE"):
+        build_task("listops", {**SMALL, "valid": "valid.tsv"})
+
+
+def write_rows(path: Path, rows: list[str]) -> str:
+    content = "".join(row + "\n" for row in rows)
+    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return str(path)
+
+
+GOOD = ["5\t( ( ( [SM 7 ) 8 ) ] )", "3\t[MIN 3 9 ]", "3\t( ( ( [LAST 9 ) 3 ) ] )"] * 8
+
+
+@pytest.mark.parametrize("name", ["x_train.tsv", "x_train.tsv.gz"])
+def test_files_of_label_and_expression(tmp_path: Path, name: str) -> None:
+    for split in SPLITS:
+        write_rows(tmp_path / name.replace("train", split), GOOD)
+    task = build_task("listops", {"data": str(tmp_path / name)})
+    assert [len(task.dataset(split)) for split in SPLITS] == [24, 24, 24]
+    assert isinstance(task, ListOpsTask)
+    assert texts(task, "train")[:3] == ["[SM 7 8 ]", "[MIN 3 9 ]", "[LAST 9 3 ]"]
+    assert task.tokenizer("( ( ( [SM 7 ) 8 ) ] )")["input_ids"] == task.dataset("train")[0]["input_ids"]
+
+
+def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
+    rows = ["Source\tTarget", *("\t".join(reversed(row.split("\t"))) for row in GOOD)]
+    for split in ("train", "val", "test"):
+        write_rows(tmp_path / f"basic_{split}.tsv", rows)
+    task = build_task("listops", {"data": str(tmp_path)})
+    assert task.description()["files"]["valid"]["columns"] == "header, label 'Target', text 'Source'"
+    assert len(task.dataset("valid")) == 24
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("4\t[SM 7 8 ]", "label '4', but the expression has the value 5"),
+        ("x\t[SM 7 8 ]", "label 'x', but the expression has the value 5"),
+        ("4\t[LAST 9 4 1 ]", "label '4', but the expression has the value 1"),
+        ("5\t[SM 7 8", "'[SM' is not closed by ']'"),
+        ("5\t[SM 7 8 ] ]", "token 5 is ']' without an open operator"),
+        ("5\t[SM 7 18 ]", "token 3 is '18', expected a digit, ']' or one of [MIN, [MAX, [MED, [SM, [FIRST, [LAST"),
+        ("5\t[AVG 7 8 ]", "token 1 is '[AVG', expected"),
+        ("0\t[SM ]", "token 2 closes '[SM', which has no argument"),
+        ("5\t5 5", "2 expressions, expected one"),
+        ("5\t( [SM 7 8 ]", "1 '(' and 0 ')'"),
+        ("5\t ", "0 expressions, expected one"),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> None:
+    path = tmp_path / "train.tsv"
+    data = write_rows(path, [*GOOD[:5], row, *GOOD])
+    with pytest.raises(DataError) as caught:
+        build_task("listops", {"data": data})
+    assert f"{path}:6: " in str(caught.value)
+    assert problem in str(caught.value)
+    assert "mend or remove them" in str(caught.value)
+
+
+def test_all_malformed_rows_are_in_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    data = write_rows(path, [*GOOD, "4\t[SM 7 8 ]", *GOOD, "5\t[SM 7 8"])
+    with pytest.raises(DataError, match="2 rows that are not label and expression") as caught:
+        build_task("listops", {"data": data})
+    assert f"{path}:25: " in str(caught.value)
+    assert f"{path}:50: " in str(caught.value)
+
+
+def test_generator_options_are_refused_for_a_file(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "train.tsv", GOOD)
+    with pytest.raises(ConfigError, match="max_args, num_train bound what is generated and have no effect on"):
+        build_task("listops", {"data": data, "max_args": 4, "num_train": 9})
+
+
+def test_max_length_bounds_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    data = write_rows(path, [*GOOD, "5\t[SM 7 8 0 ]"])
+    with pytest.raises(DataError, match="more than max_length = 4 tokens") as caught:
+        build_task("listops", {"data": data, "max_length": 4})
+    assert f"{path}:25: 5 tokens" in str(caught.value)
+
+
+def test_reference_is_the_share_of_the_most_frequent_label(tmp_path: Path) -> None:
+    for split in SPLITS:
+        write_rows(tmp_path / f"{split}.tsv", GOOD)
+    assert build_task("listops", {"data": str(tmp_path)}).reference() == {"accuracy": pytest.approx(2 / 3)}

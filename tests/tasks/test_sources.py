@@ -1,0 +1,191 @@
+"""Reading files: gzip, UTF-8, missing and empty files, and how valid and test are found."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from wellposed.errors import DataError
+from wellposed.tasks._sources import find_split_files, load_hub_dataset, read_text
+
+SUFFIXES = (".tsv", ".csv")
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text("x")
+
+
+def test_gzip_equals_plain_whatever_the_name(tmp_path: Path) -> None:
+    text = "naïve café\r\n日本\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "c.txt").write_bytes(gzip.compress(text.encode()))
+    assert [read_text(tmp_path / name).text for name in ("a.txt", "b.txt.gz", "c.txt")] == [text] * 3
+
+
+def test_description_holds_the_sha256_of_the_stored_bytes(tmp_path: Path) -> None:
+    stored = gzip.compress(b"text")
+    (tmp_path / "a.txt.gz").write_bytes(stored)
+    described = read_text(tmp_path / "a.txt.gz").description()
+    assert described["sha256"] == hashlib.sha256(stored).hexdigest()
+    assert described["bytes"] == len(stored)
+
+
+def test_byte_order_mark_is_taken_off_and_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    file = read_text(tmp_path / "a.txt")
+    assert file.text == "text"
+    assert file.description()["byte_order_mark_removed"] is True
+
+
+def test_not_utf8_names_line_byte_and_offset(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\ncaf\xe9 x\n")
+    with pytest.raises(DataError) as caught:
+        read_text(tmp_path / "a.txt")
+    message = str(caught.value)
+    assert f"{tmp_path / 'a.txt'}:3: not UTF-8: byte 0xe9 at byte 4 of the line, byte offset 11 of the file" in message
+    assert "iconv -f LATIN1 -t UTF-8" in message
+
+
+def test_utf16_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
+    with pytest.raises(DataError, match="iconv -f UTF-16"):
+        read_text(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "the file is empty"), (b" \n\n", "white space only")])
+def test_empty_files(tmp_path: Path, content: bytes, message: str) -> None:
+    for name, stored in (("a.txt", content), ("b.txt.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(stored)
+        with pytest.raises(DataError, match=message):
+            read_text(tmp_path / name)
+
+
+def test_empty_file_named_gz_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="the file is empty"):
+        read_text(tmp_path / "a.txt.gz")
+
+
+def test_gzip_cut_in_half_and_fake_gzip(tmp_path: Path) -> None:
+    stored = gzip.compress(bytes(range(256)) * 50)
+    (tmp_path / "half.gz").write_bytes(stored[: len(stored) // 2])
+    (tmp_path / "flipped.gz").write_bytes(stored[:12] + bytes(len(stored) - 12))
+    (tmp_path / "fake.gz").write_bytes(b"plain text")
+    for name in ("half.gz", "flipped.gz"):
+        with pytest.raises(DataError, match="damaged or cut short"):
+            read_text(tmp_path / name)
+    with pytest.raises(DataError, match=r"named \.gz but is not gzip"):
+        read_text(tmp_path / "fake.gz")
+
+
+def test_missing_file_lists_near_names(tmp_path: Path) -> None:
+    touch(tmp_path, "ptb.char.train.txt.gz", "other.md")
+    with pytest.raises(DataError, match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"):
+        read_text(tmp_path / "ptb.char.trian.txt.gz")
+    with pytest.raises(DataError, match=r"nearest in .*: ptb\.char\.train\.txt\.gz"):
+        find_split_files(str(tmp_path / "ptb.char.tran.txt.gz"), suffixes=SUFFIXES)
+
+
+def test_missing_folder_lists_the_deepest_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "imdb").mkdir()
+    with pytest.raises(DataError, match=f"nearest in {tmp_path}: imdb"):
+        find_split_files(str(tmp_path / "imbd" / "train.tsv"), suffixes=SUFFIXES)
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "test"),
+    [
+        ("ptb.char.train.txt.gz", "ptb.char.valid.txt.gz", "ptb.char.test.txt.gz"),
+        ("d20s_train.tsv.gz", "d20s_valid.tsv.gz", "d20s_test.tsv.gz"),
+        ("train.csv", "validation.csv", "test.csv"),
+        ("train.csv", "val.csv.gz", "test.csv"),
+        ("ids-sst-train.csv.gz", "ids-sst-dev.csv", "ids-sst-test.csv"),
+        ("Train.tsv", "Valid.tsv", "Test.tsv"),
+    ],
+)
+def test_siblings_of_a_train_file(tmp_path: Path, train: str, valid: str, test: str) -> None:
+    touch(tmp_path, train, valid, test, "unrelated.txt", "other_valid.csv")
+    found = find_split_files(str(tmp_path / train), suffixes=SUFFIXES)
+    assert found.how == "found by name"
+    assert {split: path.name for split, path in found.paths.items()} == {"train": train, "valid": valid, "test": test}
+
+
+def test_a_file_with_another_name_has_no_siblings(tmp_path: Path) -> None:
+    touch(tmp_path, "constraint.txt", "constvalid.txt", "test.txt")
+    found = find_split_files(str(tmp_path / "constraint.txt"), suffixes=SUFFIXES)
+    assert list(found.paths) == ["train"]
+    assert found.how == "one file"
+
+
+def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path: Path) -> None:
+    touch(tmp_path, "train.tsv.gz", "valid.tsv", "test_a.tsv.gz", "README.md")
+    assert list(find_split_files(str(tmp_path / "train.tsv.gz"), suffixes=SUFFIXES).paths) == ["train", "valid"]
+    found = find_split_files(str(tmp_path), suffixes=SUFFIXES)
+    assert [path.name for path in found.paths.values()] == ["train.tsv.gz", "valid.tsv", "test_a.tsv.gz"]
+
+
+def test_explicit_files_win(tmp_path: Path) -> None:
+    touch(tmp_path, "train.tsv", "valid.tsv", "mine.tsv")
+    found = find_split_files(str(tmp_path / "train.tsv"), valid=str(tmp_path / "mine.tsv"), suffixes=SUFFIXES)
+    assert found.paths["valid"].name == "mine.tsv"
+    assert "valid given" in found.how
+    with pytest.raises(DataError, match="no such file"):
+        find_split_files(str(tmp_path / "train.tsv"), test=str(tmp_path / "absent.tsv"), suffixes=SUFFIXES)
+
+
+def test_folders_without_or_with_several_train_files(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"looked for names like train\.tsv\[\.gz\], train\.csv\[\.gz\].*found: nothing"
+    ):
+        find_split_files(str(tmp_path), suffixes=SUFFIXES)
+    touch(tmp_path, "data.txt", "train.json")
+    with pytest.raises(DataError, match=r"no train file;.*found: data\.txt, train\.json; give the file itself"):
+        find_split_files(str(tmp_path), suffixes=SUFFIXES)
+    touch(tmp_path, "a_train.tsv", "b_train.tsv")
+    with pytest.raises(DataError, match="2 train files, expected one") as caught:
+        find_split_files(str(tmp_path), suffixes=SUFFIXES)
+    assert "a_train.tsv" in str(caught.value)
+
+
+def test_two_candidates_for_one_split_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "train.tsv", "test_a.tsv", "test_b.tsv")
+    with pytest.raises(DataError, match=r"could be the test split of train\.tsv: test_a\.tsv, test_b\.tsv"):
+        find_split_files(str(tmp_path), suffixes=SUFFIXES)
+
+
+def test_hub_data_set_by_name_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    calls: list[tuple[Any, ...]] = []
+
+    def load(*args: Any) -> dict[str, Any]:
+        calls.append(args)
+        return {"train": SimpleNamespace(), "validation": SimpleNamespace(), "extra": SimpleNamespace()}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(load_hub_dataset("hf:owner/name:small")) == ["train", "valid"]
+    load_hub_dataset("hf:name")
+    assert calls == [("owner/name", "small"), ("name", None)]
+
+
+def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def fail(*args: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match="hf:name: cannot be loaded: ConnectionError: offline"):
+        load_hub_dataset("hf:name")
+    with pytest.raises(DataError, match="no data set is named"):
+        load_hub_dataset("hf:")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"everything": None})
+    with pytest.raises(DataError, match="no split named train; it has everything"):
+        load_hub_dataset("hf:name")

@@ -1,0 +1,172 @@
+"""Bulk encoding equals the tokenizer; tokenizers decode exactly, save and load; nothing unknown is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellposed.errors import ConfigError
+from wellposed.tasks._tokenizers import (
+    PAD,
+    UNK,
+    UNK_ID,
+    WORD_PAD,
+    WORD_UNK,
+    ByteEncoder,
+    CharacterEncoder,
+    TextEncoder,
+    WordEncoder,
+    build_encoder,
+    split_words,
+)
+
+TEXTS = [
+    "To be, or not to be\n\tthat is  the question.",
+    "naïve café 日本語 😀 e\u0301 \u00a0\u2028\r\n",
+    f"<unk> {PAD} {UNK} {WORD_PAD} [MASK] <s> </s>",
+    " leading and trailing ",
+    "\x00\x1c\x85\x7f",
+]
+BUILDERS: dict[str, Callable[[], TextEncoder]] = {
+    "character": lambda: CharacterEncoder("".join(TEXTS)),
+    "byte": ByteEncoder,
+    "word": lambda: WordEncoder.from_texts(TEXTS, max_words=100),
+}
+
+
+def rows(encoder: TextEncoder, texts: list[str]) -> list[list[int]]:
+    return [row.tolist() for row in encoder.encode(texts).ids]
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_bulk_encoding_equals_the_tokenizer(kind: str) -> None:
+    encoder = BUILDERS[kind]()
+    tokenizer = encoder.tokenizer(max_length=512)
+    texts = [*TEXTS, "", "unseen ΩΩ words"]
+    assert rows(encoder, texts) == [tokenizer(text)["input_ids"] for text in texts]
+    assert len(tokenizer) == encoder.vocab_size
+
+
+@pytest.mark.parametrize("kind", ["character", "byte"])
+def test_decoding_gives_the_text_back(kind: str) -> None:
+    encoder = BUILDERS[kind]()
+    tokenizer = encoder.tokenizer(max_length=512)
+    for text, ids in zip(TEXTS, rows(encoder, TEXTS), strict=True):
+        assert tokenizer.decode(ids) == text
+
+
+def test_words_decode_to_words_joined_by_one_space() -> None:
+    encoder = WordEncoder.from_texts(["one two  three"], max_words=10)
+    assert encoder.tokenizer(max_length=8).decode(rows(encoder, ["three \n one"])[0]) == "three one"
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_round_trip_through_auto_tokenizer(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    encoder = BUILDERS[kind]()
+    encoder.tokenizer(max_length=77).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [*TEXTS, "unseen ΩΩ words"]
+    assert [loaded(text)["input_ids"] for text in texts] == rows(encoder, texts)
+    assert loaded.model_max_length == 77
+    pad, unk = (WORD_PAD, WORD_UNK) if kind == "word" else (PAD, UNK)
+    assert (loaded.pad_token, loaded.pad_token_id) == (pad, 0)
+    assert (loaded.unk_token, loaded.unk_token_id) == (unk, UNK_ID)
+    if kind != "word":
+        assert [loaded.decode(loaded(text)["input_ids"]) for text in TEXTS] == TEXTS
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_characters_and_bytes_of_any_text(text: str) -> None:
+    known = CharacterEncoder(text).encode([text])
+    assert not known.unknown
+    assert known.full_lengths == [len(text)]
+    assert [i - 2 for i in rows(ByteEncoder(), [text])[0]] == list(text.encode())
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(alphabet=st.characters(categories=["Zs", "Zl", "Zp", "Cc", "L"]), max_size=30))
+def test_split_words_is_the_whitespace_split_of_the_tokenizer(text: str) -> None:
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    assert split_words(text) == [word for word, _ in WhitespaceSplit().pre_tokenize_str(text)]
+
+
+def test_unknown_characters_and_words_are_counted() -> None:
+    encoded = CharacterEncoder("abc").encode(["abxx", "cyx"])
+    assert dict(encoded.unknown) == {"x": 3, "y": 1}
+    assert encoded.unknown_description() == {"count": 4, "distinct": 2, "most_frequent": {"x": 3, "y": 1}}
+    assert encoded.ids.flat.tolist() == [2, 3, UNK_ID, UNK_ID, 4, UNK_ID, UNK_ID]
+    words = WordEncoder(["a", "b"]).encode(["a c b", "c d"])
+    assert dict(words.unknown) == {"c": 2, "d": 1}
+
+
+def test_word_vocabulary_is_the_most_frequent_ties_in_alphabetical_order() -> None:
+    assert WordEncoder.from_texts(["b a c c", "d"], max_words=3).words == ["c", "a", "b"]
+
+
+def test_truncation_keeps_the_first_tokens_and_reports_full_lengths() -> None:
+    encoded = CharacterEncoder("abc").encode(["abc", "", "a", "cba"], max_length=2)
+    assert [row.tolist() for row in encoded.ids] == [[2, 3], [], [2], [4, 3]]
+    assert encoded.full_lengths == [3, 0, 1, 3]
+
+
+def test_ten_megabytes_of_characters_encode_without_a_python_loop_over_them() -> None:
+    text = "The quick brown fox.\n" * 500_000
+    encoded = CharacterEncoder(set(text)).encode([text])
+    assert len(encoded.ids.flat) == len(text)
+    assert encoded.ids.flat[: 21 * 3].tolist() == encoded.ids.flat[21 : 21 * 4].tolist()
+
+
+def test_drop_characters_are_white_space_for_bulk_and_tokenizer() -> None:
+    encoder = WordEncoder(["[MAX", "1", "]"], drop="()")
+    texts = ["( ( [MAX 1 ) ] )", "[MAX 1 ]", "([MAX 1)]"]
+    assert rows(encoder, texts) == [[2, 3, 4]] * 3
+    assert [encoder.tokenizer(max_length=9)(text)["input_ids"] for text in texts] == [[2, 3, 4]] * 3
+
+
+@pytest.fixture
+def bracketed(tmp_path: Path) -> Path:
+    """Return a saved tokenizer that puts [CLS] before and [SEP] after every text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(bracketed: Path) -> None:
+    encoder = build_encoder(f"hf:{bracketed}", [], max_words=1)
+    encoded = encoder.encode(["one two three", "one zebra"], max_length=4)
+    assert [row.tolist() for row in encoded.ids] == [[2, 4, 5, 3], [2, 4, 1, 3]]
+    assert encoded.full_lengths == [5, 4]
+    assert dict(encoded.unknown) == {"[UNK]": 1}
+    assert (encoder.pad_id, encoder.vocab_size) == (0, 7)
+    assert encoder.tokenizer(max_length=4).model_max_length == 4
+
+
+def test_bad_tokenizer_names() -> None:
+    with pytest.raises(ConfigError, match="tokenizer = 'chars', expected byte, character, word or hf:NAME_OR_PATH"):
+        build_encoder("chars", [], max_words=1)
+    with pytest.raises(ConfigError, match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"):
+        build_encoder("hf:/no/such/folder", [], max_words=1)
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="neither a pad nor an eos token"):
+        build_encoder(f"hf:{tmp_path}", [], max_words=1)
