@@ -6,6 +6,9 @@ from wellposed.nn._block import run_block as run_block
 from wellposed.nn._dot_product import DotProductAttention as DotProductAttention
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
+from wellposed.nn._l2 import L2SelfAttention as L2SelfAttention
+from wellposed.nn._l2_builders import build_l2 as build_l2
+from wellposed.nn._l2_refusal import l2_attention_refusal as l2_attention_refusal
 from wellposed.nn._masks import AttentionMask as AttentionMask
 from wellposed.nn._masks import PaddingMask as PaddingMask
 from wellposed.nn._masks import attention_mask as attention_mask

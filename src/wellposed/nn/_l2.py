@@ -1,0 +1,371 @@
+"""L2 self-attention, the attention that can carry a Lipschitz certificate."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed, unknown_name
+from wellposed.functional import l2_attention
+from wellposed.linalg import MaskKind, Norm, SpectralMethod, check_norm, l2_attention_bound, l2_constants
+from wellposed.nn._l2_refusal import l2_attention_refusal
+from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask
+from wellposed.nn._registry import LayerCache
+
+Values = Literal["paper", "free", "plain"]
+_VALUES: tuple[Values, ...] = ("paper", "free", "plain")
+
+
+class L2SelfAttention(nn.Module):
+    r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by `W_o`.
+
+    Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where `lipschitz_bound`
+    computes a certified L from the weights. With `contractive=c` the output is divided by that bound at every call, so
+    that `L <= c`, in training as well, with gradients through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and
+    Theorem 3.2; bounds in the sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration),
+    never from power iteration. Rounding of the forward pass is not covered: it is about `2^-24` (float32), `2^-9`
+    (bfloat16) of the largest value.
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads H; divides D; d = D / H.
+        tied: one projection makes queries and keys. `False` is for comparison only: it has no Lipschitz constant.
+        contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz constant is at most c.
+        norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2` (Frobenius).
+        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"free"`: `R_h` is a free matrix (same bound); `"plain"`:
+            values are `x W_V`, which is not Lipschitz and for comparison only. Default `"paper"` where tied, else
+            `"plain"`.
+        query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an untied one; Kim et
+            al., app. M).
+        max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not given, each sequence is
+            divided by the bound for its own number of real tokens: then the scale of a causal layer moves with the
+            length, so that a cache needs `max_tokens`.
+        dropout: probability of dropping an attention weight in training, in [0, 1). Excludes `contractive`.
+        bias: whether projections have a bias. Queries and keys share theirs; no bias changes the bound.
+        init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of Glorot's.
+
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+        ConfigError: an option is out of range, or two do not go together.
+        NotContractiveError: `contractive` is not inside (0, 1).
+        NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason is named.
+
+    Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D). `contractive` adds
+    Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and no graph without breaks in
+    `torch.compile`. Not for use where attention to a far token must be possible while near ones exist.
+
+    >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    >>> bool(attention.lipschitz_bound(16) <= 0.9)
+    True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        tied: bool = True,
+        contractive: float | None = None,
+        norm: Norm = "tok",
+        values: Values | None = None,
+        query_width: int = 1,
+        max_tokens: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        init_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ShapeError(
+                f"L2SelfAttention: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of "
+                "heads that divides the width; change one of them"
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.tied = tied
+        self.contractive = contractive
+        self.norm: Norm = check_norm(norm)
+        self.values: Values = values or ("paper" if tied else "plain")
+        self.query_width = query_width
+        self.max_tokens = max_tokens
+        self.dropout = dropout
+        self.init_scale = init_scale
+        self._check_options()
+        columns = query_width * embed_dim
+        self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
+        self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
+        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.mix = (
+            nn.Parameter(torch.empty(num_heads, query_width * self.head_dim, self.head_dim))
+            if self.values == "free"
+            else None
+        )
+        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s; biases are zero."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            if projection is None:
+                continue
+            if self.init_scale is None:
+                nn.init.xavier_uniform_(projection.weight)
+            else:
+                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if self.mix is not None:
+            # Glorot's bound of each head by itself; the paper's R_h has entries of that order divided by sqrt(d).
+            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see, always including itself.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask from
+                `attention_mask`. A padded token sees itself alone.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier `z` of this layer, stored as key and as value; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit, or a sequence is longer than `max_tokens`.
+            ConfigError: a cache in a contractive layer without `max_tokens`.
+            NotLipschitzError: a finished mask drops the diagonal of a contractive layer.
+        """
+        query = self._heads(self.q_proj(x))
+        key = query if self.k_proj is None else self._heads(self.k_proj(x))
+        # The value that attention averages: z itself, mixed by R_h afterwards, or a plain projection.
+        value = self._heads(self.v_proj(x)) if self.v_proj is not None and self.values == "plain" else key
+        if cache is not None:
+            self._check_cache()
+            shares, (key, value) = value is key, cache.update(key, value)
+            value = key if shares else value
+        heads = self._attend(query, key, value, key_padding_mask, is_causal)
+        if self.values != "plain":
+            heads = heads @ self._mixing()
+        if self.contractive is not None:
+            scale = self._contraction(key_padding_mask, is_causal, query.shape[-2], key.shape[-2])
+            heads = (heads * scale).to(heads.dtype)
+        if self.v_proj is not None and self.v_proj.bias is not None and self.values != "plain":
+            heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+    def certificate_refusal(self) -> str | None:
+        """Return why this layer, in its present mode, has no Lipschitz constant; None where it has one."""
+        return l2_attention_refusal(
+            tied=self.tied,
+            plain_values=self.values == "plain",
+            drops_weights=self.dropout > 0 and self.training,
+        )
+
+    def lipschitz_bound(
+        self, num_tokens: int, *, norm: Norm | None = None, mask: MaskKind = "any", method: SpectralMethod = "svd"
+    ) -> Tensor:
+        """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
+
+        Certified, for exact arithmetic with the weights as stored (`wellposed.linalg.l2_attention_bound`). A
+        contractive layer's division is included. Differentiable for `method="gram"`.
+
+        Args:
+            num_tokens: most keys that a query sees.
+            norm: `"tok"`, `"inf"` or `2`; the layer's own where not given.
+            mask: which masks the bound covers; matters for norm 2 only.
+            method: how spectral norms are bounded.
+
+        Returns:
+            0-dim tensor.
+
+        Raises:
+            NotLipschitzError: no bound exists; the message holds `certificate_refusal()`.
+            ShapeError: `num_tokens` is above the certified length.
+            ConfigError: a contractive layer without `max_tokens` is asked for another norm than its own.
+        """
+        self._refuse()
+        norm = self.norm if norm is None else check_norm(norm)
+        if self.contractive is None:
+            return self._weights_bound(num_tokens, norm, mask, method)
+        if self.max_tokens is None:
+            if norm != self.norm:
+                raise ConfigError(
+                    f"L2SelfAttention: contractive in norm {self.norm!r} at each sequence's own length, so no one "
+                    f"scale holds for a bound in norm {norm!r}; build the layer with max_tokens"
+                )
+            return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
+        self._check_length(num_tokens)
+        kinds: tuple[MaskKind, ...] = ("full", "causal") if mask == "any" else (mask,)
+        bounds = [
+            self._scale(self.max_tokens, kind) * self._weights_bound(num_tokens, norm, kind, method) for kind in kinds
+        ]
+        bound = torch.stack(bounds).amax()
+        return bound.clamp_max(self.contractive) if norm == self.norm else bound
+
+    def head_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and W_O zero-padded.
+
+        Raises:
+            NotLipschitzError: the values are plain, so there is no `R_h`.
+        """
+        if self.values == "plain":
+            raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
+        projection = self.q_proj.weight.unflatten(0, (self.num_heads, -1)).mT
+        missing = projection.shape[-1] - self.head_dim
+        output = self.o_proj.weight.mT.unflatten(0, (self.num_heads, -1))
+        return projection, F.pad(self._mixing(), (0, missing)), F.pad(output, (0, 0, 0, missing))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: PaddingMask, is_causal: bool
+    ) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        scale = 1 / math.sqrt(self.head_dim)
+        queries, keys = query.shape[-2], key.shape[-2]
+        if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
+            mask, causal = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
+            return l2_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale)
+        # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by hand.
+        heads = l2_attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal and queries == keys,
+            dropout_p=dropout,
+            scale=scale,
+            key_padding_mask=key_padding_mask,
+        )
+        padded = key_padding_mask[:, None, keys - queries :, None]
+        return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split (batch, tokens, columns) into (batch, heads, tokens, columns / heads), a view."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _mixing(self) -> Tensor:
+        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
+        if self.mix is not None:
+            return self.mix
+        assert self.v_proj is not None
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            query = self.q_proj.weight.unflatten(0, (self.num_heads, -1))
+            value = self.v_proj.weight.unflatten(0, (self.num_heads, -1))
+            return query @ value.mT / math.sqrt(self.head_dim)
+
+    def _weights_bound(self, num_tokens: int, norm: Norm, mask: MaskKind, method: SpectralMethod) -> Tensor:
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            constants = l2_constants(num_tokens, mask=mask)
+            return l2_attention_bound(*self.head_weights(), constants, norm=norm, method=method).value
+
+    def _scale(self, num_tokens: int, mask: MaskKind) -> Tensor:
+        """`c / bound`; a layer of zero weights stays zero instead of 0/0."""
+        assert self.contractive is not None
+        bound = self._weights_bound(num_tokens, self.norm, mask, "gram")
+        return self.contractive / bound.clamp_min(torch.finfo(bound.dtype).tiny * 4)
+
+    def _contraction(self, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int) -> Tensor:
+        """The factor of the output: one number, or (batch, 1, 1, 1) where each sequence has its own length."""
+        mask: MaskKind = "causal" if is_causal else "full"
+        if isinstance(key_padding_mask, AttentionMask):
+            mask = "causal" if key_padding_mask.is_causal else mask
+            self._check_diagonal(key_padding_mask, queries, keys)
+        if self.max_tokens is not None and keys <= self.max_tokens:
+            return self._scale(self.max_tokens, mask)
+        counts = _visible(key_padding_mask, keys)
+        if self.max_tokens is not None:
+            self._check_length(int(counts.max()) if isinstance(counts, Tensor) else counts)
+            return self._scale(self.max_tokens, mask)
+        if not isinstance(counts, Tensor):
+            return self._scale(counts, mask)
+        lengths, index = counts.unique(return_inverse=True)
+        scales = torch.stack([self._scale(length, mask) for length in lengths.tolist()])
+        return scales[index][:, None, None, None]
+
+    def _check_options(self) -> None:
+        problems: list[str] = []
+        if self.values not in _VALUES:
+            raise unknown_name("values", str(self.values), _VALUES)
+        if not self.tied and self.values != "plain":
+            problems.append(f"values={self.values!r} with tied=False: values are made from z, which only tied has")
+        if self.query_width not in (1, 2):
+            problems.append(f"query_width={self.query_width}: expected 1 or 2")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout={self.dropout}: expected a probability in [0, 1)")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            problems.append(f"max_tokens={self.max_tokens}: expected at least 1")
+        if self.init_scale is not None and not self.init_scale >= 0:
+            problems.append(f"init_scale={self.init_scale}: expected a number >= 0")
+        if problems:
+            raise ConfigError("L2SelfAttention:\n" + listed(problems))
+        if self.contractive is None:
+            return
+        if not 0 < self.contractive < 1:
+            raise NotContractiveError(
+                f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside (0, 1): at 1 and "
+                "above the residual x + f(x) need not be invertible"
+            )
+        self._refuse(dropout=self.dropout > 0)
+
+    def _refuse(self, *, dropout: bool | None = None) -> None:
+        reason = l2_attention_refusal(
+            tied=self.tied,
+            plain_values=self.values == "plain",
+            drops_weights=self.dropout > 0 and self.training if dropout is None else dropout,
+        )
+        if reason is not None:
+            raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}")
+
+    def _check_cache(self) -> None:
+        if self.contractive is not None and self.max_tokens is None:
+            raise ConfigError(
+                "L2SelfAttention: a cache in a contractive layer without max_tokens: the output of earlier tokens "
+                "would change with every new one; build the layer with max_tokens, the longest sequence"
+            )
+
+    def _check_length(self, num_tokens: int) -> None:
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise ShapeError(
+                f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most max_tokens={self.max_tokens}; "
+                "cut the sequence or build the layer with a larger max_tokens"
+            )
+
+    def _check_diagonal(self, mask: AttentionMask, queries: int, keys: int) -> None:
+        if mask.mask is not None and not bool(mask.mask.diagonal(keys - queries, -2, -1).all()):
+            raise NotLipschitzError(
+                f"L2SelfAttention has no Lipschitz constant: {l2_attention_refusal(keeps_itself=False)}; received a "
+                "mask with False on its diagonal; make masks with wellposed.nn.attention_mask"
+            )
+
+    def extra_repr(self) -> str:
+        """Everything that is not seen from the projections."""
+        parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
+        if self.contractive is not None:
+            parts.append(f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}")
+        return ", ".join([*parts, f"dropout={self.dropout}"])
+
+
+def _uniform_(weight: Tensor, bound: float) -> None:
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def _visible(mask: PaddingMask, keys: int) -> Tensor | int:
+    """Most keys that a query of each sequence sees: (batch,), or one number for all."""
+    if isinstance(mask, Tensor):
+        return (~mask).sum(-1).clamp_min(1)
+    if mask is None or mask.mask is None:
+        return keys
+    return mask.mask.sum(-1).flatten(1).amax(-1)

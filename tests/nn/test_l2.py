@@ -1,0 +1,322 @@
+"""`L2SelfAttention` against explicit float64 sums with an N x N weight matrix."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.nn import ATTENTIONS, L2SelfAttention, attention_mask
+
+D, H = 8, 2
+
+
+def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """Heads one at a time, distances one pair at a time. `allowed`: bool, broadcasts to (batch, N, N)."""
+    state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
+    x = x.double()
+    n, d = x.shape[-2], layer.embed_dim // layer.num_heads
+    allowed = torch.ones(n, n, dtype=torch.bool) if allowed is None else allowed
+    zero = torch.zeros(layer.query_width * layer.embed_dim, dtype=torch.float64)
+
+    def project(name: str) -> list[Tensor]:
+        full = x @ state[f"{name}.weight"].T + state.get(f"{name}.bias", zero[: len(state[f"{name}.weight"])])
+        return list(full.chunk(layer.num_heads, -1))
+
+    queries = project("q_proj")
+    keys = queries if layer.tied else project("k_proj")
+    heads = []
+    for h in range(layer.num_heads):
+        logits = -(queries[h][..., :, None, :] - keys[h][..., None, :, :]).square().sum(-1) / math.sqrt(d)
+        weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
+        if layer.values == "plain":
+            heads.append(weights @ project("v_proj")[h])
+        elif layer.values == "free":
+            heads.append(weights @ queries[h] @ state["mix"][h])
+        else:
+            w_query = state["q_proj.weight"].chunk(layer.num_heads)[h].T
+            w_value = state["v_proj.weight"].chunk(layer.num_heads)[h].T
+            bias = state.get("v_proj.bias", zero[: layer.embed_dim]).chunk(layer.num_heads)[h]
+            heads.append(weights @ queries[h] @ w_query.T @ w_value / math.sqrt(d) + bias)
+    return torch.cat(heads, -1) @ state["o_proj.weight"].T + state.get("o_proj.bias", zero[: layer.embed_dim])
+
+
+def build(**options: Any) -> L2SelfAttention:
+    torch.manual_seed(0)
+    layer = L2SelfAttention(D, H, **options).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(batch: int = 2, n: int = 6, seed: int = 1, size: float = 1.0) -> Tensor:
+    return size * torch.randn(batch, n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+FORMS = [
+    {},
+    {"values": "free"},
+    {"values": "plain"},
+    {"tied": False},
+    {"query_width": 2},
+    {"query_width": 2, "values": "free"},
+    {"query_width": 2, "tied": False},
+    {"bias": False},
+]
+PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 3 + [False] * 3])
+
+
+def allowed_pairs(padding: Tensor, is_causal: bool) -> Tensor:
+    """Real tokens see real tokens (earlier ones where causal), padding sees itself."""
+    batch, n = padding.shape
+    allowed = torch.zeros(batch, n, n, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(n):
+            for j in range(n):
+                both_real = not padding[b, i] and not padding[b, j]
+                allowed[b, i, j] = i == j or (both_real and (j <= i or not is_causal))
+    return allowed
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_matches_reference(options: dict[str, Any]) -> None:
+    layer, x = build(**options), tokens()
+    torch.testing.assert_close(layer(x), reference(layer, x), atol=1e-11, rtol=0)
+    causal = torch.ones(6, 6).tril().bool()
+    torch.testing.assert_close(layer(x, is_causal=True), reference(layer, x, causal), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"values": "free"}, {"tied": False}])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("finished", [False, True])
+def test_padding_matches_reference(options: dict[str, Any], is_causal: bool, finished: bool) -> None:
+    layer, x = build(**options), tokens()
+    mask = attention_mask(PADDING, is_causal, 6, 6, x.device) if finished else PADDING
+    out = layer(x, key_padding_mask=mask, is_causal=is_causal)
+    torch.testing.assert_close(out, reference(layer, x, allowed_pairs(PADDING, is_causal)), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"contractive": 0.7}, {"contractive": 0.7, "max_tokens": 9}, {"tied": False}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_changes_nothing(options: dict[str, Any], is_causal: bool) -> None:
+    layer, x = build(**options), tokens(batch=1, n=4)
+    padded = torch.cat([x, tokens(batch=1, n=3, size=50.0)], 1)
+    mask = torch.tensor([[False] * 4 + [True] * 3])
+    together = torch.cat([padded, tokens(batch=1, n=7, seed=8)])
+    masks = torch.cat([mask, torch.zeros(1, 7, dtype=torch.bool)])
+    out = layer(together, key_padding_mask=masks, is_causal=is_causal)
+    torch.testing.assert_close(out[:1, :4], layer(x, is_causal=is_causal), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_gradcheck(options: dict[str, Any]) -> None:
+    layer = build(**options)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        state = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, state, (x,), {"key_padding_mask": PADDING[:, 1:4]})
+
+    x = tokens(n=3).requires_grad_()
+    parameters = [p.detach().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(call, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"contractive": 0.9}, {"tied": False}])
+def test_causality_by_gradient(options: dict[str, Any]) -> None:
+    layer, x = build(**options), tokens().requires_grad_()
+    out = layer(x, is_causal=True)
+    (gradient,) = torch.autograd.grad(out[:, :3].square().sum(), x)
+    assert torch.equal(gradient[:, 3:], torch.zeros_like(gradient[:, 3:]))
+    assert (gradient[:, :3].abs().sum((0, 2)) > 0).all()
+
+
+class GrowingCache:
+    """The smallest cache there is."""
+
+    def __init__(self) -> None:
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.key = key if self.key is None else torch.cat([self.key, key], -2)
+        self.value = value if self.value is None else torch.cat([self.value, value], -2)
+        return self.key, self.value
+
+
+@pytest.mark.parametrize("options", [*FORMS, {"contractive": 0.9, "max_tokens": 6}])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (3, 1, 2)])
+def test_cache_gives_the_same_as_the_whole_sequence(
+    options: dict[str, Any], padded: bool, steps: tuple[int, ...]
+) -> None:
+    layer, x = build(**options), tokens()
+    mask = PADDING if padded else None
+    whole = layer(x, key_padding_mask=mask, is_causal=True)
+    cache, pieces, start = GrowingCache(), [], 0
+    for step in steps:
+        seen = None if mask is None else mask[:, : start + step]
+        pieces.append(layer(x[:, start : start + step], key_padding_mask=seen, is_causal=True, cache=cache))
+        start += step
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-12, rtol=0)
+
+
+def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
+    layer, x = build(), tokens().requires_grad_()
+    mask = torch.tensor([[True] * 6, [False] * 6])
+    for is_causal in (False, True):
+        out = layer(x, key_padding_mask=mask, is_causal=is_causal)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        assert out.isfinite().all()
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(out, reference(layer, x, allowed_pairs(mask, is_causal)), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("options", [*FORMS, {"contractive": 0.5}])
+def test_save_and_load(options: dict[str, Any], tmp_path: Any) -> None:
+    layer, x = build(**options), tokens()
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    torch.manual_seed(7)
+    fresh = L2SelfAttention(D, H, **options).double()
+    assert not torch.equal(fresh(x), layer(x))
+    fresh.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    assert torch.equal(fresh(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("base", "changed"),
+    [
+        ({}, {"tied": False}),
+        ({}, {"values": "free"}),
+        ({}, {"values": "plain"}),
+        ({}, {"query_width": 2}),
+        ({}, {"bias": False}),
+        ({}, {"contractive": 0.5}),
+        ({}, {"dropout": 0.4}),
+        ({}, {"init_scale": 0.1}),
+        ({"contractive": 0.5}, {"contractive": 0.5, "norm": "inf"}),
+        ({"contractive": 0.5}, {"contractive": 0.5, "norm": 2}),
+        ({"contractive": 0.5}, {"contractive": 0.5, "max_tokens": 40}),
+    ],
+)
+def test_every_argument_changes_something(base: dict[str, Any], changed: dict[str, Any]) -> None:
+    outputs = []
+    for options in (base, changed):
+        torch.manual_seed(0)
+        layer = L2SelfAttention(D, H, **options)
+        for name, bias in layer.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.constant_(bias, 0.5)
+        torch.manual_seed(1)
+        outputs.append(layer(tokens().float()))
+    assert not torch.allclose(outputs[0], outputs[1], rtol=1e-3)
+
+
+def test_num_heads_changes_the_output() -> None:
+    outputs = []
+    for heads in (1, 2, 4):
+        torch.manual_seed(0)
+        outputs.append(L2SelfAttention(D, heads)(tokens().float()))
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize("values", ["paper", "free"])
+def test_initial_weights(values: Any) -> None:
+    torch.manual_seed(0)
+    glorot = L2SelfAttention(64, 4, values=values)
+    scaled = L2SelfAttention(64, 4, values=values, init_scale=0.25)
+    limit = math.sqrt(6 / 128)
+    assert 0.98 * limit < float(glorot.q_proj.weight.detach().abs().max()) <= limit
+    for projection in (scaled.q_proj, scaled.o_proj, scaled.v_proj):
+        if projection is not None:
+            largest = float(projection.weight.detach().abs().max())
+            assert 0.98 * 0.25 / 8 < largest <= 0.25 / 8
+            assert not projection.bias.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_stays_near_float64(dtype: torch.dtype) -> None:
+    layer, x = build().to(dtype), tokens().to(dtype)
+    expected = reference(layer, x, torch.ones(6, 6).tril().bool())
+    got = layer(x, is_causal=True)
+    assert got.dtype is dtype
+    unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
+    # z, P z, the mixing and the output are each rounded once; products of at most D terms each.
+    assert (got.double() - expected).abs().max() <= 4 * D * unit * expected.abs().max()
+
+
+@pytest.mark.parametrize("options", [{}, {"contractive": 0.9, "max_tokens": 8}, {"tied": False}])
+def test_autocast(options: dict[str, Any]) -> None:
+    layer, x = build(**options).float(), tokens().float()
+    expected = layer(x, key_padding_mask=PADDING)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x, key_padding_mask=PADDING)
+    assert (out.float() - expected).abs().max() <= 4 * D * 2.0**-9 * expected.abs().max()
+    out.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiles_in_one_graph(padded: bool) -> None:
+    layer, x = build(), tokens()
+    options = {"key_padding_mask": PADDING} if padded else {"is_causal": True}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, **options), layer(x, **options))
+
+
+def test_one_token_and_nan() -> None:
+    layer = build()
+    x = tokens(n=1)
+    torch.testing.assert_close(layer(x), reference(layer, x), atol=1e-12, rtol=0)
+    x[0, 0, 0] = math.nan
+    assert layer(x)[0].isnan().all()
+    assert layer(x)[1].isfinite().all()
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    fields = {
+        "hidden_size": D,
+        "num_attention_heads": H,
+        "attention_dropout": 0.0,
+        "qk_norm": False,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 16,
+        "attention": "l2",
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_registered_builders() -> None:
+    untied, tied, contractive = (ATTENTIONS.get(name)(config(), 0) for name in ("l2", "l2_tied", "l2_contractive"))
+    assert isinstance(untied, L2SelfAttention)
+    assert isinstance(tied, L2SelfAttention)
+    assert isinstance(contractive, L2SelfAttention)
+    assert (untied.tied, tied.tied, tied.contractive) == (False, True, None)
+    assert (contractive.contractive, contractive.norm, contractive.max_tokens) == (0.9, "tok", 16)
+    other = ATTENTIONS.get("l2_contractive")(config(contractive=0.5, lipschitz_norm="inf"), 0)
+    assert isinstance(other, L2SelfAttention)
+    assert (other.contractive, other.norm) == (0.5, "inf")
+    with pytest.raises(ConfigError, match="qk_norm"):
+        ATTENTIONS.get("l2_tied")(config(qk_norm=True), 0)
+
+
+def test_bad_options_are_named() -> None:
+    with pytest.raises(ShapeError, match="embed_dim=8 and num_heads=3"):
+        L2SelfAttention(8, 3)
+    with pytest.raises(ConfigError, match=r"tied=False[\s\S]*query_width=3[\s\S]*dropout=1.0[\s\S]*max_tokens=0"):
+        L2SelfAttention(8, 2, tied=False, values="paper", query_width=3, dropout=1.0, max_tokens=0)
+    with pytest.raises(ConfigError, match="init_scale"):
+        L2SelfAttention(8, 2, init_scale=-1.0)
+    with pytest.raises(ConfigError, match="nearest"):
+        L2SelfAttention(8, 2, values="papers")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown norm"):
+        L2SelfAttention(8, 2, norm="max")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="padding"):
+        build()(tokens(), key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
