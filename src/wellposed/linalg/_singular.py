@@ -145,10 +145,13 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
         if k + 1 < steps:
             band[k, k + 1] = beta
         done = k + 1
-        if beta <= rounding * top or done == limit:  # an invariant subspace: exact
-            return LanczosEstimate(_ritz(band[:done, :done], 0.0)[0], 0.0, done)
+        if beta <= rounding * top or done == limit:  # an invariant subspace, or all of the space: exact
+            last = torch.zeros(done, 1, dtype=torch.float64)
+            last[-1] = beta
+            return LanczosEstimate(_ritz(torch.cat([band[:done, :done], last], 1), 0.0)[0], 0.0, done)
         if done >= FIRST_CHECK and (done - FIRST_CHECK) % CHECK_EVERY == 0:
             value, error = _ritz(band[:done, :done], beta)
+            error = max(error, torch.finfo(matrix.dtype).eps)
             if error < tol:
                 return LanczosEstimate(value, error, done)
         rights[k + 1] = right / beta

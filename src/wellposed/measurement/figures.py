@@ -132,10 +132,14 @@ def shared_log_norm(maps: Sequence[HeatMap]) -> Normalize:
 
 
 def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any:
-    """Draw one layers x roles map with the number in every cell; a missing weight is an empty cell."""
+    """Draw one layers x roles map with the number in every cell; None where no weight belongs to a layer."""
     import matplotlib as mpl
     import numpy as np
 
+    if not heat.values:
+        axes.set_axis_off()
+        axes.set_title(f"{title}: no weight belongs to a layer", loc="left")
+        return None
     values = np.array([[np.nan if v is None else max(v, float(norm.vmin or 0)) for v in line] for line in heat.values])
     colours = mpl.colormaps[COLOUR_MAP].resampled(64)
     mesh = axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=colours, edgecolors="none")
@@ -217,7 +221,8 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
         axes = parts[0, 0].subplots()
         norm = shared_log_norm([heat])
         mesh = draw_heat_map(axes, heat, norm, "Orthogonality error, max off-diagonal of |W Wᵀ|")
-        add_colour_bar(parts[0, 0], mesh, axes, "err_orth")
+        if mesh is not None:
+            add_colour_bar(parts[0, 0], mesh, axes, "err_orth")
         if roles:
             panels = list(parts[1, 0].subplots(lines, 3, squeeze=False).flat)
             for axes, (name, curves) in zip(panels, roles.items(), strict=False):

@@ -1,0 +1,191 @@
+"""Singular values against matrices built from known ones, and Lanczos from below."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg import (
+    condition_number,
+    lanczos_singular_value,
+    largest_singular_value,
+    singular_values,
+    stable_rank,
+)
+from wellposed.linalg._singular import MAX_STEPS
+
+WIDTH = 256
+
+
+def with_spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """A float64 matrix whose singular values are ``values``."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(values)
+    left = torch.linalg.qr(torch.randn(rows, count, generator=generator, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(cols, count, generator=generator, dtype=torch.float64))[0]
+    return (left * values.double()) @ right.T
+
+
+def spectra() -> dict[str, Tensor]:
+    index = torch.arange(1, WIDTH + 1, dtype=torch.float64)
+    noise = torch.rand(WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {
+        "gaussian": torch.linalg.svdvals(
+            torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2)).double()
+        ),
+        "power law": 8 * index**-0.5,
+        "flat top": (1 - (index - 1) / WIDTH).sqrt(),
+        "near-orthogonal": 1 + 0.03 * (2 * noise - 1),
+        "nearer orthogonal": 1 + 1e-3 * (2 * noise - 1),
+        "fast decay": torch.exp(-index / 20),
+    }
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(5, 5), (9, 4), (4, 9), (1, 7), (7, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_all_singular_values(rows: int, cols: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(rows, cols).to(dtype)
+    gram = weight.double() @ weight.double().T if rows <= cols else weight.double().T @ weight.double()
+    expected = np.sqrt(np.maximum(np.linalg.eigvalsh(gram.numpy()), 0))[::-1]
+    found = singular_values(weight)
+    assert found.dtype == torch.float64
+    # the square root of an eigenvalue of the Gram matrix has half the digits of float64
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-7 * expected[0])
+
+
+@pytest.mark.parametrize("name", spectra())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lanczos_is_a_lower_estimate_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
+    values = spectra()[name]
+    true = values.max().item()
+    weight = with_spectrum(values, WIDTH, WIDTH).to(dtype)
+    found = lanczos_singular_value(weight)
+    rounding = 100 * torch.finfo(dtype).eps
+    assert found.value <= true * (1 + rounding)
+    assert 1 - found.value / true <= 1.5e-3  # tolerance 1e-3; its own estimate of the error is one of order
+    assert found.error < 1e-3
+    assert found.steps < 80
+
+
+@pytest.mark.parametrize("name", spectra())
+def test_a_smaller_tolerance_gives_a_smaller_error(name: str) -> None:
+    values = spectra()[name]
+    weight = with_spectrum(values, WIDTH, WIDTH).float()
+    coarse, fine = lanczos_singular_value(weight, tol=1e-2), lanczos_singular_value(weight, tol=1e-5)
+    assert fine.steps >= coarse.steps
+    assert abs(1 - fine.value / values.max().item()) <= 2e-5
+
+
+def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights() -> None:
+    """A single Gram-Schmidt pass reports 90 for this matrix of norm 1.001."""
+    weight = with_spectrum(spectra()["nearer orthogonal"], 2 * WIDTH, WIDTH).float()
+    found = lanczos_singular_value(weight, tol=1e-7)
+    assert found.value == pytest.approx(spectra()["nearer orthogonal"].max().item(), rel=2e-6)
+
+
+def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance() -> None:
+    values = torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64) + torch.linspace(0, 0.2, WIDTH).double() ** 2
+    found = lanczos_singular_value(with_spectrum(values, WIDTH, WIDTH), tol=1e-300)
+    assert found.steps == MAX_STEPS
+    assert found.value == pytest.approx(values.max().item(), rel=1e-13)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    cols=st.integers(1, 30),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e3, 1e30]),
+    seed=st.integers(0, 1000),
+)
+def test_small_matrices_of_any_shape_and_scale(rows: int, cols: int, scale: float, seed: int) -> None:
+    weight = scale * torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    true = np.linalg.norm(weight.double().numpy(), 2)
+    found = largest_singular_value(weight)
+    assert found <= true * (1 + 1e-5)
+    assert found >= true * (1 - 2e-3)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_low_rank_ends_exactly_after_as_many_steps(rank: int) -> None:
+    values = torch.linspace(1, 2, rank, dtype=torch.float64)
+    found = lanczos_singular_value(with_spectrum(values, 40, 60))
+    assert found.value == pytest.approx(2 if rank > 1 else 1, rel=1e-10)
+    assert found.steps <= rank + 1
+    assert found.error == 0
+
+
+def test_special_matrices() -> None:
+    assert lanczos_singular_value(torch.zeros(4, 3)) == (0.0, 0.0, 0)
+    assert largest_singular_value(torch.eye(50)) == pytest.approx(1, rel=1e-6)
+    assert largest_singular_value(torch.tensor([[-2.0]])) == pytest.approx(2, rel=1e-6)
+    assert largest_singular_value(torch.full((20, 30), 0.5)) == pytest.approx(0.5 * math.sqrt(600), rel=1e-5)
+
+
+def test_same_number_every_time_and_the_random_state_is_untouched() -> None:
+    weight = torch.randn(100, 80)
+    state = torch.get_rng_state()
+    first = largest_singular_value(weight)
+    torch.rand(3)
+    assert largest_singular_value(weight) == first
+    torch.set_rng_state(state)
+    largest_singular_value(weight)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_views_and_graphs_are_accepted() -> None:
+    weight = torch.randn(60, 40, requires_grad=True)
+    assert largest_singular_value(weight.mT) == pytest.approx(largest_singular_value(weight), rel=2e-3)
+    assert not singular_values(weight).requires_grad
+
+
+def test_method_svd_is_exact() -> None:
+    weight = with_spectrum(spectra()["flat top"], WIDTH, WIDTH)
+    assert largest_singular_value(weight, method="svd") == pytest.approx(1, rel=1e-13)
+
+
+@pytest.mark.parametrize("function", [singular_values, largest_singular_value, condition_number, stable_rank])
+def test_bad_input(function: object) -> None:
+    assert callable(function)
+    with pytest.raises(ShapeError, match=r"\(3,\)"):
+        function(torch.ones(3))
+    with pytest.raises(ShapeError, match=r"\(0, 4\)"):
+        function(torch.ones(0, 4))
+    with pytest.raises(ConfigError, match="int8"):
+        function(torch.ones(3, 3, dtype=torch.int8))
+    with pytest.raises(ConvergenceError, match=r"\(3, 2\) holds 2 NaN"):
+        function(torch.tensor([[1.0, math.nan], [0.0, 1.0], [math.inf, 1.0]]))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ConfigError, match="nearest: lanczos"):
+        largest_singular_value(torch.eye(2), method="lanczo")  # type: ignore[arg-type]
+    for tol in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match="tol"):
+            largest_singular_value(torch.eye(2), tol=tol)
+
+
+def test_condition_number_and_stable_rank_of_a_known_spectrum() -> None:
+    values = torch.tensor([4.0, 2.0, 1.0, 0.5])
+    for rows, cols in [(4, 4), (9, 4), (4, 9)]:
+        weight = with_spectrum(values, rows, cols)
+        assert condition_number(weight) == pytest.approx(8, rel=1e-12)
+        assert stable_rank(weight) == pytest.approx((16 + 4 + 1 + 0.25) / 16, rel=1e-12)
+
+
+def test_scaled_orthogonal_weights_are_perfectly_conditioned() -> None:
+    weight = 3 * torch.linalg.qr(torch.randn(12, 5, dtype=torch.float64))[0]
+    assert condition_number(weight) == pytest.approx(1, rel=1e-12)
+    assert stable_rank(weight) == pytest.approx(5, rel=1e-12)
+
+
+def test_the_zero_matrix() -> None:
+    assert condition_number(torch.zeros(3, 3)) == math.inf
+    with pytest.raises(ShapeError, match="zero"):
+        stable_rank(torch.zeros(3, 3))

@@ -1,0 +1,321 @@
+"""Measurements against numpy, against slow attention written out, and the promise to leave the model alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
+from wellposed.measurement import measure
+
+WIDTH, HEADS = 16, 2
+ROLES = ["query", "key", "value", "output", "feedforward_in", "feedforward_out"]
+
+
+def encoder(layers: int = 2, **options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, batch_first=True, **options)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    for parameter in model.parameters():  # the layers start as copies of each other
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def slow_error(weight: np.ndarray) -> float:
+    """max off-diagonal |W W^T|, of the smaller side, by two loops."""
+    if weight.shape[0] > weight.shape[1]:
+        weight = weight.T
+    rows = range(len(weight))
+    return max(abs(float(weight[i] @ weight[j])) for i in rows for j in rows if i != j)
+
+
+def weights_of(layer: nn.TransformerEncoderLayer) -> dict[str, np.ndarray]:
+    fused = layer.self_attn.in_proj_weight
+    assert fused is not None
+    query, key, value = fused.chunk(3)
+    named = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "output": layer.self_attn.out_proj.weight,
+        "feedforward_in": layer.linear1.weight,
+        "feedforward_out": layer.linear2.weight,
+    }
+    return {name: weight.detach().double().numpy() for name, weight in named.items()}
+
+
+def test_every_role_of_every_layer_against_numpy() -> None:
+    model = encoder()
+    measurement = measure(model)
+    found = [(row["layer"], row["role"]) for row in measurement.rows]
+    assert sorted(found) == sorted((layer, role) for layer in (0, 1) for role in ROLES)
+    for index, layer in enumerate(model.layers):  # type: ignore[union-attr,arg-type]
+        for role, weight in weights_of(layer).items():
+            (row,) = measurement.find(layer=index, role=role)
+            values = np.linalg.svd(weight, compute_uv=False)
+            assert (row["rows"], row["cols"]) == weight.shape
+            assert row["sigma_max"] == pytest.approx(values[0], rel=1e-12)
+            assert row["sigma_min"] == pytest.approx(values[-1], rel=1e-9)
+            assert row["condition_number"] == pytest.approx(values[0] / values[-1], rel=1e-9)
+            assert row["stable_rank"] == pytest.approx(np.linalg.norm(weight) ** 2 / values[0] ** 2, rel=1e-12)
+            assert row["singular_values"] == pytest.approx(values.tolist(), rel=1e-9)
+            # float32 dot products of length <= 24
+            assert row["orthogonality_error"] == pytest.approx(slow_error(weight), rel=1e-5)
+            assert row["gram"] == ("columns" if weight.shape[0] > weight.shape[1] else "rows")
+            assert row["sigma_max_status"] == "exact"
+
+
+def test_orthogonal_weights_have_no_error() -> None:
+    model = encoder(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.shape == (24, WIDTH):
+                nn.init.orthogonal_(parameter)
+    (row,) = measure(model).find(role="feedforward_in")
+    assert row["orthogonality_error"] < 1e-6
+    assert row["condition_number"] == pytest.approx(1, abs=1e-5)
+
+
+def test_without_spectra_the_largest_value_is_a_lower_estimate() -> None:
+    model = encoder()
+    exact, quick = measure(model), measure(model, spectra=False)
+    for a, b in zip(exact.rows, quick.rows, strict=True):
+        assert b["sigma_max"] <= a["sigma_max"] * (1 + 1e-5)
+        assert b["sigma_max"] >= a["sigma_max"] * (1 - 2e-3)
+        assert b["stable_rank"] == pytest.approx(a["stable_rank"], rel=5e-3)
+        assert (b["sigma_min"], b["condition_number"], b["sigma_max_status"]) == (None, None, "empirical")
+        assert "singular_values" not in b
+        assert a["orthogonality_error"] == b["orthogonality_error"]
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    return {
+        "training": [module.training for module in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "grads": [p.grad for p in model.parameters()],
+        "requires": [p.requires_grad for p in model.parameters()],
+        "keys": list(model.state_dict()),
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "rng": torch.get_rng_state().tolist(),
+        "values": [value.tolist() for value in model.state_dict().values()],
+    }
+
+
+class Dropping(nn.Module):
+    """A model that draws random numbers even in evaluation, and can be told to fail."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.body = encoder(dropout=0.5)
+        self.frozen = encoder(1).eval()
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x) + torch.randn(1)
+        if self.fails:
+            raise RuntimeError("as told")
+        return self.frozen(x)
+
+
+def test_the_model_is_left_untouched() -> None:
+    model = Dropping().train()
+    model.frozen.eval()
+    before = snapshot(model)
+    measure(model, torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)))
+    assert snapshot(model) == before
+
+
+def test_the_model_is_left_untouched_when_it_fails() -> None:
+    model = Dropping(fails=True).train()
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="as told"):
+        measure(model, torch.ones(2, 5, WIDTH))
+    assert snapshot(model) == before
+
+
+def slow_attention(layer: nn.TransformerEncoderLayer, x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query at a time."""
+    fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
+    assert fused is not None
+    query, key, value = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
+    batch, tokens, _ = x.shape
+    size = WIDTH // HEADS
+    entropy = torch.zeros(batch, HEADS, tokens, dtype=torch.float64)
+    mixed = torch.zeros(batch, tokens, WIDTH, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(HEADS):
+            part = slice(h * size, (h + 1) * size)
+            for i in range(tokens):
+                logits = torch.stack([query[b, i, part] @ key[b, j, part] / math.sqrt(size) for j in range(tokens)])
+                weights = logits.masked_fill(padding[b], -math.inf).softmax(-1)
+                entropy[b, h, i] = -sum(float(p) * math.log(p) for p in weights if p > 0)
+                mixed[b, i, part] = weights @ value[b, :, part]
+    output = mixed @ layer.self_attn.out_proj.weight.double().T + layer.self_attn.out_proj.bias.double()
+    return entropy, output
+
+
+@torch.no_grad()
+def test_attention_and_norms_of_a_torch_layer_with_padding() -> None:
+    model = encoder(1)
+    x = torch.randn(2, 6, WIDTH)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    measurement = measure(model, {"src": x, "src_key_padding_mask": padding})
+    layer = model.layers[0]  # type: ignore[index]
+    entropy, output = slow_attention(layer, x, padding)  # type: ignore[arg-type]
+    real = ~padding
+    attention, whole = measurement.activations
+    assert (attention["path"], attention["kind"], attention["layer"]) == ("layers.0.self_attn", "attention", 0)
+    expected = [(entropy[:, h][real]).mean().item() for h in range(HEADS)]
+    assert attention["attention_entropy"] == pytest.approx(expected, rel=1e-5)
+    lengths = output.norm(dim=-1)[real]
+    assert attention["mean_norm"] == pytest.approx(lengths.mean().item(), rel=1e-5)
+    assert attention["max_norm"] == pytest.approx(lengths.max().item(), rel=1e-5)
+    outputs = model.eval()(x, src_key_padding_mask=padding).norm(dim=-1)[real]
+    assert (whole["kind"], whole["attention_entropy"]) == ("layer", None)
+    assert whole["mean_norm"] == pytest.approx(outputs.mean().item(), rel=1e-4)
+    assert measurement.notes == []
+
+
+@torch.no_grad()
+def test_padding_and_layout_change_nothing() -> None:
+    model = encoder(2)
+    x = torch.randn(1, 5, WIDTH)
+    padded = torch.cat([x, torch.randn(1, 3, WIDTH)], 1)
+    mask = torch.tensor([[False] * 5 + [True] * 3])
+    plain = measure(model, x).activations
+    masked = measure(model, {"src": padded, "src_key_padding_mask": mask}).activations
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.batch_first = False
+    turned = measure(model, {"src": padded.transpose(0, 1), "src_key_padding_mask": mask}).activations
+    for a, b, c in zip(plain, masked, turned, strict=True):
+        for name in ("mean_norm", "max_norm", "attention_entropy", "attention_sensitivity"):
+            if a[name] is None:
+                assert a["kind"] == "layer"
+                continue
+            assert b[name] == pytest.approx(a[name], rel=1e-4)
+            assert c[name] == pytest.approx(a[name], rel=1e-4)
+
+
+def hugging_face(name: str, implementation: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    torch.manual_seed(3)
+    if name == "bert":
+        config = transformers.BertConfig(**sizes, intermediate_size=24, initializer_range=0.5)
+        model = transformers.BertModel._from_config(config, attn_implementation=implementation)
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, num_key_value_heads=1, intermediate_size=24, initializer_range=0.5, pad_token_id=0
+        )
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_hugging_face_attention_equals_the_weights_the_model_returns(name: str, implementation: str) -> None:
+    """Grouped keys, rotary positions, causal and padding masks: all that the model itself puts into its weights."""
+    batch = {"input_ids": torch.randint(1, 40, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    batch["attention_mask"][1, 5:] = 0
+    found = measure(hugging_face(name, implementation), batch).activations
+    weights = hugging_face(name, "eager")(**batch, output_attentions=True).attentions
+    real = batch["attention_mask"].bool()
+    rows = [row for row in found if row["kind"] == "attention"]
+    assert len(rows) == 2
+    for row, layer in zip(rows, weights, strict=True):
+        entropy = torch.special.entr(layer.double()).sum(-1)
+        expected = [entropy[:, h][real].mean().item() for h in range(HEADS)]
+        assert row["attention_entropy"] == pytest.approx(expected, rel=1e-4)
+        assert max(expected) < 1.6  # below ln 7: the weights are not uniform, so the comparison says something
+
+
+@torch.no_grad()
+def test_our_own_model() -> None:
+    models = pytest.importorskip("wellposed.models")
+    model = models.build_model(
+        "wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1
+    )
+    tokens = torch.randint(1, 11, (2, 6))
+    measurement = measure(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    attention = next(row for row in measurement.activations if row["kind"] == "attention")
+    states: list[Tensor] = []
+    handle = model.model.layers[0].attention.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    model.eval()(input_ids=tokens)
+    handle.remove()
+    q, k = (states[0] @ proj.weight.T + (0 if proj.bias is None else proj.bias) for proj in (
+        model.model.layers[0].attention.q_proj, model.model.layers[0].attention.k_proj))  # fmt: skip
+    for head in range(2):
+        part = slice(4 * head, 4 * head + 4)
+        scores = (q[..., part] @ k[..., part].mT / 2).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+        expected = torch.special.entr(scores.double().softmax(-1)).sum(-1).mean().item()
+        assert attention["attention_entropy"][head] == pytest.approx(expected, rel=1e-5)
+
+
+def test_translation_models_measure_both_stacks() -> None:
+    model = nn.Transformer(WIDTH, HEADS, 1, 1, 24, batch_first=True)
+    measurement = measure(model, (torch.randn(2, 6, WIDTH), torch.randn(2, 4, WIDTH)))
+    kinds = [(row["stack"], row["kind"]) for row in measurement.activations]
+    assert ("decoder", "cross_attention") in kinds
+    assert ("encoder", "attention") in kinds
+    assert all(row["attention_entropy"] for row in measurement.activations if "attention" in row["kind"])
+
+
+class Hidden(nn.Module):
+    """Attention whose weights no known function makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 1
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.q_proj(x) @ self.k_proj(x).mT).exp()
+        return self.o_proj(scores / scores.sum(-1, keepdim=True) @ self.v_proj(x))
+
+
+class HiddenModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"self_attn": Hidden()})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0]["self_attn"](x)  # type: ignore[index]
+
+
+def test_attention_that_cannot_be_seen_is_said() -> None:
+    measurement = measure(HiddenModel(), torch.randn(1, 3, 4))
+    (row,) = measurement.activations
+    assert row["attention_entropy"] is None
+    assert row["mean_norm"] > 0
+    assert measurement.notes[0].startswith("attention weights were not seen in layers.0.self_attn")
+
+
+def test_all_broken_weights_are_named() -> None:
+    model = encoder()
+    with torch.no_grad():
+        model.layers[0].linear1.weight[0, 0] = math.nan  # type: ignore[index,union-attr]
+        model.layers[1].self_attn.in_proj_weight[0, 0] = math.inf  # type: ignore[index,union-attr]
+    with pytest.raises(
+        ConvergenceError, match=r"layers\.1\.self_attn\.in_proj_weight[\s\S]*layers\.0\.linear1\.weight"
+    ):
+        measure(model)
+
+
+def test_other_bad_input() -> None:
+    with pytest.raises(RoleNotFoundError):
+        measure(nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="received str"):
+        measure(encoder(), "a sentence")
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_measured_as_the_model_it_compiles() -> None:
+    model = encoder(1)
+    assert measure(torch.compile(model)).rows == measure(model).rows  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""The record: JSON there and back, CSV, tables and figures."""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.measurement import Measurement
+
+
+def row(layer: int | None = 0, role: str = "query", **changes: Any) -> dict[str, Any]:
+    values = {
+        "stack": "encoder" if layer is not None else None,
+        "layer": layer,
+        "role": role,
+        "kind": None,
+        "path": f"layers.{layer}" if layer is not None else "embeddings.token",
+        "parameter": f"{role}.weight",
+        "rows": 3,
+        "cols": 4,
+        "orthogonality_error": 0.25,
+        "gram": "rows",
+        "sigma_max": 2.0,
+        "sigma_min": 0.5,
+        "condition_number": 4.0,
+        "stable_rank": 1.3125,
+        "sigma_max_status": "exact",
+        "singular_values": [2.0, 1.0, 0.5],
+    }
+    return {**values, **changes}
+
+
+def activation() -> dict[str, Any]:
+    return {
+        "stack": "encoder",
+        "layer": 0,
+        "kind": "attention",
+        "path": "layers.0.attention",
+        "mean_norm": 1.5,
+        "max_norm": 3.0,
+        "attention_entropy": [1.0, 2.0],
+        "attention_sensitivity": [0.25, 0.125],
+    }
+
+
+def full() -> Measurement:
+    singular = row(1, "key", sigma_min=0.0, condition_number=math.inf)
+    return Measurement([row(), singular, row(None, "token_embedding")], [activation()], ["a note"])
+
+
+def test_json_there_and_back(tmp_path: Path) -> None:
+    path = full().to_json(tmp_path / "deep" / "m.json")
+    assert Measurement.from_json(path) == full()
+    assert "Infinity" not in path.read_text()  # strict JSON: readable outside Python
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema_version": 1, "rows": [', "not valid JSON"),
+        ("[]", "holds a list"),
+        ('{"schema_version": 9, "rows": []}', "schema_version is 9"),
+        ('{"schema_version": 1}', "no list of rows"),
+        ('{"schema_version": 1, "rows": [1]}', "no list of rows"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        Measurement.from_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.json: cannot be read"):
+        Measurement.from_json(tmp_path / "none.json")
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = full().to_csv(tmp_path / "m.csv")
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [r["role"] for r in rows] == ["query", "key", "token_embedding"]
+    assert float(rows[1]["condition_number"]) == math.inf
+    assert rows[2]["layer"] == ""
+    beside = list(csv.DictReader((tmp_path / "m-activations.csv").read_text().splitlines()))
+    assert beside[0]["attention_entropy"] == "1.0 2.0"
+
+
+def test_normalised_by_the_initial_error(tmp_path: Path) -> None:
+    initial = Measurement([row(orthogonality_error=0.5), row(1, orthogonality_error=0.0)])
+    final = Measurement([row(orthogonality_error=0.125), row(1, orthogonality_error=0.1)])
+    ratios = [r["orthogonality_error_ratio"] for r in final.normalised_by(initial).rows]
+    assert ratios == [0.25, None]
+    assert "orthogonality_error_ratio" not in final.rows[0]
+    assert "err_orth / initial" in final.normalised_by(initial).table()
+    assert "orthogonality_error_ratio" in final.normalised_by(initial).to_csv(tmp_path / "m.csv").read_text()
+
+
+def test_normalising_by_another_model_names_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"encoder\.1\.query\n  encoder\.2\.key"):
+        Measurement([row(), row(1), row(2, "key")]).normalised_by(Measurement([row()]))
+
+
+def test_table_holds_every_weight_and_module() -> None:
+    text = full().table()
+    for expected in ("encoder.0.query", "encoder.1.key", "token_embedding", "inf", "1.312", "layers.0.attention"):
+        assert expected in text
+    assert "\x1b" not in text
+    assert "note: a note" in text
+
+
+def test_plain_table_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "rich":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    lines = full().table().splitlines()
+    assert lines[0] == "Weights"
+    assert lines[3].split() == ["encoder.0.query", "3", "x", "4", "0.25", "2", "0.5", "4", "1.312"]
+
+
+def test_markup_in_names_is_shown_as_it_is() -> None:
+    assert "[red]x[/red]" in Measurement([row(role="[red]x[/red]")]).table()
+
+
+def test_figures(tmp_path: Path) -> None:
+    svg = full().plot(tmp_path / "m.svg")
+    root = ET.fromstring(svg.read_text())
+    words = "".join(root.itertext())
+    for expected in ("encoder 0", "encoder 1", "query", "token embedding", "err_orth"):
+        assert expected in words
+    png = full().plot(tmp_path / "m.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    again = full().plot(tmp_path / "again.svg")
+    assert again.read_text() == svg.read_text()
+
+
+def test_figure_without_spectra_or_layers(tmp_path: Path) -> None:
+    bare = Measurement([row(singular_values=None)])
+    assert bare.plot(tmp_path / "bare.svg").stat().st_size > 1000
+    assert Measurement([row(None, "token_embedding")]).plot(tmp_path / "e.svg").stat().st_size > 1000
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"received suffix '\.pdf'"):
+        full().plot(tmp_path / "m.pdf")
+
+
+def test_reading_a_measurement_does_not_import_torch() -> None:
+    code = "import sys, wellposed.measurement as m; m.Measurement; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
