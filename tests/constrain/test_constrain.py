@@ -465,6 +465,28 @@ def test_compiled_model_trains_to_the_same_losses() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("gain", [1.0, 0.5])
+def test_batched_products_give_the_same_training(gain: float) -> None:
+    """The batch is what accelerators use; two weights of each shape, and one that its twin cannot be batched with."""
+
+    def run(*, batched: bool) -> tuple[list[float], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(*s) for s in [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]]).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        handle = constrain_(model, optimizer, where=[str(index) for index in range(5)], gain=gain, batched=batched)
+        losses = train(model, optimizer, 20, width=8)
+        assert handle.error().worst <= 1e-11
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        with pytest.raises(ConvergenceError, match=r"0\.weight(.|\n)*1\.weight(.|\n)*4\.weight"):
+            optimizer.step()
+        return losses, model.get_parameter("0.weight").detach()
+
+    looped, batched = run(batched=False), run(batched=True)
+    assert batched[0] == pytest.approx(looped[0], rel=1e-9)
+    assert torch.allclose(batched[1], looped[1])
+
+
 def test_context_manager_lets_go() -> None:
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -105,7 +105,7 @@ def test_without_base_it_is_the_bare_cayley_map() -> None:
     for _ in range(20):
         step(layer, optimizer)
     assert isometry_error(layer.weight) <= 1e-5
-    assert float(torch.linalg.det(layer.weight)) > 0
+    assert float(torch.linalg.det(layer.weight.detach())) > 0
     mirror = nn.Linear(2, 2)
     mirror.weight = nn.Parameter(torch.diag(torch.tensor([1.0, -1.0])))
     with pytest.raises(ConvergenceError, match="base"):

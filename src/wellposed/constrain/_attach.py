@@ -31,6 +31,7 @@ def constrain_(
     *,
     gain: float | Literal["fit"] = 1.0,
     weight_decay: Literal["refuse", "ignore"] = "refuse",
+    batched: bool | None = None,
     dry_run: bool = False,
 ) -> Constraint:
     """Keep ``W^T W = gain^2 I`` (``W W^T`` for wide W) for the chosen weights through every ``optimizer.step()``.
@@ -62,6 +63,8 @@ def constrain_(
             least.
         weight_decay: ``"refuse"`` raises when a chosen weight has decay; ``"ignore"`` leaves the decay out of its steps
             exactly (the weight is zero while the optimizer steps, so the optimizer may not depend on its size).
+        batched: work on all weights of one shape in one batched product; None does so on every device but the CPU,
+            where a loop over reused buffers is faster.
         dry_run: print the plan, change nothing, and return an inactive handle.
 
     Returns:
@@ -107,7 +110,7 @@ def constrain_(
         weights.append(weight)
         rows.append(row)
     report = ConstraintReport(tuple(rows), dry_run=dry_run)
-    handle = Constraint(weights, report, ignore_decay=weight_decay == "ignore")
+    handle = Constraint(weights, report, ignore_decay=weight_decay == "ignore", batched=batched)
     if dry_run:
         sys.stdout.write(report.table() + "\n")
     else:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from wellposed.constrain._batch import batches, project_gradients_, retract_batch_
 from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
 from wellposed.constrain._weight import Weight
 from wellposed.errors import ConfigError, ConvergenceError, listed
@@ -30,10 +31,13 @@ class Constraint:
     The only traces of it are two hooks on each optimizer: nothing is added to the model or its ``state_dict``.
     """
 
-    def __init__(self, weights: Iterable[Weight], report: ConstraintReport, *, ignore_decay: bool) -> None:
+    def __init__(
+        self, weights: Iterable[Weight], report: ConstraintReport, *, ignore_decay: bool, batched: bool | None
+    ) -> None:
         self.weights = tuple(weights)
         self.report = report
         self._ignore_decay = ignore_decay
+        self._batched = batched
         self._work = Workspace()
         self._pending: list[Weight] = []
         self._said: set[str] = set()
@@ -117,9 +121,13 @@ class Constraint:
                 "the optimizer's moments of these square weights were gathered before they were constrained and are in "
                 f"other coordinates; they restart from zero:\n{listed(restarted)}",
             )
+        for group in batches(ready, batched=self._batched):
+            with full_precision(group[0].parameter.device.type):
+                if len(group) > 1:
+                    project_gradients_(group, self._work)
+                else:
+                    group[0].project_gradient_(self._work)
         for weight in ready:
-            with full_precision(weight.parameter.device.type):
-                weight.project_gradient_(self._work)
             decayed = decay.get(id(weight.parameter), 0) != 0
             weight.remember_(displace=decayed or (weight.is_half and not reads_weight_size(optimizer)))
             self._pending.append(weight)
@@ -139,21 +147,27 @@ class Constraint:
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         pending, self._pending = self._pending, []
         broken: list[str] = []
+        for group in batches(pending, batched=self._batched):
+            with full_precision(group[0].parameter.device.type):
+                broken += self._retract(group)
         for weight in pending:
-            try:
-                with full_precision(weight.parameter.device.type):
-                    taken = weight.retract_(self._work)
-            except ConvergenceError as error:
-                broken.append(f"{weight.path}: {error}")
-                continue
             weight.mark_state()
-            self._say_if_large(weight, taken)
         if broken:
             raise ConvergenceError(
                 "constrain_: the optimizer made steps that are not finite, so these weights could not be retracted "
                 "(square ones are back where they were before the step); look at the loss and the gradients, clip "
                 f"them, or lower the learning rate:\n{listed(broken)}"
             )
+
+    def _retract(self, group: list[Weight]) -> list[str]:
+        try:
+            taken = retract_batch_(group, self._work) if len(group) > 1 else group[0].retract_(self._work)
+        except ConvergenceError as error:
+            if len(group) == 1:
+                return [f"{group[0].path}: {error}"]
+            return [line for weight in group for line in self._retract([weight])]
+        self._say_if_large(group[0], taken)
+        return []
 
     def _say_if_large(self, weight: Weight, taken: Retraction) -> None:
         if taken.method in ("exponential", "svd"):

@@ -87,9 +87,10 @@ def orthogonal(module: nn.Module, name: str = "weight", *, gain: float = 1.0, ba
     ``torch.nn.utils.parametrize``; see `wellposed.linalg.cayley` for sources and the analytic backward pass.
 
     The weight starts at the matrix nearest to the one the module had, and an assigned weight is projected likewise
-    (``module.weight = W``, W a plain tensor). Assigning ``module.weight = module.weight`` moves the base to the current point, which
-    keeps X small. Checkpoints of the plain module load. To leave, and before ``save_pretrained``, call
-    ``torch.nn.utils.parametrize.remove_parametrizations(module, name)``: the weight becomes plain again.
+    (``module.weight = W``, W a plain tensor). Assigning ``module.weight = module.weight`` moves the base to
+    the current point, which keeps X small. Checkpoints of the plain module load. To leave, and before
+    ``save_pretrained``, call ``torch.nn.utils.parametrize.remove_parametrizations(module, name)``: the weight becomes
+    plain again.
 
     Args:
         module: holds the parameter; changed in place. name: the parameter, a matrix of any shape.

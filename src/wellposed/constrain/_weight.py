@@ -41,7 +41,7 @@ class Weight:
         self.is_half = self.dtype != parameter.dtype
         # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
         self.master: Tensor | None = None
-        self._before: Tensor | None = None
+        self.before: Tensor | None = None
         self._displaced = False
 
     @property
@@ -85,16 +85,16 @@ class Weight:
         self._displaced = displace
         current = self.parameter.detach()
         if self.master is None and (self.square or displace):
-            if self._before is None or self._before.shape != current.shape or self._before.device != current.device:
-                self._before = torch.empty_like(current)
-            self._before.copy_(current)
+            if self.before is None or self.before.shape != current.shape or self.before.device != current.device:
+                self.before = torch.empty_like(current)
+            self.before.copy_(current)
         if displace:
             current.zero_()
 
     def restore_(self) -> None:
         """Undo `remember_` when the step it prepared never came to its end."""
         if self._displaced:
-            before = self._before if self.master is None else self.master
+            before = self.before if self.master is None else self.master
             if before is not None:
                 self.parameter.detach().copy_(before)
         self._displaced = False
@@ -103,7 +103,7 @@ class Weight:
         """Turn the step the optimizer took into a step along the manifold."""
         if self.is_direct:
             return self._retract_direct(work)
-        before = self._before if self.master is None else self.master
+        before = self.before if self.master is None else self.master
         moved = read(self.parameter).to(self.dtype)
         if before is None:
             point = step = None
@@ -127,10 +127,10 @@ class Weight:
 
     def _retract_direct(self, work: Workspace) -> Retraction:
         current = self.parameter.detach()
-        if not self.square or self._before is None:
+        if not self.square or self.before is None:
             return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
-        step = torch.sub(current, self._before, out=work("step", current.shape, current))
-        return rotate(self._before, step, out=current, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        step = torch.sub(current, self.before, out=work("step", current.shape, current))
+        return rotate(self.before, step, out=current, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
 
     def _store(self, result: Tensor) -> None:
         whole = result if result.shape == self.parameter.shape else result.mT

@@ -1,0 +1,97 @@
+"""Trains one constrained model as one process, DDP x 2 and FSDP2 x 2 (gloo), and writes what happened as JSON.
+
+Run by test_distributed.py: ``python distributed_worker.py OUT_DIRECTORY``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from wellposed.constrain import constrain_
+
+WORLD = 2
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Square (of a size that two ranks cut unevenly), tall and wide weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(7, 7)
+        self.tall = nn.Linear(7, 12)
+        self.wide = nn.Linear(12, 7)
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 7, generator=generator), torch.randn(16, 2, generator=generator)
+
+
+def train(kind: str, rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = Net().to(torch.bfloat16 if kind.endswith("bf16") else torch.float32)
+    x, y = data()
+    model: nn.Module = plain
+    if not kind.startswith("single"):
+        x, y = x.chunk(WORLD)[rank], y.chunk(WORLD)[rank]
+    if kind.startswith("ddp"):
+        model = nn.parallel.DistributedDataParallel(plain)
+    if kind.startswith("fsdp2"):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for layer in (plain.square, plain.tall, plain.wide):
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(plain, mesh=mesh)
+    decay = 0.1 if "decay" in kind else 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=decay)
+    handle = constrain_(model, optimizer, where=["square", "tall", "wide"], weight_decay="ignore")
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x.to(plain.head.weight.dtype)).float(), y)
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if not kind.startswith("single"):
+            dist.all_reduce(total)
+            total /= WORLD
+        losses.append(float(total))
+    weights = {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).float().tolist()  # pyright: ignore
+        for name, value in plain.state_dict().items()
+    }
+    marks = 0
+    if kind == "fsdp2":
+        state = get_optimizer_state_dict(model, optimizer)
+        marks = sum("wellposed_lie_coordinates" in part for part in state["state"].values())  # pyright: ignore
+    errors = handle.error().by_path
+    handle.remove()
+    return {"losses": losses, "weights": weights, "errors": errors, "marks": marks}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    kinds = ["single", "ddp", "fsdp2", "single bf16", "fsdp2 bf16", "single decay", "fsdp2 decay"]
+    found = {kind: train(kind, rank) for kind in kinds}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(sys.argv[1],), nprocs=WORLD)

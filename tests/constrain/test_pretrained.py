@@ -1,0 +1,85 @@
+"""A Hugging Face model keeps its class, keys and files while its projections are exactly orthogonal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from wellposed.constrain import constrain_
+
+transformers = pytest.importorskip("transformers")
+
+
+def tiny_bert() -> torch.nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
+    model = tiny_bert()
+    keys = list(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    handle = constrain_(model, optimizer, where=["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"])
+    # 2 layers of query, key, value, attention output and the second feed-forward weight.
+    assert len(handle.paths) == 10
+    tokens, labels = torch.randint(1, 40, (8, 6)), torch.randint(0, 2, (8,))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert handle.error().worst <= 1e-5
+
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    model.eval()
+    assert torch.equal(loaded.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    again = torch.optim.AdamW(loaded.parameters(), lr=1e-2, weight_decay=0.0)
+    report = constrain_(loaded, again, where=list(handle.paths)).report
+    assert max(row.moved_frobenius for row in report.rows) == 0.0
+
+
+def test_gpt2_conv1d_weights_are_matrices_too() -> None:
+    config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    handle = constrain_(model, optimizer, where="*.c_*")
+    assert {row.shape for row in handle.report.rows} == {(16, 48), (16, 16), (16, 64), (64, 16)}
+    tokens = torch.randint(0, 30, (2, 8))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    assert handle.error().worst <= 1e-5
+
+
+def test_accelerate_wrapper_is_looked_through() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0))
+    handle = constrain_(model, optimizer, where="0")
+    start = plain[0].weight.detach().clone()
+    moved = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(3, 6)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        moved.append(float((plain[0].weight.detach() - start).norm()))
+    assert moved[0] == 0.0 < moved[1] == moved[2] < moved[3]
+    assert handle.error().worst <= 1e-5
