@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import (
@@ -219,7 +220,16 @@ def test_inputs_that_do_not_fit_are_named():
         model(input_ids=torch.tensor([[1]]), output_attentions=True)
 
 
-def test_a_cache_in_an_encoder_is_refused():
-    model = WellposedForSequenceClassification(WellposedConfig(**SIZES))
-    with pytest.raises(ConfigError, match="the model is not causal"):
-        model.model(input_ids=torch.tensor([[1]]), use_cache=True)
+def test_a_cache_that_cannot_be_used_is_refused():
+    ids = torch.tensor([[1]])
+    encoder = WellposedForSequenceClassification(WellposedConfig(**SIZES)).model
+    with pytest.raises(ConfigError, match="no cache can be used: the model is not causal"):
+        encoder(input_ids=ids, use_cache=True)
+    model = WellposedForCausalLM(WellposedConfig(**SIZES))
+    with pytest.raises(ConfigError, match="together with use_cache=False"):
+        model(input_ids=ids, use_cache=False, past_key_values=DynamicCache(config=model.config))
+    model.activation_checkpointing_enable()
+    with pytest.raises(ConfigError, match="recomputed blocks"):
+        model.train()(input_ids=ids, use_cache=True)
+    with torch.no_grad():
+        assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == 1

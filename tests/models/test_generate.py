@@ -104,3 +104,11 @@ def test_the_end_token_ends_a_row():
 def test_a_text_longer_than_the_positions_is_refused():
     with pytest.raises(ShapeError, match="a sequence of 17 tokens; expected at most 16"):
         build().generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False)
+
+
+def test_generation_starts_from_given_vectors():
+    model = build()
+    vectors = model.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
+    mask = torch.ones(1, 5, dtype=torch.long)
+    tokens = model.generate(inputs_embeds=vectors, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    assert tokens[0].tolist() == greedy(model, PROMPTS[0])

@@ -14,7 +14,8 @@ from wellposed.errors import ConfigError, ShapeError
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import Embeddings, check_positions, check_tokens, on_host, padding_of, positions_of
 from wellposed.models._init import INITS
-from wellposed.nn import Block, TransformerStack, attention_mask, run_block
+from wellposed.nn import Block, TransformerStack, run_block
+from wellposed.nn import attention_mask as make_mask
 
 
 class LayerView:
@@ -121,7 +122,8 @@ class WellposedModel(WellposedPreTrainedModel):
 
         Raises:
             ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit.
-            ConfigError: attention weights are asked for, or a cache in an encoder.
+            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed blocks, or against
+                `use_cache=False`.
         """
         refuse_attentions(output_attentions)
         batch, num_queries, device = self._check_input(input_ids, inputs_embeds, attention_mask)
@@ -131,7 +133,7 @@ class WellposedModel(WellposedPreTrainedModel):
         positions = positions_of(padding, num_queries, num_keys, device) if position_ids is None else position_ids
         limit = self.config.max_position_embeddings
         check_positions(positions, num_keys, limit, given=position_ids is not None, where=type(self).__name__)
-        mask = attention_mask_of(padding, self.is_causal, num_queries, num_keys, device)
+        mask = make_mask(padding, self.is_causal, num_queries, num_keys, device)
         x = self.embeddings(input_ids, positions, inputs_embeds)
         keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = [x]
@@ -167,22 +169,22 @@ class WellposedModel(WellposedPreTrainedModel):
         return inputs_embeds.shape[0], inputs_embeds.shape[1], inputs_embeds.device
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
-        if use_cache and not self.is_causal:
-            raise ConfigError(
-                f"{type(self).__name__}: a cache was asked for, but the model is not causal (is_causal="
-                f"{self.config.is_causal}), so earlier tokens change with later ones; call it with use_cache=False"
-            )
-        recomputed = self.training and any(cast(Block, layer).gradient_checkpointing for layer in self.layers)
-        if recomputed or use_cache is False:
+        if past_key_values is None and not use_cache:
             return None
-        if past_key_values is None and use_cache:
-            return DynamicCache(config=self.config)
-        return past_key_values
+        reason = None
+        if use_cache is False:
+            reason = "past_key_values were given together with use_cache=False; give one of them"
+        elif not self.is_causal:
+            reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
+        elif torch.is_grad_enabled() and any(self._recomputed(cast(Block, layer)) for layer in self.layers):
+            reason = "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or eval()"
+        if reason is not None:
+            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
+        return DynamicCache(config=self.config) if past_key_values is None else past_key_values
 
-
-def attention_mask_of(padding: Tensor | None, is_causal: bool, queries: int, keys: int, device: torch.device) -> Any:
-    """Make the mask of all layers; a name of its own, since `attention_mask` is Hugging Face's argument."""
-    return attention_mask(padding, is_causal, queries, keys, device)
+    @staticmethod
+    def _recomputed(layer: Block) -> bool:
+        return layer.gradient_checkpointing and layer.training
 
 
 def refuse_attentions(output_attentions: bool | None) -> None:
