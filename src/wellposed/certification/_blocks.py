@@ -90,7 +90,9 @@ def gated_feedforward_bound(
 @register_rule(nn.Linear)
 def _linear(module: nn.Linear, site: Site) -> LayerBound:
     bias = 0.0 if module.bias is None else float(module.bias.detach().double().norm())
-    radius = times(site.spectral_norm(module.weight), site.radius) + bias
+    # On the whole space the radius is not needed, and in the inf-norm it would cost a factorisation.
+    spread = site.spectral_norm(module.weight) if math.isfinite(site.radius) else math.inf
+    radius = times(spread, site.radius) + bias
     form = "largest absolute row sum" if site.norm == "inf" else "largest singular value"
     return LayerBound(site.operator_norm(module.weight), form, "exact", out_radius=radius)
 

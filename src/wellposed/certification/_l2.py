@@ -1,7 +1,4 @@
-"""L2 self-attention: kim2021's printed bounds, kept to be compared against (theory note B1, B2).
-
-The bounds in use are `wellposed.linalg.l2_attention_bound`.
-"""
+"""L2 self-attention: the rule, and kim2021's printed bounds, kept to be compared against (theory note B1 to B4)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from wellposed.linalg import certified_spectral_norm, infinity_norm, kim_bracket
+from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.errors import WellposedError
+from wellposed.linalg import (
+    certified_spectral_norm,
+    infinity_norm,
+    kim_bracket,
+    l2_attention_bound,
+    l2_constants,
+)
+from wellposed.nn import L2SelfAttention
 
 
 def kim2021_bound(
@@ -60,3 +66,44 @@ def kim2021_mixing(projection: Tensor, value: Tensor) -> Tensor:
     tensor(0.5000)
     """
     return projection.mT @ value / math.sqrt(projection.shape[-1])
+
+
+@register_rule(L2SelfAttention)
+def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
+    reason = module.certificate_refusal()
+    if reason is not None:
+        return site.refuse(f"L2 attention of this form has no Lipschitz constant: {reason}")
+    if module.contractive is not None:
+        return _contractive(module, site)
+    constants = l2_constants(site.seq_len, mask=site.mask)
+    bound = l2_attention_bound(*module.head_weights(), constants, norm=site.norm, method="cholesky")
+    return LayerBound(float(bound.value), bound.form, out_radius=_out_radius(module, site))
+
+
+def _contractive(module: L2SelfAttention, site: Site) -> LayerBound:
+    try:
+        value = float(module.lipschitz_bound(site.seq_len, norm=site.norm, mask=site.mask))
+    except WellposedError as error:
+        return site.refuse(str(error))
+    # Being value-Lipschitz in tok, the output cannot leave the ball around its value at 0.
+    bounded = site.norm == "tok" and math.isfinite(site.radius)
+    radius = value * site.radius + _at_zero(module, site.seq_len) if bounded else math.inf
+    return LayerBound(value, f"divided by its bound in norm {module.norm}", out_radius=radius)
+
+
+def _out_radius(module: L2SelfAttention, site: Site) -> float:
+    """Averages of ``x W_h`` stay within ``|W_h| R``; equal tokens pass a constant through."""
+    if math.isinf(site.radius):
+        return math.inf
+    projection, mixing, output = (part.detach().double() for part in module.head_weights())
+    spread = (certified_spectral_norm(projection) * certified_spectral_norm(mixing @ output)).sum()
+    return float(spread) * site.radius + _at_zero(module, 1)
+
+
+def _at_zero(module: L2SelfAttention, seq_len: int) -> float:
+    """Largest token of the output for zero inputs, whose tokens are all alike, at any number of tokens up to this.
+
+    The scale of a contractive layer shrinks with the number of tokens, and the output is affine in it: the ends decide.
+    """
+    zeros = [module.o_proj.weight.new_zeros(1, count, module.embed_dim) for count in (1, seq_len)]
+    return max(float(module(zero)[0, 0].double().norm()) for zero in zeros) * (1 + 1e-5)

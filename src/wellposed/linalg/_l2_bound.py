@@ -8,8 +8,9 @@ value biases and output biases change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from wellposed.errors import ShapeError
 from wellposed.linalg._brackets import L2Constants, Norm, check_norm
 from wellposed.linalg._norms import SpectralMethod, certified_spectral_norm
+
+# Up to this width three scalings are certified, above it only the most promising one.
+_TRY_ALL_BELOW = 128
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def l2_attention_bound(
     """
     check_norm(norm)
     _check_shapes(projection, mixing, output)
-    dtype = torch.float64 if method == "svd" else torch.promote_types(projection.dtype, torch.float32)
+    dtype = torch.float64 if method in ("svd", "cholesky") else torch.promote_types(projection.dtype, torch.float32)
     projection, mixing, output = projection.to(dtype), mixing.to(dtype), output.to(dtype)
     paths = mixing @ output
     if norm == "inf":
@@ -98,9 +102,17 @@ def l2_attention_bound(
         "|stack C_h| |[W_h]|": torch.ones_like(mixed),
         "balanced stack |s C_h| |[W_h/s]|": (_positive(heads.read) / _positive(heads.write)).sqrt(),
     }
-    form, scales = min(choices.items(), key=lambda item: _estimate(projection, paths, item[1]))
-    stacked = _stacked_bound(heads, scales.detach(), constants, norm, method)
-    return least([Bound(stacked, f"{form}, {norm} (B3)"), composite])
+    bounds = [composite]
+    if projection.shape[1] > _TRY_ALL_BELOW:
+        # Every scaling is valid, so a guess may choose the one whose two large norms are then certified.
+        guesses = {form: float(_stacked_bound(heads, s, constants, norm, _power_guess)) for form, s in choices.items()}
+        form = min(guesses, key=lambda form: guesses[form])
+        choices = {form: choices[form]}
+    certified = partial(certified_spectral_norm, method=method)
+    for form, scales in choices.items():
+        value = _stacked_bound(heads, scales.detach(), constants, norm, certified)
+        bounds.append(Bound(value, f"{form}, {norm} (B3)"))
+    return least(bounds)
 
 
 @dataclass(frozen=True)
@@ -113,9 +125,11 @@ class _Heads:
     write: Tensor
 
 
-def _stacked_bound(heads: _Heads, scales: Tensor, constants: L2Constants, norm: Norm, method: SpectralMethod) -> Tensor:
-    write = certified_spectral_norm((heads.paths * scales[:, None, None]).flatten(0, 1), method=method)
-    read = certified_spectral_norm((heads.projection / scales[:, None, None]).movedim(0, 1).flatten(1), method=method)
+def _stacked_bound(
+    heads: _Heads, scales: Tensor, constants: L2Constants, norm: Norm, size: Callable[[Tensor], Tensor]
+) -> Tensor:
+    write = size((heads.paths * scales[:, None, None]).flatten(0, 1))
+    read = size((heads.projection / scales[:, None, None]).movedim(0, 1).flatten(1))
     if norm == 2:
         return write * read * constants.bracket(2)
     heads_apart = (heads.read / scales).square().sum().sqrt()
@@ -141,20 +155,14 @@ def _inf_bound(projection: Tensor, paths: Tensor, constants: L2Constants) -> Bou
     )
 
 
-def _estimate(projection: Tensor, paths: Tensor, scales: Tensor) -> float:
-    """Cheap guess of ``|stack s C| |[W/s]|``, only to choose among valid scalings; never part of a bound."""
-    write = (paths.detach() * scales.detach()[:, None, None]).flatten(0, 1)
-    read = (projection.detach() / scales.detach()[:, None, None]).movedim(0, 1).flatten(1)
-    return _power_guess(write) * _power_guess(read)
-
-
-def _power_guess(matrix: Tensor) -> float:
-    vector = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-    vector = vector + torch.linspace(0, 1, len(vector), dtype=matrix.dtype, device=matrix.device)
+@torch.no_grad()
+def _power_guess(matrix: Tensor) -> Tensor:
+    """Cheap guess of a spectral norm, only to choose among valid scalings; never part of a bound."""
+    vector = torch.linspace(1, 2, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(8):
         vector = matrix.mT @ (matrix @ vector)
         vector = vector / vector.norm().clamp_min(torch.finfo(matrix.dtype).tiny)
-    return float((matrix @ vector).norm())
+    return (matrix @ vector).norm()
 
 
 def _positive(norms: Tensor) -> Tensor:

@@ -1,0 +1,243 @@
+"""The heart: no input and no weights exceed a bound of L2 attention, and the two published claims that fail do fail."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from wellposed.certification import kim2021_bound, kim2021_mixing
+from wellposed.linalg import l2_attention_bound, l2_constants, l2_constants_alibi, l2_constants_from_weights
+
+NORMS = ("tok", "inf", 2)
+MASKS = ("full", "causal", "any")
+# (tokens, width, heads), weight draws, inputs per draw
+SMALL = [(2, 1, 1), (3, 4, 2), (4, 8, 8), (6, 6, 3), (9, 4, 1), (12, 2, 2)]
+LARGE = [(33, 3, 1), (64, 2, 2)]
+CASES = [(shape, 10, 48, torch.float64) for shape in SMALL]
+CASES += [(shape, 4, 24, torch.float32) for shape in SMALL]
+CASES += [(shape, 3, 12, dtype) for shape in LARGE for dtype in (torch.float64, torch.float32)]
+# Rounding of the Jacobian, not of the bound: float32 logits are off by a few 1e-6 relative, float64 by 1e-14.
+SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def test_there_are_enough_cases():
+    assert len(MASKS) * sum(draws * inputs for _, draws, inputs, _ in CASES) >= 10_000
+
+
+def _weights(shape: tuple[int, int, int], generator: torch.Generator):
+    """W, R, W_O at log-uniform scales in 1e-3..1e3; sometimes of low rank, sometimes equal across heads."""
+    _, width, heads = shape
+    dim = width // heads
+    scale = lambda: 10 ** (6 * torch.rand((), generator=generator, dtype=torch.float64) - 3)  # noqa: E731
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    w, r, o = draw(heads, width, dim) * scale(), draw(heads, dim, dim) * scale(), draw(heads, dim, width) * scale()
+    kind = int(torch.randint(4, (), generator=generator))
+    if kind == 1:
+        w = w[:1].expand_as(w).clone()
+    elif kind == 2:
+        r = torch.eye(dim, dtype=torch.float64).expand_as(r) * scale()
+    elif kind == 3:
+        o = o * torch.logspace(-2, 2, heads, dtype=torch.float64)[:, None, None]
+    return w, r, o
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("shape", "draws", "inputs", "dtype"), CASES, ids=str)
+def test_no_random_case_exceeds_the_bound(reference, shape, draws, inputs, dtype, mask):
+    tokens, width, _ = shape
+    generator = torch.Generator().manual_seed(sum(shape) * 7 + MASKS.index(mask))
+    for _ in range(draws):
+        w, r, o = _weights(shape, generator)
+        bias = reference.mask_bias(mask, tokens, generator)
+        # Inputs around the scale at which squared distances of z are of order log N, from far below to far above.
+        spread = 10 ** (4 * torch.rand(inputs, 1, 1, generator=generator, dtype=torch.float64) - 2)
+        x = torch.randn(inputs, tokens, width, generator=generator, dtype=torch.float64) * spread / w.norm()
+        x[::3, 0] *= 3
+        tau = float(10 ** (torch.rand((), generator=generator) - 0.5))
+        parts = [part.to(dtype) for part in (w, r, o, bias)]
+        jacobian = reference.jacobians(lambda y: reference.l2_attention(y, *parts, tau), x.to(dtype))  # noqa: B023
+        assert jacobian.isfinite().all()
+        for norm in NORMS:
+            found = float(reference.norms[norm](jacobian.double()).max())
+            bound = float(l2_attention_bound(*parts[:3], l2_constants(tokens, mask=mask), norm=norm).value)
+            assert found <= bound * (1 + SLACK[dtype]), (norm, found / bound)
+            cheap = l2_attention_bound(*parts[:3], l2_constants(tokens, mask=mask), norm=norm, per_head_only=True)
+            assert bound <= float(cheap.value) * (1 + 1e-9)
+
+
+def _notes_forms(w, r, o, constants, norm):
+    """The forms of the theory note as printed, one value per case of the batch: what the shipped bound must not exceed."""
+    size = lambda m: torch.linalg.matrix_norm(m, 2)  # noqa: E731
+    heads, dim = w.shape[1], w.shape[-1]
+    c = constants.c
+    if norm == "inf":
+        row = lambda m: m.abs().sum(-1).amax(-1)  # noqa: E731
+        bracket = 1 + 2 * c * (1 + math.sqrt(dim))
+        first = bracket * (row(w.mT) * row(r.mT)).amax(1) * row(o.flatten(1, 2).mT)
+        paths = r @ o
+        gamma = w.abs().sum(2).square().sum(-1).sqrt()
+        columns = paths.abs().sum(2) * row(w.mT)[..., None] + 4 * c * paths.norm(dim=2) * gamma[..., None]
+        return torch.minimum(first, columns.sum(1).amax(-1))
+    out, stacked = size(o.flatten(1, 2)), size(w.movedim(1, 2).flatten(2))
+    one = out * (size(w).square() * size(r).square()).sum(1).sqrt()
+    two = out * stacked * size(r).amax(1)
+    three = (size(w) * size(r @ o)).sum(1)
+    if norm == 2:
+        return torch.minimum(torch.minimum(one, two), three) * constants.bracket(2)
+    wide = two * (math.sqrt(heads) * (1 + 2 * c) + 2 * c)
+    return torch.minimum(torch.minimum(one, three) * (1 + 4 * c), wide)
+
+
+ASCENTS = [
+    (norm, mask, shape)
+    for shape, mask in (((3, 4, 2), "full"), ((4, 2, 1), "causal"), ((5, 2, 2), "any"))
+    for norm in NORMS
+]
+RESTARTS = 60
+
+
+def test_there_are_enough_ascents():
+    assert len(ASCENTS) * RESTARTS >= 500
+
+
+@pytest.mark.parametrize(("norm", "mask", "shape"), ASCENTS, ids=str)
+def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, mask, shape):
+    """Adam on log(true / bound) over X, W, R and W_O at once, each restart with weights of its own."""
+    tokens, width, heads = shape
+    dim = width // heads
+    generator = torch.Generator().manual_seed(11)
+    draw = lambda *size: torch.randn(RESTARTS, *size, generator=generator, dtype=torch.float64)  # noqa: E731
+    scale = torch.logspace(-3, 3, RESTARTS, dtype=torch.float64)[:, None, None, None]
+    w = (draw(heads, width, dim) * scale).requires_grad_()
+    r, o = draw(heads, dim, dim).requires_grad_(), draw(heads, dim, width).requires_grad_()
+    unit = (draw(tokens, width)).requires_grad_()
+    log_w = torch.zeros(RESTARTS, 1, 1, 1, dtype=torch.float64, requires_grad=True)
+    bias = reference.mask_bias(mask, tokens, generator)
+    constants = l2_constants(tokens, mask=mask)
+    optimizer = torch.optim.Adam(
+        [{"params": [unit, r, o, log_w]}, {"params": [w], "lr": 0.0}], lr=0.05, maximize=True
+    )
+    best = torch.zeros(RESTARTS, dtype=torch.float64)
+    for _ in range(45):
+        optimizer.zero_grad()
+        now = w * log_w.exp()
+        x = unit / (now.detach().flatten(1).norm(dim=1)[:, None, None] / width)
+        jacobian = reference.jacobians(
+            lambda y, a, b, e: reference.l2_attention(y, a, b, e, bias), x, now, r, o
+        )
+        ratio = reference.norms[norm](jacobian) / _notes_forms(now, r, o, constants, norm)
+        ratio.log().sum().backward()
+        optimizer.step()
+        best = torch.maximum(best, ratio.detach())
+        with torch.no_grad():
+            shipped = torch.stack(
+                [l2_attention_bound(a, b, e, constants, norm=norm).value for a, b, e in zip(now[:3], r, o, strict=False)]
+            )
+            assert (shipped <= _notes_forms(now[:3], r[:3], o[:3], constants, norm) * (1 + 3e-6)).all()
+    assert best.max() <= 1 + 1e-9
+    assert best.max() > 0.25, "an attack that finds nothing shows nothing"
+    with torch.no_grad():
+        found = reference.norms[norm](jacobian)
+        for index in range(RESTARTS):
+            bound = l2_attention_bound(now[index], r[index], o[index], constants, norm=norm).value
+            assert found[index] <= bound * (1 + 1e-9)
+
+
+def test_the_printed_second_power_fails_and_the_fourth_holds(reference):
+    """kim2021 Theorem 3.2, p=2, as printed: violated tenfold. D = H = 1, W = 10, X = (0, 5): J = 100 I."""
+    one, ten = torch.ones(1, 1, 1, dtype=torch.float64), torch.full((1, 1, 1), 10.0, dtype=torch.float64)
+    r = kim2021_mixing(ten, one)
+    x = torch.tensor([[[0.0], [5.0]]], dtype=torch.float64)
+    jacobian = reference.jacobians(lambda y: reference.l2_attention(y, ten, r, one, torch.zeros(2, 2)), x)
+    found = float(reference.norms[2](jacobian))
+    assert found == pytest.approx(100.0)
+    assert found > 3 * float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=True))
+    assert found <= float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2))
+    assert found <= float(l2_attention_bound(ten, r, one, l2_constants(2, mask="full"), norm=2).value)
+
+
+def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
+    """(4c + 1)/sqrt d would be smaller than 2c + (2c + 1)/sqrt d, and is false: theory note B1', d = 64, N = 2."""
+    d = 64
+    eye = torch.eye(d, dtype=torch.float64)[None]
+    direction = torch.ones(d, dtype=torch.float64)
+    direction[0] = 1 + math.sqrt(d)
+    x = torch.zeros(1, 2, d, dtype=torch.float64)
+    x[0, 1] = 1.1307 * d**0.25 * direction / direction.norm()
+    r = eye / math.sqrt(d)
+    jacobian = reference.jacobians(
+        lambda y: reference.l2_attention(y, eye, r, eye, torch.zeros(2, 2), 1 / math.sqrt(d)), x
+    )
+    found = float(reference.norms["inf"](jacobian))
+    c = l2_constants(2).c
+    assert found == pytest.approx(0.5606, abs=1e-3)
+    assert found > 2 * (4 * c + 1) / math.sqrt(d)
+    assert found <= float(l2_attention_bound(eye, r, eye, l2_constants(2), norm="inf").value)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_our_bound_is_never_above_kims(norm):
+    """Same map, A_h = W_h W_h^T / sqrt d: ours must not exceed the (corrected) bound of the paper."""
+    if norm == "tok":
+        pytest.skip("the paper has no tok norm")
+    generator = torch.Generator().manual_seed(5)
+    for tokens in (2, 17, 512):
+        w, v = torch.randn(2, 4, 12, 3, generator=generator, dtype=torch.float64).unbind()
+        o = torch.randn(12, 12, generator=generator, dtype=torch.float64)
+        ours = l2_attention_bound(
+            w, kim2021_mixing(w, v), o.unflatten(0, (4, 3)), l2_constants(tokens), norm=norm
+        ).value
+        assert ours <= kim2021_bound(w, v, o, seq_len=tokens, norm=norm)
+
+
+def test_constant_four_is_optimal_in_one_dimension(reference):
+    """D = 1, half of the others at each side, sqrt(1 + c) away: the true inf norm is 4c + (1 - c)/(1 + c) (B1)."""
+    tokens = 41
+    c = l2_constants(tokens).c
+    x = torch.full((1, tokens, 1), math.sqrt(1 + c), dtype=torch.float64)
+    x[0, 1::2] *= -1
+    x[0, 0] = 0
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    jacobian = reference.jacobians(lambda y: reference.l2_attention(y, one, one, one, torch.zeros(tokens, tokens)), x)
+    found = float(reference.norms["inf"](jacobian))
+    assert found == pytest.approx(4 * c + (1 - c) / (1 + c), rel=1e-6)
+    assert found <= float(l2_attention_bound(one, one, one, l2_constants(tokens), norm="inf").value)
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_additive_biases_are_covered(reference, norm):
+    """ALiBi: the length-free constants hold at N = 16; any bias: those from its weights."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, width = 16, 3
+    position = torch.arange(tokens)
+    alibi = (-0.5 * (position[:, None] - position).abs()).double().masked_fill(position[:, None] < position, -math.inf)
+    free = torch.randn(tokens, tokens, generator=generator, dtype=torch.float64)
+    weights = (free - free.diagonal()[:, None]).exp()
+    for bias, constants in ((alibi, l2_constants_alibi(0.5)), (free, l2_constants_from_weights(weights))):
+        for _ in range(4):
+            w, r, o = torch.randn(3, 1, width, width, generator=generator, dtype=torch.float64).unbind()
+            x = torch.randn(24, tokens, width, generator=generator, dtype=torch.float64)
+            x = x * torch.logspace(-2, 1, 24, dtype=torch.float64)[:, None, None]
+            jacobian = reference.jacobians(lambda y: reference.l2_attention(y, w, r, o, bias), x)  # noqa: B023
+            assert reference.norms[norm](jacobian).max() <= l2_attention_bound(w, r, o, constants, norm=norm).value
+
+
+def test_fixed_null_keys_are_covered(reference):
+    """Keys that do not depend on the input only enlarge c (theory note B4, row 7)."""
+    generator = torch.Generator().manual_seed(3)
+    w, r, o = torch.randn(3, 1, 3, 3, generator=generator, dtype=torch.float64).unbind()
+    null = 2 * torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        z = torch.cat([x @ w[0], null])
+        p = (-(z[:5, None] - z[None]).square().sum(-1)).softmax(-1)
+        return p @ z @ r[0] @ o[0]
+
+    x = torch.randn(200, 5, 3, generator=generator, dtype=torch.float64)
+    x = x * torch.logspace(-2, 1, 200, dtype=torch.float64)[:, None, None]
+    jacobian = reference.jacobians(attention, x)
+    constants = l2_constants(5, mask="full", extra_keys=2)
+    for norm in NORMS:
+        assert reference.norms[norm](jacobian).max() <= l2_attention_bound(w, r, o, constants, norm=norm).value
