@@ -43,6 +43,7 @@ def load_model(name: str) -> PreTrainedModel:
     """Load the model with the class it was saved from (our own classes are registered with the Auto classes)."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     import wellposed.models  # noqa: F401  (registers the Auto classes)
 
     folder = model_folder(name)
