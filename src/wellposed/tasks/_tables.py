@@ -135,6 +135,8 @@ def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options:
         labels.append(row[label])
         lines.append(line)
     table = LabelledTexts(str(file.path), texts, labels, lines, columns)
+    if is_header and not texts and not problems:
+        raise DataError(f"{file.path}: a header and no rows; give a file with a row for each text")
     if options.header == "auto" and not is_header:
         _refuse_unseen_header(table, first)
     _refuse(file, problems + _blank_labels(table))

@@ -1,0 +1,242 @@
+"""Character language modelling: texts, splits, token accounting over epochs, entropy, bad input."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import CharLMTask, build_task
+from wellposed.tasks._char_lm import looks_spaced, unspace
+
+TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
+
+
+def build(data: Path | str, **options: Any) -> CharLMTask:
+    task = build_task("char_lm", {"data": str(data), "seq_len": 32, **options})
+    assert isinstance(task, CharLMTask)
+    return task
+
+
+def decoded(task: CharLMTask, split: Any) -> str:
+    """Join the blocks of a split, without their one-token overlap, back into its text."""
+    blocks = [block["input_ids"] for block in task.dataset(split)]
+    ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
+    return task.tokenizer.decode(ids)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_one_file_is_cut_contiguously_into_90_5_5(text_file: Path) -> None:
+    task = build(text_file)
+    parts = [decoded(task, split) for split in ("train", "valid", "test")]
+    assert "".join(parts) == TEXT
+    assert [round(len(part) / len(TEXT), 3) for part in parts] == [0.9, 0.05, 0.05]
+    described = task.description()
+    assert described["splits"] == "one file"
+    assert described["cut_from_train"] == {"valid": "contiguous 5%", "test": "contiguous 5%"}
+
+
+def test_gzip_equals_plain(text_file: Path, tmp_path: Path) -> None:
+    zipped = tmp_path / "zipped.txt.gz"
+    zipped.write_bytes(gzip.compress(TEXT.encode()))
+    plain, packed = build(text_file), build(zipped)
+    assert list(plain.dataset("train")) == list(packed.dataset("train"))
+    assert plain.model_kwargs() == packed.model_kwargs()
+
+
+def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file: Path) -> None:
+    task = build(text_file, seq_len=20)
+    tokens = task.dataset("train").tokens.tolist()
+    firsts = set()
+    for epoch in range(6):
+        blocks = [
+            task.dataset("train").bounds(i) for batch in task.batches("train", 8, seed=0, epoch=epoch) for i in batch
+        ]
+        predicted = Counter(position for start, stop in blocks for position in range(start + 1, stop))
+        assert predicted == Counter(range(1, len(tokens)))
+        firsts.add(min(stop for _, stop in blocks))
+    assert len(firsts) > 1
+
+
+def test_valid_and_test_are_cut_at_offset_zero_in_every_epoch(text_file: Path) -> None:
+    task = build(text_file)
+    for split in ("valid", "test"):
+        for epoch in range(3):
+            indices = [i for batch in task.batches(split, 4, seed=epoch, epoch=epoch) for i in batch]
+            assert sorted(indices) == list(range(len(task.dataset(split))))
+
+
+def test_totals_over_a_split_count_every_character_but_the_first(text_file: Path) -> None:
+    task = build(text_file)
+    totals = (0.0, 0.0)
+    for indices in task.batches("valid", 3, seed=0, epoch=0):
+        batch = task.collate([task.dataset("valid")[i] for i in indices])
+        logits = torch.zeros(*batch["input_ids"].shape, 7)
+        sums = task.metric_sums(logits, {**batch, "labels": batch["labels"].clamp(max=6)})["nats_per_char"]
+        totals = (totals[0] + sums[0], totals[1] + sums[1])
+    assert totals[1] == len(decoded(task, "valid")) - 1
+    metrics = task.summarize({"nats_per_char": totals})
+    assert metrics["nats_per_char"] == pytest.approx(math.log(7), rel=1e-5)
+    assert metrics["bits_per_char"] == pytest.approx(math.log2(7), rel=1e-5)
+
+
+def test_reference_is_the_entropy_of_the_predicted_characters(text_file: Path) -> None:
+    task = build(text_file)
+    counts = Counter(decoded(task, "valid")[1:])
+    total = sum(counts.values())
+    entropy = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert task.reference()["nats_per_char"] == pytest.approx(entropy, rel=1e-12)
+    assert task.reference()["bits_per_char"] == pytest.approx(entropy / math.log(2), rel=1e-12)
+
+
+def test_limit_chars_cuts_train_alone_and_is_described(text_file: Path) -> None:
+    full, task = build(text_file), build(text_file, limit_chars=1000)
+    assert decoded(task, "train") == decoded(full, "train")[:1000]
+    assert task.description()["characters"]["valid"] == full.description()["characters"]["valid"]
+    assert (
+        task.description()["train_characters_left_out_by_limit_chars"]
+        == full.description()["characters"]["train"] - 1000
+    )
+
+
+def test_unknown_characters_of_valid_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("abcabc\n" * 10)
+    (tmp_path / "valid.txt").write_text("abcéxxabc\n")
+    (tmp_path / "test.txt").write_text("abc\n")
+    described = build(tmp_path).description()["unknown_characters"]
+    assert described["train"]["count"] == 0
+    assert described["valid"] == {"count": 3, "distinct": 2, "most_frequent": {"x": 2, "é": 1}}
+    assert described["test"]["count"] == 0
+
+
+def test_vocabulary_is_that_of_train(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("abcabc\n" * 10)
+    (tmp_path / "valid.txt").write_text("xyz\n")
+    (tmp_path / "test.txt").write_text("abc\n")
+    assert build(tmp_path).model_kwargs()["vocab_size"] == 4 + 2
+
+
+SPACED = "n o _ i t _ w a s n ' t \n < u n k > _ a _ b c d \n "
+
+
+def test_spaced_text_is_mapped_back(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"x.char.{split}.txt").write_text(SPACED * 20)
+    task = build(tmp_path / "x.char.train.txt")
+    assert decoded(task, "train") == "no it wasn't\n<unk> a bcd\n" * 20
+    assert "train, valid, test" in task.description()["spaced_format"]
+    plain = build(tmp_path / "x.char.train.txt", format="plain")
+    assert decoded(plain, "train") == SPACED * 20
+    assert "spaced_format" not in plain.description()
+
+
+@pytest.mark.parametrize(
+    ("text", "spaced"),
+    [
+        (SPACED, True),
+        ("a b c d\n\n e f g h \n", True),
+        ("plain text\n", False),
+        ("a b c d\nplain\n", False),
+        ("a\nb\nc\n", False),
+        ("1 2\n3 4\n", False),
+        ("", False),
+    ],
+)
+def test_detection_of_the_spaced_format(text: str, spaced: bool) -> None:
+    assert looks_spaced(text) is spaced
+
+
+def test_unspace_inverts_spacing() -> None:
+    generator = random.Random(0)
+    text = (
+        "".join(generator.choice("abc <>'.\n") for _ in range(500)).replace("\n ", "\nx").replace(" \n", "x\n").strip()
+    )
+    spaced = " ".join("_" if character == " " else character for character in text)
+    assert unspace(spaced, "file") == text
+
+
+def test_malformed_spaced_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a b c d e\n" * 60 + "a bc d\nx  y\n")
+    with pytest.raises(DataError) as caught:
+        build(path)
+    message = str(caught.value)
+    assert f"{path}:61: expected single characters separated by single spaces: 'a bc d'" in message
+    assert f"{path}:62: " in message
+    assert "give format='plain'" in message
+    assert build(path, format="plain").description()["characters"]["train"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"caf\xe9", ":1: not UTF-8"),
+        (b"too short", "9 characters are too few to cut valid and test from"),
+    ],
+)
+def test_unusable_files(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        build(tmp_path / "a.txt")
+    assert str(tmp_path / "a.txt") in str(caught.value)
+
+
+def test_a_valid_file_of_one_character_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(TEXT)
+    (tmp_path / "valid.txt").write_text("a")
+    with pytest.raises(DataError, match=r"\(valid\): 1 tokens, expected at least 2"):
+        build(tmp_path)
+
+
+def test_bad_numbers(text_file: Path) -> None:
+    with pytest.raises(ConfigError, match="seq_len = 1, expected at least 2"):
+        build(text_file, seq_len=1)
+    with pytest.raises(ConfigError, match="limit_chars = 0, expected at least 2"):
+        build(text_file, limit_chars=0)
+
+
+def test_builtin_prose_is_english_deterministic_and_described() -> None:
+    from wellposed.tasks._prose import gather_prose
+
+    first = gather_prose()
+    gather_prose.cache_clear()
+    assert gather_prose() == first
+    assert 500_000 < len(first.text) < 2_000_000
+    words = Counter(first.text.lower().split())
+    assert {"the", "of", "to", "a", "is", "and"} <= {word for word, _ in words.most_common(12)}
+    task = build("builtin", limit_chars=5000)
+    described = task.description()
+    assert described["sha256"] == first.sha256
+    assert described["python"] == first.python
+    assert described["missing_modules"] == []
+    with pytest.raises(ConfigError, match="option test needs data=FILE"):
+        build("builtin", test="a.txt")
+
+
+def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    splits = {
+        split: datasets.Dataset.from_dict({"text": ["one", "two\n", "three"] * 20}) for split in ("train", "test")
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: splits)
+    task = build("hf:name")
+    assert decoded(task, "test") == "one\ntwo\nthree\n" * 20
+    assert task.description()["cut_from_train"] == {"valid": "contiguous 5%"}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": datasets.Dataset.from_dict({"body": ["a"]})})
+    with pytest.raises(DataError, match=r"hf:name \(train\): no column 'text'; it has body"):
+        build("hf:name")

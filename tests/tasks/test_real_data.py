@@ -1,0 +1,90 @@
+"""The published data sets, as far as they are at hand: counts, vocabularies, labels."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+
+import pytest
+
+from wellposed.tasks import SPLITS, CharLMTask, Task, build_task
+
+pytestmark = pytest.mark.data
+
+
+def sizes(task: Task) -> list[int]:
+    return [len(task.dataset(split)) for split in SPLITS]
+
+
+def test_penn_treebank_characters(shared_data: Path) -> None:
+    task = build_task("char_lm", {"data": str(shared_data / "ptb" / "ptb.char.train.txt.gz"), "seq_len": 256})
+    assert isinstance(task, CharLMTask)
+    described = task.description()
+    assert described["tokenizer"]["vocabulary"] == 50 + 2
+    assert all(described["unknown_characters"][split]["count"] == 0 for split in SPLITS)
+    # The word files hold the same sentences: one line feed and the text between the outer spaces per line.
+    for split in SPLITS:
+        words = gzip.decompress((shared_data / "ptb" / f"ptb.{split}.txt.gz").read_bytes()).decode()
+        lines = [line.strip() for line in words.removesuffix("\n").split("\n")]
+        assert described["characters"][split] == sum(map(len, lines)) + len(lines)
+        assert len(task.dataset(split).tokens) == described["characters"][split]
+    decoded = task.tokenizer.decode(task.dataset("valid")[0]["input_ids"])
+    assert decoded.startswith("consumers may want to move their telephones a little closer to the tv set\n<unk> <unk> ")
+    assert task.reference()["nats_per_char"] == pytest.approx(3.005, abs=0.001)
+
+
+def test_listops_d20s_labels_all_equal_an_independent_evaluation(shared_data: Path) -> None:
+    folder = shared_data / "listops"
+    task = build_task("listops", {"data": str(folder / "d20s_train.tsv.gz")})
+    assert sizes(task) == [8000, 1000, 1000]
+    # Evaluate by rewriting innermost brackets until a digit is left.
+    innermost = re.compile(r"\[(MIN|MAX|MED|SM)((?: \d)+) \]")
+
+    def reduce(match: re.Match[str]) -> str:
+        values = sorted(map(int, match[2].split()))
+        n = len(values)
+        middle = int((values[(n - 1) // 2] + values[n // 2]) / 2)
+        return str({"MIN": values[0], "MAX": values[-1], "MED": middle, "SM": sum(values) % 10}[match[1]])
+
+    rows = gzip.decompress((folder / "d20s_test.tsv.gz").read_bytes()).decode().splitlines()
+    for row, example in zip(rows, task.dataset("test"), strict=True):
+        label, expression = row.split("\t")
+        text = " ".join(expression.replace("(", " ").replace(")", " ").split())
+        assert len(text.split()) == len(example["input_ids"])
+        while "[" in text:
+            text = innermost.sub(reduce, text)
+        assert text == label == str(example["labels"][0])
+
+
+def test_listops_d8_with_first_and_last(shared_data: Path) -> None:
+    task = build_task("listops", {"data": str(shared_data / "listops" / "d8_test.tsv.gz")})
+    assert sizes(task) == [9000, 500, 500]
+
+
+def test_ag_news_folder(shared_data: Path) -> None:
+    task = build_task("text_classification", {"data": str(shared_data / "ag_news"), "tokenizer": "byte"})
+    assert sizes(task) == [9000, 1000, 3800]
+    assert task.model_kwargs()["num_labels"] == 4
+    described = task.description()
+    assert described["files"]["test"]["path"].endswith("test_even.tsv.gz")
+    assert described["files"]["train"]["columns"] == "no header, label in column 0, text in column 1"
+
+
+def test_sst_with_header_and_quotes(shared_data: Path) -> None:
+    task = build_task("text_classification", {"data": str(shared_data / "minbert" / "ids-sst-train.csv.gz")})
+    assert len(task.dataset("valid")) == 1101
+    assert len(task.dataset("train")) + len(task.dataset("test")) == 8544
+    assert task.description()["files"]["train"]["columns"] == "header, label 'sentiment', text 'sentence'"
+
+
+@pytest.mark.slow
+def test_imdb_folder_with_the_defaults_of_the_command_line(shared_data: Path) -> None:
+    task = build_task("text_classification", {"data": str(shared_data / "imdb")})
+    assert sizes(task) == [20000, 5000, 12500]
+    described = task.description()
+    assert described["files"]["test"]["path"].endswith("test_a.tsv.gz")
+    assert described["labels"]["train"] == {"0": 10000, "1": 10000}
+    assert described["texts_also_in_train"]["valid"] == 23
+    assert described["truncated_texts"]["train"] > 0
+    assert task.reference() == {"accuracy": 0.5}
