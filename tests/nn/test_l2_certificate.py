@@ -1,0 +1,326 @@
+"""The Lipschitz claims of L2 attention, attacked; and the forms that are refused, each shown to have no bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.functional import jacobian
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError
+from wellposed.functional import l2_attention
+from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
+
+NORMS = ("tok", "inf", 2)
+
+
+def operator_norm(matrix: Tensor, norm: object) -> Tensor:
+    """Norm of a Jacobian (N, D, N, D); for tok a lower bound, by alternating between output and input directions."""
+    n, d = matrix.shape[:2]
+    flat = matrix.reshape(n * d, n * d)
+    if norm == 2:
+        return torch.linalg.matrix_norm(flat, 2)
+    if norm == "inf":
+        return flat.abs().sum(1).max()
+    direction = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
+    for _ in range(20):
+        pulled = torch.einsum("ia,iajb->ijb", direction, matrix)
+        change = torch.nn.functional.normalize(pulled, dim=-1)
+        pushed = torch.einsum("iajb,ijb->ia", matrix, change)
+        direction = torch.nn.functional.normalize(pushed, dim=-1)
+    return pushed.norm(dim=-1).max()
+
+
+def layer_jacobian(layer: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
+    return jacobian(lambda x: layer(x[None], **options)[0], x)
+
+
+def random_layer(seed: int, width: int = 4, heads: int = 2, **options: Any) -> tuple[L2SelfAttention, torch.Generator]:
+    torch.manual_seed(seed)
+    layer = L2SelfAttention(width, heads, **options).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            size = 10 ** float(torch.empty(()).uniform_(-2, 2, generator=generator))
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layer, generator
+
+
+def attacked_input(layer: L2SelfAttention, n: int, generator: torch.Generator) -> Tensor:
+    """Tokens whose squared scaled distances are of order one, where the softmax is neither flat nor one-hot."""
+    x = torch.randn(n, layer.embed_dim, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        z = layer._heads(layer.q_proj(x)[None])
+        spread = (z - z.mean(-2, keepdim=True)).square().sum(-1).mean() / math.sqrt(layer.head_dim)
+    return x * float(torch.empty(()).uniform_(0.3, 3, generator=generator)) / spread.sqrt()
+
+
+def masks(n: int, generator: torch.Generator) -> list[dict[str, Any]]:
+    padding = torch.rand(1, n, generator=generator) > 0.6
+    kept = (torch.rand(1, 1, n, n, generator=generator) > 0.5) | torch.eye(n, dtype=torch.bool)
+    return [
+        {},
+        {"is_causal": True},
+        {"key_padding_mask": padding},
+        {"key_padding_mask": padding, "is_causal": True},
+        {"key_padding_mask": AttentionMask(kept, False)},
+    ]
+
+
+FORMS = [{}, {"values": "free"}, {"query_width": 2}, {"contractive": 0.9, "max_tokens": 6}]
+
+
+@pytest.mark.parametrize("options", FORMS)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_no_random_jacobian_exceeds_the_bound(options: dict[str, Any], heads: int) -> None:
+    for seed in range(3):
+        layer, generator = random_layer(seed, heads=heads, **options)
+        n = 3 + seed
+        x = attacked_input(layer, n, generator)
+        # Random masks that keep the diagonal are drawn too, so norm 2 needs the bound for any mask. A contractive layer
+        # takes its masks to be full or causal, see the next test.
+        bounds = {norm: layer.lipschitz_bound(n, norm=norm, mask="any") for norm in NORMS}  # type: ignore[arg-type]
+        for mask in masks(n, generator)[: 5 if layer.contractive is None else 4]:
+            matrix = layer_jacobian(layer, x, **mask)
+            for norm in NORMS:
+                assert operator_norm(matrix, norm) <= bounds[norm] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_contractive_layers_contract(norm: Any, max_tokens: int | None) -> None:
+    largest = 0.0
+    for seed in range(5):
+        layer, generator = random_layer(seed, contractive=0.8, norm=norm, max_tokens=max_tokens)
+        x = attacked_input(layer, 5, generator)
+        for mask in masks(5, generator)[:4]:
+            largest = max(largest, float(operator_norm(layer_jacobian(layer, x, **mask), norm)))
+        assert layer.lipschitz_bound(5) <= 0.8
+    assert 0.1 < largest <= 0.8
+
+
+@pytest.mark.parametrize("norm", [2, "inf"])
+def test_gradient_ascent_on_inputs_and_weights_does_not_break_the_bound(norm: Any) -> None:
+    torch.manual_seed(0)
+    layer = L2SelfAttention(2, 1, bias=False).double()
+    x = torch.randn(4, 2, dtype=torch.float64).requires_grad_()
+    optimizer = torch.optim.Adam([x, *layer.parameters()], lr=0.05)
+    ratios = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for _ in range(40):
+            matrix = jacobian(lambda x: layer(x[None])[0], x, create_graph=True)
+            bound = layer.lipschitz_bound(4, norm=norm, mask="full", method="gram")
+            loss = bound.log() - operator_norm(matrix, norm).log()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ratios.append(math.exp(-float(loss.detach())))
+    assert max(ratios) <= 1
+    assert max(ratios) > ratios[0]
+    assert max(ratios) > 0.3
+
+
+def test_bound_of_a_layer_known_by_hand() -> None:
+    layer = L2SelfAttention(1, 1, bias=False).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(1.0)
+    c = 0.2784645427610738  # c e^(c + 1) = 1, two tokens
+    for norm in ("tok", "inf"):
+        torch.testing.assert_close(
+            layer.lipschitz_bound(2, norm=norm), torch.tensor(1 + 4 * c).double(), rtol=1e-5, atol=0
+        )
+
+
+def test_the_bound_carries_gradient_in_training() -> None:
+    torch.manual_seed(0)
+    layer = L2SelfAttention(4, 2, contractive=0.9, max_tokens=8).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    parameters = dict(layer.named_parameters())
+
+    def scaled(size: Tensor) -> Tensor:
+        state = {name: weight * size if name == "o_proj.weight" else weight for name, weight in parameters.items()}
+        return torch.func.functional_call(layer, state, (x,))
+
+    # The division undoes any rescaling of W_O, so that direction has zero derivative: only true with the gradient.
+    size = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    (derivative,) = torch.autograd.grad(scaled(size).square().sum(), size)
+    assert abs(float(derivative)) < 1e-9
+    torch.testing.assert_close(scaled(torch.tensor(7.0).double()), scaled(size), rtol=1e-7, atol=1e-9)
+
+
+def test_zero_weights_stay_zero_and_finite() -> None:
+    layer = L2SelfAttention(4, 2, contractive=0.9, max_tokens=8)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    assert L2SelfAttention(4, 2).double().lipschitz_bound(1) > 0
+
+
+@pytest.mark.parametrize("constant", [0.0, 1.0, -0.5, 1.5, math.nan])
+def test_contractive_must_be_inside_the_unit_interval(constant: float) -> None:
+    with pytest.raises(NotContractiveError, match="contractive is"):
+        L2SelfAttention(4, 2, contractive=constant)
+
+
+def test_sequences_above_the_certified_length() -> None:
+    layer = L2SelfAttention(4, 2, contractive=0.9, max_tokens=3)
+    with pytest.raises(ShapeError, match="4 tokens; the certificate covers at most max_tokens=3"):
+        layer(torch.randn(1, 4, 4))
+    with pytest.raises(ShapeError, match="max_tokens=3"):
+        layer.lipschitz_bound(4)
+    padding = torch.tensor([[False, False, False, True]])
+    assert layer(torch.randn(1, 4, 4), key_padding_mask=padding).isfinite().all()
+
+
+def test_options_that_leave_no_certificate() -> None:
+    for options in ({"tied": False}, {"values": "plain"}, {"dropout": 0.1}):
+        with pytest.raises(NotLipschitzError, match=":"):
+            L2SelfAttention(4, 2, contractive=0.9, **options)  # type: ignore[arg-type]
+        layer = L2SelfAttention(4, 2, **options)  # type: ignore[arg-type]
+        assert layer.certificate_refusal()
+        with pytest.raises(NotLipschitzError, match=":"):
+            layer.lipschitz_bound(4)
+    dropped = L2SelfAttention(4, 2, dropout=0.1).eval()
+    assert dropped.certificate_refusal() is None
+    assert dropped.lipschitz_bound(4) > 0
+    hollow = AttentionMask(~torch.eye(3, dtype=torch.bool)[None, None], False)
+    with pytest.raises(NotLipschitzError, match="diagonal"):
+        L2SelfAttention(4, 2, contractive=0.9)(torch.randn(1, 3, 4), key_padding_mask=hollow)
+
+
+def test_a_cache_or_another_norm_needs_one_fixed_scale() -> None:
+    layer = L2SelfAttention(4, 2, contractive=0.9)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        layer.lipschitz_bound(4, norm=2)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        layer(torch.randn(1, 1, 4), is_causal=True, cache=object())  # type: ignore[arg-type]
+
+
+# Theory note B4: slopes of the refused forms at M = 1, 10, 100, each an explicit function of its tokens.
+
+
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    n = x.numel()
+    return float(torch.linalg.matrix_norm(jacobian(function, x).reshape(-1, n), 2))
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def without_diagonal(size: float) -> float:
+    mask = ~torch.eye(3, dtype=torch.bool)
+    return slope(lambda x: l2_attention(x, x, x, attn_mask=mask), column(0, size, -size))
+
+
+def across_sequences(size: float) -> float:
+    memory = column(size, -size)
+    return slope(lambda x: l2_attention(x, memory, memory), column(0))
+
+
+def untied(size: float) -> float:
+    return slope(lambda x: l2_attention(x, x / 2, x), column(4 * size, 6 * size, 10 * size))
+
+
+def untied_layer(size: float) -> float:
+    layer = L2SelfAttention(1, 1, tied=False, bias=False).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(1.0)
+        layer.get_parameter("k_proj.weight").fill_(0.5)
+    return slope(lambda x: layer(x[None])[0], column(4 * size, 6 * size, 10 * size))
+
+
+def plain_values(size: float) -> float:
+    layer = L2SelfAttention(2, 1, values="plain", bias=False).double()
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        layer.get_parameter("v_proj.weight").copy_(torch.eye(2))
+        layer.o_proj.weight.copy_(torch.eye(2))
+    x = torch.tensor([[0.5, size], [-0.5, -size]], dtype=torch.float64)
+    return slope(lambda x: layer(x[None])[0], x)
+
+
+def rotated(x: Tensor, turns: int = 1) -> Tensor:
+    """Rotate token i by i radians, as rotary positions do."""
+    angle = turns * torch.arange(len(x), dtype=x.dtype)
+    matrix = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(-1, 2, 2)
+    return torch.einsum("nij,nj->ni", matrix, x)
+
+
+def rotary_tokens(size: float) -> Tensor:
+    """Two tokens whose rotated forms are one apart, at distance `size` from the origin."""
+    return rotated(torch.tensor([[size, 0.0], [size, 1.0]], dtype=torch.float64), -1)
+
+
+def rotary_without_values(size: float) -> float:
+    return slope(lambda x: l2_attention(rotated(x), rotated(x), x), rotary_tokens(size))
+
+
+def rotary_with_values(size: float) -> float:
+    return slope(lambda x: rotated(l2_attention(rotated(x), rotated(x), rotated(x)), -1), rotary_tokens(size))
+
+
+def weight_dropout(size: float) -> float:
+    def dropped(x: Tensor) -> Tensor:
+        torch.manual_seed(3)  # one fixed draw, which keeps some weights and drops others
+        return l2_attention(x, x, x, dropout_p=0.5)
+
+    return slope(dropped, column(size, size + 1, size - 1))
+
+
+def null_keys(size: float) -> float:
+    fixed = column(size, -size)
+    return slope(lambda x: l2_attention(x, torch.cat([x, fixed]), torch.cat([x, fixed])), column(0, size / 2))
+
+
+def memory_with_self(size: float) -> float:
+    def attend(x: Tensor) -> Tensor:
+        keys = torch.cat([x[:1], x[1:]])
+        return l2_attention(x[:1], keys, keys)
+
+    return slope(attend, column(0, size, -size))
+
+
+REFUSED = [
+    (without_diagonal, {"keeps_itself": False}),
+    (across_sequences, {"other_sequence_only": True}),
+    (untied, {"tied": False}),
+    (untied_layer, {"tied": False}),
+    (plain_values, {"plain_values": True}),
+    (rotary_without_values, {"rotary_without_values": True}),
+    (weight_dropout, {"drops_weights": True}),
+]
+
+
+@pytest.mark.parametrize(("form", "named"), REFUSED)
+def test_refused_forms_have_growing_slopes(form: Callable[[float], float], named: dict[str, bool]) -> None:
+    slopes = [form(size) for size in (1.0, 10.0, 100.0)]
+    assert slopes[1] > 4 * slopes[0]
+    assert slopes[2] > 4 * slopes[1]
+    assert slopes[2] > 30
+    reason = l2_attention_refusal(**named)
+    assert reason
+    assert len(reason) > 40
+
+
+@pytest.mark.parametrize("form", [rotary_with_values, null_keys, memory_with_self])
+def test_covered_forms_stay_bounded(form: Callable[[float], float]) -> None:
+    assert max(form(size) for size in (1.0, 10.0, 100.0)) < 4
+
+
+def test_all_reasons_are_given_together() -> None:
+    reason = l2_attention_refusal(tied=False, plain_values=True, drops_weights=True)
+    assert reason is not None
+    assert reason.count(";") >= 4
