@@ -52,9 +52,8 @@ def take_snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState, random_states: list[bytes]
 ) -> Snapshot:
     """Return the checkpoint of the present moment; ``random_states`` holds one entry per process."""
-    tensors, aliases = model_tensors(model)
     files = {
-        MODEL: encode(tensors, {"aliases": aliases}),
+        MODEL: encode(model_tensors(model)[0]),
         OPTIMIZER: encode(*optimizer_tensors(optimizer)),
         STATE: _files.to_json(state.to_dict(), indent=2),
         **{random_name(rank): data for rank, data in enumerate(random_states)},
@@ -157,8 +156,7 @@ def load_checkpoint(
         CheckpointError: a file cannot be read, or belongs to another model.
     """
     try:
-        tensors, plain = decode((folder / MODEL).read_bytes())
-        load_model_tensors(model, tensors, plain["aliases"])
+        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
         if optimizer is not None:
             load_optimizer_tensors(optimizer, *decode((folder / OPTIMIZER).read_bytes()))
         if rank is not None:

@@ -184,7 +184,8 @@ class Run:
         """Detach the penalty and let go of the prepared objects."""
         if self.penalty is not None:
             self.penalty.remove()
-        self.accelerator.free_memory()
+        if self.accelerator.device.type != "cpu":
+            self.accelerator.free_memory()
 
     def _fit(self) -> None:
         """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top of the loop."""
@@ -232,7 +233,7 @@ class Run:
             self._log(rate, numbers.grad_norm)
 
     def _penalty_of_step(self) -> Callable[[], torch.Tensor] | None:
-        """Return the penalty of this optimizer step; with ``every`` = k it is on at every k-th step and counts k-fold."""
+        """Return the penalty of this step; with ``every`` = k it is on at every k-th step and counts k-fold."""
         every, penalty = self.config.penalty.every, self.penalty
         if penalty is None or self.state.step % every:
             return None

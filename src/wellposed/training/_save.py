@@ -46,8 +46,7 @@ def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
 def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
-        tensors, aliases = model_tensors(model)
-        _files.write_synced(folder / _checkpoint.MODEL, encode(tensors, {"aliases": aliases}))
+        _files.write_synced(folder / _checkpoint.MODEL, encode(model_tensors(model)[0]))
         return
     from safetensors import SafetensorError
 

@@ -32,9 +32,10 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     return kept, aliases
 
 
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give ``model`` the state `model_tensors` returned; names and shapes must be the same."""
-    state = {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
+    aliases = model_tensors(model)[1]
+    state = {**tensors, **{name: tensors[target] for name, target in aliases.items() if target in tensors}}
     model.load_state_dict(state, strict=True)
 
 
@@ -123,15 +124,19 @@ def gather_bytes(accelerator: Any, data: bytes) -> list[bytes]:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None = None) -> bytes:
-    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header."""
+    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header; equal input, equal bytes.
+
+    safetensors writes several entries of its header in no fixed order, so there is only ever one.
+    """
     from safetensors.torch import save
 
-    return save(dict(tensors), metadata={"format": "pt", "plain": json.dumps(plain or {})})
+    # transformers wants to read format: pt in files of weights.
+    return save(dict(tensors), metadata={"format": "pt"} if plain is None else {"plain": json.dumps(plain)})
 
 
-def decode(data: bytes) -> tuple[Tensors, dict[str, Any]]:
+def decode(data: bytes) -> tuple[Tensors, Any]:
     """Return what `encode` was given."""
     from safetensors.torch import load
 
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return load(data), json.loads(header["__metadata__"]["plain"])
+    return load(data), json.loads(header.get("__metadata__", {}).get("plain", "null"))

@@ -1,0 +1,154 @@
+"""A task and a model as small as the loop allows; also run as a script, by the tests that signal or kill a process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
+
+VOCABULARY = 11
+
+
+class StubTask:
+    """Predict the next of a few tokens; examples differ in length, so targets are spread unevenly over batches."""
+
+    name = "stub"
+    kind = "causal_lm"
+    headline = "nats"
+    higher_is_better = False
+    sizes: ClassVar[Mapping[str, int]] = {"train": 23, "valid": 6, "test": 5}
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+        self.read: list[str] = []
+        generator = torch.Generator().manual_seed(1)
+        self._data = {
+            split: [
+                torch.randint(
+                    1, VOCABULARY, (int(torch.randint(2, 9, (1,), generator=generator)),), generator=generator
+                )
+                for _ in range(size)
+            ]
+            for split, size in self.sizes.items()
+        }
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {"vocab_size": VOCABULARY}
+
+    def dataset(self, split: str) -> Sequence[dict[str, list[int]]]:
+        return [{"input_ids": tokens.tolist()} for tokens in self._data[split]]
+
+    def lengths(self, split: str) -> Sequence[int]:
+        return [len(tokens) for tokens in self._data[split]]
+
+    def collate(self, examples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+        time.sleep(self.delay)
+        longest = max(len(example["input_ids"]) for example in examples)
+        input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
+        for row, example in enumerate(examples):
+            input_ids[row, : len(example["input_ids"])] = torch.tensor(example["input_ids"])
+        mask = (input_ids > 0).long()
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
+
+    def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+        self.read.append(split)
+        order = list(range(len(self._data[split])))
+        if split == "train":
+            generator = torch.Generator().manual_seed(1000 * seed + epoch)
+            order = torch.randperm(len(order), generator=generator).tolist()
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    def loss_sum(
+        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"][:, 1:].reshape(-1)
+        total = nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, VOCABULARY).to(torch.promote_types(logits.dtype, torch.float32)),
+            labels,
+            reduction="sum",
+            ignore_index=-100,
+            label_smoothing=label_smoothing,
+        )
+        return total, (labels != -100).sum()
+
+    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        total, count = self.loss_sum(logits, batch)
+        return {"nats": (float(total), float(count))}
+
+    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in totals.items()}
+
+    def reference(self) -> dict[str, float]:
+        return {"nats": 2.3}
+
+    def description(self) -> dict[str, Any]:
+        return {"source": "stub"}
+
+
+class Block(nn.Module):
+    """x + tanh(W x), with dropout."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.inner(x)))
+
+
+class StubModel(nn.Module):
+    """Embedding, blocks, and the embedding again as the output layer."""
+
+    def __init__(self, width: int = 8, depth: int = 2, dropout: float = 0.0, extra_draws: int = 0) -> None:
+        super().__init__()
+        torch.rand(extra_draws)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        del attention_mask
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return SimpleNamespace(logits=self.head(x))
+
+
+def make_model(config: RunConfig, task: Any) -> StubModel:
+    """Build the stub model with the width and dropout of ``config``."""
+    return StubModel(config.model.hidden_size, config.model.num_hidden_layers, config.model.dropout)
+
+
+def make_config(*, dropout: float = 0.0, variant: str = "post_ln", **options: Any) -> RunConfig:
+    """Return a configuration of a few steps."""
+    values: dict[str, Any] = {
+        "steps": 12, "batch_size": 4, "eval_every": 4, "checkpoint_every": 4, "log_every": 2, "learning_rate": 0.05,
+        "schedule": "constant",
+    }  # fmt: skip
+    model = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=2, dropout=dropout)
+    return RunConfig("stub", variant=variant, model=model, train=TrainOptions(**{**values, **options}))
+
+
+def run(config: RunConfig, out: Path, **keywords: Any) -> Any:
+    """Train the stub without a progress bar."""
+    return train(config, out, **{"progress": False, "task": StubTask(), "model": make_model, "command": [], **keywords})
+
+
+if __name__ == "__main__":
+    # stub.py OUT STEPS DELAY: train slowly, so that a test has time to signal this process.
+    torch.set_num_threads(1)
+    out, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    config = make_config(steps=steps, dropout=0.1, log_every=1, eval_every=5, checkpoint_every=3)
+    result = run(config, out, resume="auto", task=StubTask(delay), progress=True)
+    print(result.status)
+    sys.exit(result.exit_code)

@@ -1,0 +1,86 @@
+"""Signals to a real process: the step is finished, a complete checkpoint saved, and the exit status is 130."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from wellposed.training import _checkpoint, result_schema
+from wellposed.training._signals import StopRequest
+
+SCRIPT = Path(__file__).with_name("stub.py")
+
+
+def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    path = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_ends_the_run_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(out), "100000", "0.01"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        wait_for_rows(process, out, 8)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert stdout == "cancelled\n"
+    assert "Traceback" not in stderr
+    assert "continue with --resume auto" in stderr
+    result = json.loads((out / "result.json").read_text())
+    jsonschema.validate(result, result_schema())
+    assert result["train_info"]["status"] == "cancelled"
+    newest, damaged = _checkpoint.newest_complete(out)
+    assert newest is not None
+    assert not damaged
+    assert _checkpoint.step_of(newest) == result["train_info"]["steps"]
+
+
+def test_the_second_signal_ends_the_run_at_once() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt, match="second signal"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_handlers_are_put_back_and_other_threads_left_alone() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopRequest():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    problems: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with StopRequest() as stop:
+                assert not stop.requested
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert not problems
