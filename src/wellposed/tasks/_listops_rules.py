@@ -15,7 +15,9 @@ GENERATOR_VERSION = 1
 DIGITS = tuple("0123456789")
 CLOSE = "]"
 PARENTHESES = "()"
-OPERATOR_SHARE = 0.25
+_SLOTS = 40  # equally likely outcomes of a node: the first quarter is an operator, three are each digit
+_OPERATOR_SLOTS = 10
+_SLOT_DIGITS = [0] * _OPERATOR_SLOTS + [digit for digit in range(10) for _ in range(3)]
 MAX_FRUITLESS_TRIES = 200_000
 
 
@@ -126,7 +128,7 @@ class ListOpsGenerator:
         for _ in range(MAX_FRUITLESS_TRIES):
             self._tokens = []
             try:
-                value = self._tree(1)
+                value = self._digit_or_operator()
             except _TooLongError:
                 continue
             if len(self._tokens) > self.rules.min_length:
@@ -151,21 +153,31 @@ class ListOpsGenerator:
                 )
         return drawn
 
-    def _tree(self, depth: int) -> int:
-        draw, tokens = self._random, self._tokens
-        if depth >= self.rules.max_depth or draw() > OPERATOR_SHARE:
-            value = int(draw() * 10)
-            tokens.append(value)
-            return value
-        token, operator = self._operators[int(draw() * len(self._operators))]
+    def _digit_or_operator(self) -> int:
+        """Draw a whole tree: its root is a node like any other."""
+        slot = int(self._random() * _SLOTS)
+        if slot < _OPERATOR_SLOTS:
+            return self._operator(1)
+        self._tokens.append(_SLOT_DIGITS[slot])
+        return _SLOT_DIGITS[slot]
+
+    def _operator(self, depth: int) -> int:
+        """Draw an operator and its arguments; one random number decides between operator and digit, and which digit."""
+        draw, tokens, limit = self._random, self._tokens, self.rules.max_length - 1
+        token, function = self._operators[int(draw() * len(self._operators))]
         tokens.append(token)
-        count = 2 + int(draw() * (self.rules.max_args - 1))
+        lowest_slot = _OPERATOR_SLOTS if depth + 1 >= self.rules.max_depth else 0
         values = []
-        for _ in range(count):
-            if len(tokens) >= self.rules.max_length - 1:
+        for _ in range(2 + int(draw() * (self.rules.max_args - 1))):
+            if len(tokens) >= limit:
                 raise _TooLongError
-            values.append(self._tree(depth + 1))
+            slot = lowest_slot + int(draw() * (_SLOTS - lowest_slot))
+            if slot < _OPERATOR_SLOTS:
+                values.append(self._operator(depth + 1))
+            else:
+                values.append(_SLOT_DIGITS[slot])
+                tokens.append(_SLOT_DIGITS[slot])
         tokens.append(self._close)
         if len(tokens) >= self.rules.max_length:
             raise _TooLongError
-        return operator(values)
+        return function(values)
