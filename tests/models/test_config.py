@@ -220,6 +220,12 @@ def test_inputs_that_do_not_fit_are_named():
         model(input_ids=torch.tensor([[1]]), output_attentions=True)
 
 
+@pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
+def test_kernels_that_would_be_ignored_are_refused(name):
+    with pytest.raises(ConfigError, match=f"received attn_implementation='{name}'; expected 'sdpa'"):
+        WellposedForCausalLM(WellposedConfig(attn_implementation=name, **SIZES))
+
+
 def test_a_cache_that_cannot_be_used_is_refused():
     ids = torch.tensor([[1]])
     encoder = WellposedForSequenceClassification(WellposedConfig(**SIZES)).model

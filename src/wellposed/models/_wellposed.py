@@ -43,8 +43,13 @@ class WellposedPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: WellposedConfig) -> None:
         config.check()
-        super().__init__(config)
         refuse_attentions(config.output_attentions)
+        if config._attn_implementation not in {None, "sdpa"}:
+            raise ConfigError(
+                f"{type(self).__name__}: received attn_implementation={config._attn_implementation!r}; expected 'sdpa' "
+                "or nothing: the attention of this model is chosen by the option attention of its configuration"
+            )
+        super().__init__(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
