@@ -3,6 +3,8 @@
 from wellposed.nn._block import Block as Block
 from wellposed.nn._block import TransformerStack as TransformerStack
 from wellposed.nn._block import run_block as run_block
+from wellposed.nn._cosine import CosineCrossAttention as CosineCrossAttention
+from wellposed.nn._cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn._dot_product import DotProductAttention as DotProductAttention
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP

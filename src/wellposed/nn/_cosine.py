@@ -1,0 +1,278 @@
+"""Scaled cosine attention: the Lipschitz attention for cross-attention and for any mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ShapeError, listed
+from wellposed.functional import cosine_attention
+from wellposed.nn._masks import PaddingMask, attention_mask
+from wellposed.nn._registry import ATTENTIONS, LayerCache
+
+
+class _CosineAttention(nn.Module):
+    """Projections and scales that the self and the cross form share."""
+
+    log_tau: Tensor
+    nu: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        memory_dim: int,
+        *,
+        eps: float,
+        tau: float | None,
+        nu: float | None,
+        learn_scales: bool,
+        dropout: float,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ShapeError(
+                f"{name}: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of heads that "
+                "divides the width; change one of them"
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.eps = eps
+        self.dropout = dropout
+        self._start = (math.sqrt(self.head_dim) if tau is None else tau, math.sqrt(self.head_dim) if nu is None else nu)
+        _check_options(name, eps, self._start[0], dropout)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
+        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        for scale in ("log_tau", "nu"):
+            if learn_scales:
+                self.register_parameter(scale, nn.Parameter(torch.empty(num_heads)))
+            else:
+                self.register_buffer(scale, torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set temperature and output scale to their start values; projections have their own."""
+        nn.init.constant_(self.log_tau, math.log(self._start[0]))
+        nn.init.constant_(self.nu, self._start[1])
+
+    @property
+    def temperature(self) -> Tensor:
+        """tau of each head, (heads,), positive."""
+        return self.log_tau.exp()
+
+    def _joined(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        heads = cosine_attention(
+            query,
+            key,
+            value,
+            eps=self.eps,
+            tau=self.temperature[:, None, None],
+            nu=self.nu[:, None, None],
+            attn_mask=mask,
+            is_causal=is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split (batch, tokens, D) into (batch, heads, tokens, d), a view."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """Everything that is not seen from the projections."""
+        return f"num_heads={self.num_heads}, eps={self.eps}, dropout={self.dropout}"
+
+
+class CosineSelfAttention(_CosineAttention):
+    r"""Per head, `nu softmax_j(tau n(q_i) . n(k_j)) n(v)` with `n(a) = a / sqrt(|a|^2 + eps)`; joined by `W_o`.
+
+    Globally Lipschitz in exact arithmetic for every mask that leaves no row empty, diagonal or not: one head has
+    `|F(X) - F(Y)|_tok <= nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|) |X - Y|_tok`, whatever the length (theory note B6;
+    Qi et al. 2023, "LipsFormer"). `wellposed.certify` computes the bound of the layer. eps is a real knob: small eps
+    means a steep map near zero queries. Rotations of queries and keys by position keep the bound.
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads; divides D; d = D / num_heads.
+        eps: > 0.
+        tau: temperature at the start, one per head; `sqrt(d)` where not given, so that random directions give logits of
+            variance one.
+        nu: output scale at the start, one per head; `sqrt(d)` where not given, so that values have entries of order 1.
+        learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are buffers.
+        dropout: probability of dropping an attention weight in training, in [0, 1); the bound is for none dropped.
+        bias: whether projections have a bias. Biases inside `n` cost nothing in the bound.
+
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+        ConfigError: `eps` or `tau` is not positive, or `dropout` is no probability below one.
+
+    Cost: as `DotProductAttention`, plus three norms.
+    When not to use: where the length of a value should count; `n` keeps directions only.
+
+    >>> attention = CosineSelfAttention(8, 2)
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        eps: float = 0.01,
+        tau: float | None = None,
+        nu: float | None = None,
+        learn_scales: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            embed_dim,
+            eps=eps,
+            tau=tau,
+            nu=nu,
+            learn_scales=learn_scales,
+            dropout=dropout,
+            bias=bias,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier keys and values of this layer; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if cache is not None:
+            key, value = cache.update(key, value)
+        mask, causal = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
+        return self._joined(query, key, value, mask, is_causal=causal)
+
+
+class CosineCrossAttention(_CosineAttention):
+    r"""Cosine attention from tokens `x` to a memory `y`: globally Lipschitz in both, which L2 cross-attention is not.
+
+    Per head, in the tok norm: `nu eps^-1/2 tau |W_Q|` with respect to x and `nu eps^-1/2 (|W_V| + tau |W_K|)` with
+    respect to y (theory note B6). Formula and arguments as `CosineSelfAttention`.
+
+    Args:
+        embed_dim: width D of a token of `x`.
+        num_heads: number of heads; divides D.
+        memory_dim: width of a token of the memory; D where not given.
+        eps, tau, nu, learn_scales, dropout, bias: see `CosineSelfAttention`.
+
+    Raises:
+        ShapeError, ConfigError: as `CosineSelfAttention`.
+
+    >>> attention = CosineCrossAttention(8, 2, memory_dim=6)
+    >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int | None = None,
+        eps: float = 0.01,
+        tau: float | None = None,
+        nu: float | None = None,
+        learn_scales: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            embed_dim if memory_dim is None else memory_dim,
+            eps=eps,
+            tau=tau,
+            nu=nu,
+            learn_scales=learn_scales,
+            dropout=dropout,
+            bias=bias,
+        )
+
+    def forward(self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Attend from every token of `x` to the memory.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            memory: (batch, memory tokens, memory_dim).
+            key_padding_mask: bool (batch, memory tokens), True = padding. A memory that is all padding gives the bias
+                of `W_o` alone.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        mask = None
+        if key_padding_mask is not None:
+            if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != memory.shape[:2]:
+                raise ShapeError(
+                    f"CosineCrossAttention: key_padding_mask is {key_padding_mask.dtype} "
+                    f"{tuple(key_padding_mask.shape)}; expected torch.bool {tuple(memory.shape[:2])}, True = padding"
+                )
+            mask = ~key_padding_mask[:, None, None, :]
+        query, key, value = self.q_proj(x), self.k_proj(memory), self.v_proj(memory)
+        return self._joined(self._heads(query), self._heads(key), self._heads(value), mask)
+
+
+def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
+    problems: list[str] = []
+    if not eps > 0:
+        problems.append(f"eps={eps}: expected > 0; the Lipschitz constant is proportional to eps^-1/2")
+    if not tau > 0:
+        problems.append(f"tau={tau}: expected a positive temperature")
+    if not 0 <= dropout < 1:
+        problems.append(f"dropout={dropout}: expected a probability in [0, 1)")
+    if problems:
+        raise ConfigError(f"{name}:\n" + listed(problems))
+
+
+@ATTENTIONS.register("cosine")
+def build_cosine(config: Any, layer_index: int) -> CosineSelfAttention:
+    """Build cosine attention; read besides, where present: `cosine_eps` (0.01)."""
+    del layer_index
+    if getattr(config, "qk_norm", False):
+        raise ConfigError(
+            "attention 'cosine' with qk_norm=True: queries and keys are normalised already, and LayerNorm has no "
+            "useful Lipschitz bound; set qk_norm=False"
+        )
+    return CosineSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        eps=getattr(config, "cosine_eps", 0.01),
+        dropout=config.attention_dropout,
+    )
