@@ -6,6 +6,7 @@ Shape legend: W is (m, n) = (out_features, in_features); a stack of weights shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -49,8 +50,9 @@ def gram_penalty(
         ShapeError: not a matrix, or weights of different widths or devices.
         ConfigError: integer (quantised) weights, or float16 on a CPU.
 
-    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On row shards (DTensor) the Gram
-    matrices are summed by one all-reduce of n x n; the full weight is never gathered.
+    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On row shards (DTensor, FSDP2) the n x n
+    Gram matrices of the shards are summed by one all-reduce and the full weight is never gathered; a slice of a fused
+    weight across shards is.
 
     When not to use: for exact orthogonality use `wellposed.constrain_`. No second derivatives.
 
@@ -62,10 +64,12 @@ def gram_penalty(
     columns = weights[0].shape[1]
     if side not in ("columns", "rows"):
         raise ConfigError(f"gram_penalty: side = {side!r}, expected 'columns' or 'rows'")
-    value: Tensor = _Gram.apply(gram_dtype, *weights)  # type: ignore[assignment]
     rows = sum(item.shape[0] for item in weights)
+    shards = _Shards.of(weights)
+    plan = _Plan(rows >= columns, gram_dtype) if shards is None else _Plan(shards.by_rows, gram_dtype, shards.groups)
+    value: Tensor = _Gram.apply(plan, *(weights if shards is None else shards.local))  # type: ignore[assignment]
     wanted = columns if side == "columns" else rows
-    value = value + (wanted - min(rows, columns))
+    value = value + (wanted - (columns if plan.by_columns else rows))
     return value if squared else _root(value)
 
 
@@ -97,6 +101,7 @@ def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = 
     2.0
     """
     check_weights([weight])
+    weight = gathered(weight)
     matrix = weight if weight.shape[0] >= weight.shape[1] else weight.t()
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     with torch.autocast(matrix.device.type, enabled=False):
@@ -139,6 +144,7 @@ def orthogonality_error(weight: Tensor) -> Tensor:
     3.0
     """
     check_weights([weight])
+    weight = gathered(weight)
     matrix = weight.to(torch.promote_types(weight.dtype, torch.float32))
     worst = matrix.new_zeros(())
     with torch.autocast(matrix.device.type, enabled=False):
@@ -173,18 +179,50 @@ def check_weights(weights: Sequence[Tensor]) -> None:
         raise ShapeError(f"weights to be stacked along outputs need one width and one device; received {shapes}")
 
 
+@dataclass(frozen=True)
+class _Shards:
+    """The local blocks of distributed weights, and the process groups over which their Gram matrices add up."""
+
+    local: list[Tensor]
+    by_rows: bool
+    groups: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor]) -> _Shards | None:
+        """Return None for plain tensors."""
+        if not any(is_distributed(weight) for weight in weights):
+            return None
+        placements = {tuple(getattr(weight, "placements", ())) for weight in weights}
+        (first, *others) = placements
+        dims = {placement.dim for placement in first if placement.is_shard()}
+        if others or len(dims) > 1 or any(placement.is_partial() for placement in first):
+            # Not one common direction: gather, which autograd turns into a scatter of the gradient.
+            return cls([gathered(weight) for weight in weights], _is_tall(weights), ())
+        mesh: Any = weights[0].device_mesh  # type: ignore[attr-defined]
+        groups = tuple(mesh.get_group(index) for index, placement in enumerate(first) if placement.is_shard())
+        local = [weight.to_local() for weight in weights]  # type: ignore[attr-defined]
+        return cls(local, dims == {0} if dims else _is_tall(weights), groups)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which Gram matrix is formed (W^T W or W W^T), in which dtype, and over which groups it is summed."""
+
+    by_columns: bool
+    dtype: torch.dtype | None
+    groups: tuple[Any, ...] = ()
+
+
 class _Gram(torch.autograd.Function):
-    """The squared distance on the smaller side, ``4 W G`` or ``4 G W`` backwards, G the small Gram minus identity."""
+    """|G|_F^2 for a Gram matrix minus identity, with gradient ``4 W G`` or ``4 G W``."""
 
     @staticmethod
-    def forward(ctx: Any, gram_dtype: torch.dtype | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: _Plan, *weights: Tensor) -> Tensor:
         kept = torch.promote_types(weights[0].dtype, torch.float32)
-        ctx.dtype = gram_dtype or kept
-        rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        ctx.tall = rows >= columns
+        ctx.by_columns, ctx.dtype = plan.by_columns, plan.dtype or kept
         with torch.autocast(weights[0].device.type, enabled=False):
             cast = [weight.to(ctx.dtype) for weight in weights]
-            if ctx.tall:
+            if plan.by_columns:
                 gram = cast[0].t() @ cast[0]
                 for item in cast[1:]:
                     gram = torch.addmm(gram, item.t(), item)
@@ -192,6 +230,8 @@ class _Gram(torch.autograd.Function):
                 stack = cast[0] if len(cast) == 1 else torch.cat(cast)
                 gram = stack @ stack.t()
             gram = gram.to(kept)
+            for group in plan.groups:
+                torch.distributed.all_reduce(gram, group=group)
             gram.diagonal().sub_(1)
         ctx.save_for_backward(gram, *weights)
         return torch.dot(gram.view(-1), gram.view(-1))
@@ -202,12 +242,26 @@ class _Gram(torch.autograd.Function):
         gram, *weights = ctx.saved_tensors
         with torch.autocast(gram.device.type, enabled=False):
             scaled = (gram * (4 * grad)).to(ctx.dtype)
-            if ctx.tall:
+            if ctx.by_columns:
                 grads = [weight.to(ctx.dtype) @ scaled for weight in weights]
             else:
                 stack = weights[0] if len(weights) == 1 else torch.cat(weights)
                 grads = list((scaled @ stack.to(ctx.dtype)).split([weight.shape[0] for weight in weights]))
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
+
+
+def is_distributed(weight: Tensor) -> bool:
+    """Tell a DTensor from a plain tensor without importing torch.distributed."""
+    return hasattr(weight, "placements") and hasattr(weight, "to_local")
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """Return the whole of a distributed weight; a plain one as it is."""
+    return weight.full_tensor() if is_distributed(weight) else weight  # type: ignore[attr-defined]
+
+
+def _is_tall(weights: Sequence[Tensor]) -> bool:
+    return sum(weight.shape[0] for weight in weights) >= weights[0].shape[1]
 
 
 class _GramSchmidt(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class AffinityCapture:
         """Factor that makes a sum over the watched layers an unbiased sum over all of them."""
         return len(self.attention) / len(self._chosen)
 
-    def take(self) -> Iterator[tuple[AttentionRole, Seen]]:
+    def take(self) -> list[tuple[AttentionRole, Seen]]:
         """Hand over, once, what the last forward pass showed.
 
         Raises:
@@ -95,10 +95,11 @@ class AffinityCapture:
                 if freed
                 else "no self-attention module ran in the last forward pass, so it has no affinity to penalise"
             )
+        shown: list[tuple[AttentionRole, Seen]] = []
         for path, notes in seen.items():
-            by_sdpa = [note for note in notes if not isinstance(note, SeenLogits)]
-            for note in by_sdpa or notes:
-                yield self.attention[path], note
+            by_call = [note for note in notes if not isinstance(note, SeenLogits)]  # their softmax may be seen as well
+            shown += [(self.attention[path], note) for note in by_call or notes]
+        return shown
 
     def remove(self) -> None:
         """Take every hook off the model and forget what was seen."""

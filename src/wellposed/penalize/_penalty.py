@@ -194,8 +194,9 @@ class OrthogonalityPenalty:
     def _affinity_parts(self, capture: AffinityCapture, strength: float) -> list[tuple[str, Tensor]]:
         parts: list[tuple[str, Tensor]] = []
         lost: list[str] = []
+        shown = capture.take()
         scale = strength * capture.scale
-        for role, seen in capture.take():
+        for role, seen in shown:
             if torch.is_grad_enabled() and role.query.parameter.requires_grad and not seen.carries_gradient():
                 lost.append(role.path)
             per_head = seen.penalty(self._estimate)

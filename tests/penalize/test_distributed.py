@@ -1,0 +1,130 @@
+"""DDP and FSDP2 over two processes give the losses and gradients of one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import BertConfig, BertModel
+
+from wellposed.functional import gram_penalty, qr_penalty
+from wellposed.penalize import OrthogonalityPenalty
+
+STRENGTHS = {"affinity": 0.3, "attention": 0.7, "feedforward": 1.1, "embedding": 0.2}
+
+
+def model() -> BertModel:
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertModel(config).double().train()
+
+
+def batch() -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    mask = torch.ones(4, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    mask[2, 3:] = 0
+    return {"input_ids": torch.randint(1, 31, (4, 7)), "attention_mask": mask}
+
+
+def step(module: nn.Module, penalty: OrthogonalityPenalty, inputs: dict[str, Tensor]) -> Tensor:
+    loss = module(**inputs)[0].square().mean() + penalty()
+    loss.backward()
+    return loss.detach()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
+
+
+def take_step(kind: str, rank: int) -> dict[str, object]:
+    """One step on this rank's half of the batch; the mean loss and the whole gradients."""
+    bert, inputs = model(), batch()
+    wrapped: nn.Module = bert
+    if kind == "fsdp2":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for layer in bert.encoder.layer:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(bert, mesh=mesh)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(bert, find_unused_parameters=True)
+    penalty = OrthogonalityPenalty(bert, **STRENGTHS)
+    loss = step(wrapped, penalty, {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()})
+    dist.all_reduce(loss)
+    return {"loss": loss / 2, "gradients": {n: full(p.grad) for n, p in bert.named_parameters() if p.grad is not None}}
+
+
+def penalise_shards() -> dict[str, object]:
+    """Values and gradients on shards in either direction, and the gathers that took place."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    found, gathers = [], 0
+    for shape in ((7, 4), (3, 6), (5, 5)):
+        whole = torch.randn(shape, dtype=torch.float64)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            weight = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+            with CommDebugMode() as calls:
+                value = gram_penalty([weight, 2 * weight], squared=False)
+                value.backward()
+            gathers += sum(count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind))
+            found.append((whole, value.detach(), full(weight.grad)))
+    with CommDebugMode() as calls:
+        qr_penalty(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
+    known = sum(count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind))
+    return {"found": found, "gathers": gathers, "gathers of qr": known}
+
+
+def worker(rank: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=200)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=wait)
+    results = {"ddp": take_step("ddp", rank), "fsdp2": take_step("fsdp2", rank), "shards": penalise_shards()}
+    if rank == 0:
+        torch.save(results, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two-processes")
+    mp.spawn(worker, args=(str(folder / "store"), str(folder / "out.pt")), nprocs=2)
+    return torch.load(folder / "out.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(kind: str, results: dict[str, dict[str, Any]]) -> None:
+    found = results[kind]
+    bert, inputs = model(), batch()
+    penalty = OrthogonalityPenalty(bert, **STRENGTHS)
+    loss = step(bert, penalty, inputs)
+    torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
+    expected = {name: p.grad for name, p in bert.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found["gradients"], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_shards_in_either_direction_without_gathering(results: dict[str, dict[str, Any]]) -> None:
+    shards = results["shards"]
+    assert shards["gathers"] == 0
+    assert shards["gathers of qr"] > 0  # so the count can see a gather
+    assert len(shards["found"]) == 9
+    for whole, value, gradient in shards["found"]:
+        leaf = whole.requires_grad_()
+        stack = torch.cat([leaf, 2 * leaf])
+        expected = (stack.T @ stack - torch.eye(leaf.shape[1])).norm()
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+        (exact,) = torch.autograd.grad(expected, leaf)
+        torch.testing.assert_close(gradient, exact, rtol=1e-10, atol=1e-12)
