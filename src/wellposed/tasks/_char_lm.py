@@ -49,6 +49,14 @@ class CharLMTask(Task):
     over ln 2. The context restarts at every block, so the numbers are upper bounds on those of a longer context.
     A character that train does not hold becomes the unknown token, is predicted like any other and is counted in the
     description. Train blocks are cut at an offset drawn by (seed, epoch).
+
+    Not for comparing with published numbers of models that carry their state over the whole text: give those a context
+    as long as theirs with ``seq_len``.
+
+    >>> from wellposed.tasks import build_task
+    >>> task = build_task("char_lm", {"limit_chars": 5000, "seq_len": 100})
+    >>> task.collate([task.dataset("train")[0]])["input_ids"].shape
+    torch.Size([1, 100])
     """
 
     name: ClassVar[str] = "char_lm"

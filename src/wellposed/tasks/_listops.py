@@ -74,6 +74,15 @@ class ListOpsTask(ClassificationTask):
     Expressions are tokens in the Long Range Arena's form, without parentheses. Generated train, valid and test have no
     expression in common. In a file every expression is evaluated, and a malformed one or a wrong label is a `DataError`
     with file:line.
+
+    Source: Nangia and Bowman 2018; the generator is that of Tay et al. 2021. Cost: a quarter of a second for the short
+    setting, about a minute on one core for the 100,000 expressions of lra.
+
+    >>> from wellposed.tasks import build_task
+    >>> task = build_task("listops", {"num_train": 100, "num_valid": 10, "num_test": 10})
+    >>> example = task.dataset("train")[0]
+    >>> task.tokenizer.decode(example["input_ids"]), example["labels"]
+    ('[MED 7 4 [MAX 3 2 6 4 9 ] ]', [7])
     """
 
     name: ClassVar[str] = "listops"

@@ -18,10 +18,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
-from wellposed.tasks._sources import TextFile
+
+if TYPE_CHECKING:
+    from wellposed.tasks._sources import TextFile
 
 LABEL_NAMES = ("label", "labels", "target", "class", "sentiment", "category")
 TEXT_NAMES = ("text", "sentence", "source", "review", "content", "document")
