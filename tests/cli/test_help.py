@@ -22,7 +22,8 @@ raise SystemExit(status)
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "char_lm", "-h"], ["compare", "listops", "-h"]]
+    "words",
+    [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "char_lm", "-h"], ["compare", "listops", "-h"]],
 )
 def test_help_exits_zero_and_imports_nothing_heavy(words: list[str]) -> None:
     found = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, check=False)

@@ -128,7 +128,8 @@ def _task_defaults(options: type, base: RunConfig) -> Any:
     unknown = [name for name in base.task_options if name not in known]
     if unknown:
         raise unknown_name(f"option of task {base.task}", unknown[0], known)
-    return options(**base.task_options)
+    required = {item.name: tyro.MISSING for item in dataclasses.fields(options) if item.default is dataclasses.MISSING}
+    return options(**{**required, **base.task_options})
 
 
 def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:

@@ -26,7 +26,6 @@ def ptb_mini() -> RunConfig:
             learning_rate=2e-3,
             warmup_steps=200,
             weight_decay=0.05,
-            precision="bf16",
             eval_every=500,
             checkpoint_every=500,
         ),
