@@ -58,31 +58,62 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
-    return replace(base, model=replace(base.model, **changes))
+    plain: dict[str, Any] = {
+        "architecture": "wellposed",
+        "attention": "dot_product",
+        "norm": "post",
+        "residual": "plain",
+        "qk_norm": False,
+    }
+    return replace(base, model=replace(base.model, **{**plain, **changes}))
 
 
 @VARIANTS.register("post_ln")
 def post_ln(base: RunConfig) -> RunConfig:
     """LayerNorm after each residual sum (Vaswani et al. 2017): the baseline."""
-    return _with_model(base, norm="post", residual="plain", qk_norm=False)
+    return _with_model(base)
 
 
 @VARIANTS.register("pre_ln")
 def pre_ln(base: RunConfig) -> RunConfig:
     """LayerNorm before each sublayer and one at the end (Xiong et al. 2020)."""
-    return _with_model(base, norm="pre", residual="plain", qk_norm=False)
+    return _with_model(base, norm="pre")
 
 
 @VARIANTS.register("rezero")
 def rezero(base: RunConfig) -> RunConfig:
     """x + a f(x) with a learnt from zero and no LayerNorm (Bachlechner et al. 2021)."""
-    return _with_model(base, norm="none", residual="rezero", qk_norm=False)
+    return _with_model(base, norm="none", residual="rezero")
 
 
 @VARIANTS.register("qk_norm")
 def qk_norm(base: RunConfig) -> RunConfig:
     """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al. 2023)."""
-    return _with_model(base, norm="pre", residual="plain", qk_norm=True)
+    return _with_model(base, norm="pre", qk_norm=True)
+
+
+@VARIANTS.register("l2")
+def l2(base: RunConfig) -> RunConfig:
+    """post_ln with attention by L2 distance and free queries and keys (Kim et al. 2021): not Lipschitz."""
+    return _with_model(base, attention="l2")
+
+
+@VARIANTS.register("l2_tied")
+def l2_tied(base: RunConfig) -> RunConfig:
+    """post_ln with L2 attention whose queries are its keys (Kim et al. 2021): Lipschitz."""
+    return _with_model(base, attention="l2_tied")
+
+
+@VARIANTS.register("l2_contractive")
+def l2_contractive(base: RunConfig) -> RunConfig:
+    """post_ln with L2 attention divided by its certified bound (Kim et al. 2021): a contraction."""
+    return _with_model(base, attention="l2_contractive")
+
+
+@VARIANTS.register("cosine")
+def cosine(base: RunConfig) -> RunConfig:
+    """post_ln with scaled cosine attention, values normalised (Qi et al. 2023): Lipschitz under any mask."""
+    return _with_model(base, attention="cosine")
 
 
 def _orthogonality_constrained(base: RunConfig, level: str, strength: float) -> RunConfig:
