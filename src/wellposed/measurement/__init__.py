@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from wellposed.measurement._measurement import WEIGHT_COLUMNS as WEIGHT_COLUMNS
 from wellposed.measurement._measurement import Measurement as Measurement
+from wellposed.measurement._measurement import write_csv as write_csv
+from wellposed.measurement._text import format_number as format_number
+from wellposed.measurement._text import text_table as text_table
 
 if TYPE_CHECKING:
     from wellposed.measurement._measure import measure as measure

@@ -144,7 +144,7 @@ def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any
     colours = mpl.colormaps[COLOUR_MAP].resampled(64)
     mesh = axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=colours, edgecolors="none")
     axes.set_xticks(
-        [i + 0.5 for i in range(len(heat.roles))], [_short(name) for name in heat.roles], rotation=35, ha="right"
+        [i + 0.5 for i in range(len(heat.roles))], [short_role(name) for name in heat.roles], rotation=35, ha="right"
     )
     axes.set_yticks([i + 0.5 for i in range(len(heat.layers))], heat.layers)
     axes.tick_params(length=0)
@@ -194,7 +194,7 @@ def draw_spectra(axes: Axes, curves: Sequence[tuple[Sequence[float], float, bool
         axes.plot(
             share,
             ordered[picks],
-            color=colours(0.15 + 0.7 * depth),
+            color=colours(0.28 + 0.57 * depth),
             linewidth=1.0 if dashed else 1.5,
             linestyle=(0, (2, 2)) if dashed else "-",
             alpha=0.7 if dashed else 1.0,
@@ -226,7 +226,7 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
         if roles:
             panels = list(parts[1, 0].subplots(lines, 3, squeeze=False).flat)
             for axes, (name, curves) in zip(panels, roles.items(), strict=False):
-                draw_spectra(axes, curves, _short(name))
+                draw_spectra(axes, curves, short_role(name))
             for axes in panels[len(roles) :]:
                 axes.set_visible(False)
             parts[1, 0].supxlabel("share of singular values (colour: layer, dark first)", fontsize=9)
@@ -278,8 +278,9 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _short(name: str) -> str:
-    return name.replace("feedforward_", "ff ").replace("_", " ")
+def short_role(name: str) -> str:
+    """Return a role as a heading: ``ff in``, ``token emb.``."""
+    return name.replace("feedforward_", "ff ").replace("_embedding", " emb.").replace("_", " ")
 
 
 def _layer_key(layer: tuple[str, Any]) -> tuple[bool, str, Any]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
-from wellposed.measurement._measurement import write_csv
-from wellposed.measurement._text import format_number, text_table
+from wellposed.measurement import format_number, text_table, write_csv
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
 from wellposed.report.statistics import PairedComparison, holm_correction, mean_and_standard_error, paired_comparison
 
@@ -42,12 +41,16 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """All variants of one task; the first is the one the others are compared with, by ``metric``."""
+    """All variants of one task; the first is the one the others are compared with, by ``metric``.
+
+    ``reference_metric`` is compared with ``reference_value`` to tell whether a variant learned: both are on *valid*.
+    """
 
     task: str
     metric: str
     higher_is_better: bool
     reference: Mapping[str, float]
+    reference_metric: str
     reference_value: float | None
     variants: tuple[VariantResult, ...]
     runs: tuple[tuple[Run, ...], ...]
@@ -80,8 +83,8 @@ class Comparison:
                 "mean": summary.mean,
                 "standard_error": summary.standard_error,
                 "values": list(summary.values),
-                "reference": task.reference_value if name == task.metric else None,
-                "learned": result.learned if name == task.metric else None,
+                "reference": task.reference_value if name == task.reference_metric else None,
+                "learned": result.learned if name == task.reference_metric else None,
                 **_test_columns(result.comparison if name == task.metric else None),
             }
             for task in self.tasks
@@ -145,8 +148,9 @@ def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
         raise DataError(f"runs of task {name} report different headline metrics; compare runs of one version")
     metric = next(m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values)
     higher = bool(runs[0].result["higher_is_better"].get(headline, True))
-    reference = dict(runs[0].result.get("reference") or {})
+    reference = {k: float(v) for k, v in (runs[0].result.get("reference") or {}).items() if v is not None}
     expected = reference_value(headline, reference)
+    known = f"{headline},valid" if f"{headline},valid" in runs[0].values else metric
     groups = _by_label(runs, lambda run: run.variant, lambda run: _variant_settings(run.result["config"]))
     ordered = {variant: sorted(group, key=lambda run: run.seed) for variant, group in groups.items()}
     results, notes = [], []
@@ -162,14 +166,17 @@ def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
                 notes.append(f"{variant} shares no seed with the first variant, so there is no paired test")
             elif comparison.pairs < max(len(first), len(group)):
                 notes.append(f"{variant} is tested on the {comparison.pairs} seeds it shares with the first variant")
-        mean = metrics[metric].mean
-        learned = None if expected is None else (mean > expected if higher else mean < expected)
+        learned = None
+        if expected is not None and known in metrics:
+            mean = metrics[known].mean
+            learned = mean > expected if higher else mean < expected
         results.append(VariantResult(variant, tuple(run.seed for run in group), metrics, learned, comparison))
     return TaskComparison(
         task=name,
         metric=metric,
         higher_is_better=higher,
         reference=reference,
+        reference_metric=known,
         reference_value=expected,
         variants=tuple(_corrected(results)),
         runs=tuple(tuple(group) for group in ordered.values()),
@@ -244,7 +251,9 @@ def _test_columns(c: PairedComparison | None) -> dict[str, Any]:
 
 
 def _task_table(task: TaskComparison) -> str:
-    reference = "" if task.reference_value is None else f"; reference {format_number(task.reference_value)}"
+    reference = ""
+    if task.reference_value is not None:
+        reference = f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
     direction = "higher is better" if task.higher_is_better else "lower is better"
     others = [m for m in task.variants[0].metrics if m != task.metric and m.endswith(",test")]
     columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]

@@ -46,7 +46,20 @@ def task_curves(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> dict[tup
         present = [curve for curve in drawn if curve.steps]
         if present:
             curves[split, metric] = present
+    if _same_numbers(curves.get(("valid", "loss")), curves.get(("valid", headline))) and headline != "loss":
+        del curves["valid", "loss"]  # nats per character are the loss: one panel is enough
     return curves
+
+
+def _same_numbers(first: Sequence[Curve] | None, second: Sequence[Curve] | None) -> bool:
+    if first is None or second is None:
+        return False
+    pairs = zip(first, second, strict=True) if len(first) == len(second) else []
+    same = [
+        a.steps == b.steps and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a.mean, b.mean, strict=True))
+        for a, b in pairs
+    ]
+    return bool(same) and all(same)
 
 
 def _curve(variant: str, split: str, metric: str, group: Sequence[Run]) -> Curve:

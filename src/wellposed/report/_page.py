@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import missing_extra
-from wellposed.measurement._measurement import WEIGHT_COLUMNS, write_csv
-from wellposed.measurement._text import format_number
+from wellposed.measurement import WEIGHT_COLUMNS, format_number, write_csv
 from wellposed.report._aggregate import TaskComparison, compare_runs, conclusions, flatten
 from wellposed.report._curves import task_curves
 from wellposed.report._plots import curves_figure, mean_rows, orthogonality_figure, spectra_figure
@@ -88,7 +86,7 @@ def build_report(run_dirs: Sequence[Path], out: Path) -> Path:
         sections=sections,
         excluded=comparison.excluded,
         results=f"{folder.name}/results.csv",
-        environments=_environments(runs),
+        environment=_environments(runs),
         commands=_commands(runs),
         runs=len(runs),
         date=datetime.date.today().isoformat(),
@@ -123,11 +121,14 @@ def _section(number: int, task: TaskComparison, runs: Sequence[Sequence[Run]], f
             mean_rows([run.final.rows for run in group if run.final]),
         )
         for result, group in zip(task.variants, runs, strict=True)
+        if all(run.initial and run.final for run in group)
     ]
+    unmeasured = [r.variant for r in task.variants if r.variant not in {variant for variant, _, _ in weights}]
+    notes = [f"note: {name} has no measurement, as no weight of its model has a known role" for name in unmeasured]
     return TaskSection(
         anchor=f"task-{number}",
         comparison=task,
-        conclusions=conclusions(task),
+        conclusions=[*conclusions(task), *notes],
         metrics=[name for name in task.variants[0].metrics if name != task.metric],
         figures=_figures(slug, task, runs, weights, folder),
         weights=_weight_table(weights),
@@ -225,22 +226,35 @@ def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
     """Description of the data; a setting in which runs differ shows all its values."""
     described = [flatten(run.result.get("data") or {}) for group in runs for run in group]
     names = list(dict.fromkeys(name for description in described for name in description))
-    return [(name, " | ".join(dict.fromkeys(str(d.get(name, "-")) for d in described))) for name in names]
+    return [(name, " | ".join(dict.fromkeys(_shown(d.get(name, "-")) for d in described))) for name in names]
 
 
 def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Environments that differ, with the runs they belong to."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(run.environment, sort_keys=True, default=str), []).append(run)
-    result = []
-    for group in groups.values():
-        values = flatten({**group[0].environment, "versions": group[0].result.get("versions") or {}})
-        who = (
-            "all runs" if len(groups) == 1 else ", ".join(f"{run.task}/{run.variant}/seed {run.seed}" for run in group)
-        )
-        result.append((who, [(name, str(value)) for name, value in values.items()]))
-    return result
+    """Every entry once; where runs differ, each value with the runs it belongs to."""
+    described = [(run, flatten(_environment(run))) for run in runs]
+    table = []
+    for name in dict.fromkeys(name for _, values in described for name in values):
+        groups: dict[str, list[Run]] = {}
+        for run, values in described:
+            groups.setdefault(_shown(values.get(name, "-")), []).append(run)
+        table.append((name, [(value, "" if len(groups) == 1 else _names(group)) for value, group in groups.items()]))
+    return table
+
+
+def _names(runs: Sequence[Run]) -> str:
+    return ", ".join(f"{run.task} {run.variant} seed {run.seed}" for run in runs)
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """What the run ran on; when and how it was started is told with the commands."""
+    values = {name: value for name, value in run.environment.items() if name not in ("date", "command", "starts")}
+    return values if "packages" in values else {**values, "packages": run.result.get("versions") or {}}
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -248,5 +262,8 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         command = shlex.join(run.command) if run.command else "(started from Python)"
-        groups.setdefault(command, []).append(f"{run.task} {run.variant} seed {run.seed}: {run.folder}")
+        made = f"{run.task} {run.variant} seed {run.seed}: {run.folder}, finished {run.result['date']}"
+        starts = run.environment.get("starts") or []
+        resumed = [str(start.get("from_step")) for start in starts[1:] if isinstance(start, dict)]
+        groups.setdefault(command, []).append(made + (f", resumed from step {', '.join(resumed)}" if resumed else ""))
     return list(groups.items())

@@ -14,6 +14,7 @@ from wellposed.measurement.figures import (
     heat_map,
     new_figure,
     shared_log_norm,
+    short_role,
     spectra_by_role,
     svg_markup,
 )
@@ -64,7 +65,7 @@ def orthogonality_figure(weights: Weights, prefix: str) -> str:
         norm = shared_log_norm([heat for pair in maps for heat in pair])
         first = maps[0][0]
         same_roles = len({tuple(heat.roles) for pair in maps for heat in pair}) == 1
-        height = 0.55 + 0.26 * len(first.layers)
+        height = 0.55 + 0.26 * max(len(heat.layers) for pair in maps for heat in pair)
         figure = new_figure(max(6.0, 2.6 + 1.15 * len(first.roles)), 0.7 + height * len(weights))
         axes = figure.subplots(len(weights), 2, squeeze=False, sharex=same_roles, sharey=False)
         mesh = None
@@ -94,9 +95,10 @@ def spectra_figure(weights: Weights, prefix: str) -> str | None:
                 draw_spectra(axes, [*before.get(role, []), *after.get(role, [])], "")
                 axes.tick_params(labelsize=7.5)
                 axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+                axes.locator_params(axis="y", nbins=3)
             line[0].set_ylabel(variant)
         for axes, role in zip(grid[0], roles, strict=True):
-            axes.set_title(role.replace("feedforward_", "ff ").replace("_", " "), loc="left")
+            axes.set_title(short_role(role), loc="left")
         figure.supxlabel("share of singular values, largest first", fontsize=9)
         label = f"Singular values by role before and after training, for {_listing(weights)}."
         return svg_markup(figure, prefix=prefix, label=label)

@@ -14,6 +14,7 @@ from wellposed.measurement import Measurement
 
 REQUIRED = ("task", "variant", "seed", "results", "headline", "higher_is_better", "config", "train_info", "date")
 ORDER_FILE = "compare.json"
+INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Run:
 
     @property
     def values(self) -> Mapping[str, float]:
-        """Metrics as ``{"accuracy,test": 0.41, ...}``."""
-        return self.result["results"][self.task]
+        """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
+        return {name: value for name, value in self.result["results"][self.task].items() if _is_finite(value)}
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -116,8 +117,8 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
         replace(
             run,
             metrics=_read_metrics(run.folder / "metrics.jsonl", problems),
-            initial=_read_measurement(run.folder / "measure-initial.json", problems),
-            final=_read_measurement(run.folder / "measure-final.json", problems),
+            initial=_read_measurement(run.folder, INITIAL, problems),
+            final=_read_measurement(run.folder, FINAL, problems),
             environment=_read_json(run.folder / "env.json", problems) or {},
         )
         for run in runs
@@ -206,10 +207,15 @@ def _values_problem(result: Mapping[str, Any]) -> str | None:
     values = results.get(result["task"]) if isinstance(results, dict) else None
     if not isinstance(values, dict) or not values:
         return f"results has no metrics of task {result['task']!r}"
-    if not any(name.partition(",")[0] == result["headline"] for name in values):
+    headline = {name: value for name, value in values.items() if name.partition(",")[0] == result["headline"]}
+    if not headline:
         return f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
-    bad = [name for name, value in values.items() if not isinstance(value, (int, float)) or not math.isfinite(value)]
-    return f"not a finite number: {', '.join(bad)}" if bad else None
+    bad = [f"{name} = {value}" for name, value in headline.items() if not _is_finite(value)]
+    return f"the headline metric is not a finite number: {', '.join(bad)}" if bad else None
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:
@@ -244,9 +250,12 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _read_measurement(file: Path, problems: list[str]) -> Measurement | None:
+def _read_measurement(folder: Path, name: str, problems: list[str]) -> Measurement | None:
+    """Read one measurement; a model without roles leaves neither, which is no problem."""
+    if not any((folder / each).exists() for each in (INITIAL, FINAL)):
+        return None
     try:
-        return Measurement.from_json(file)
+        return Measurement.from_json(folder / name)
     except DataError as error:
         problems.append(str(error))
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
 
@@ -102,7 +103,48 @@ def write_run(
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "config.toml").write_text(f'task = "{task}"\n')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "env.json").write_text(json.dumps({"python": "3.11", "cpu": {"cores": 2}, "platform": "linux"}))
+    (folder / "env.json").write_text(
+        json.dumps(
+            {
+                "python": "3.11",
+                "cpu_count": 2,
+                "gpus": [],
+                "git_hash": f"commit{seed}",
+                "packages": {"torch": "2"},
+                "date": date,
+                "command": list(command),
+                "starts": [{"from_step": 0}, {"from_step": 50}][: 1 + seed],
+            }
+        )
+    )
     (folder / "measure-initial.json").write_text(json.dumps(measurement(seed, error=0.4)))
     (folder / "measure-final.json").write_text(json.dumps(measurement(seed + 9, error=0.2)))
     return folder
+
+
+def _write_comparison(folder: Path, values: dict[str, list[float]], **options: Any) -> Path:
+    folder = folder / options.get("task", "listops")
+    for variant, numbers in values.items():
+        for seed, value in enumerate(numbers):
+            place = folder / variant.replace(":", "-") / f"seed-{seed}"
+            write_run(place, variant=variant, seed=seed, value=value, **options)
+    (folder / "compare.json").write_text(json.dumps({"variants": list(values)}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_comparison() -> Any:
+    """Return the function that writes ``folder/task/variant/seed-k`` for every value."""
+    return _write_comparison
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Any:
+    """Return a function that writes a comparison below ``tmp_path`` and returns its folder."""
+    return lambda values, **options: _write_comparison(tmp_path, values, **options)
+
+
+@pytest.fixture
+def make_run() -> Any:
+    """Return the function that writes one run folder."""
+    return write_run

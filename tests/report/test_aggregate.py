@@ -1,0 +1,214 @@
+"""From run folders to a comparison: which runs count, in which order, and what is said about them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+
+from wellposed.errors import DataError
+from wellposed.report import aggregate
+
+VALUES = {"post_ln": [0.40, 0.42, 0.44], "oc3:1e-4": [0.45, 0.46, 0.50], "ablated": [0.41, 0.41, 0.44]}
+
+
+def edit(file: Path, **changes: Any) -> None:
+    record = json.loads(file.read_text())
+    record.update(changes)
+    file.write_text(json.dumps(record))
+
+
+def test_numbers_of_a_comparison(compare: Any) -> None:
+    (task,) = aggregate([compare(VALUES)]).tasks
+    assert (task.task, task.metric, task.higher_is_better) == ("listops", "accuracy,test", True)
+    assert [result.variant for result in task.variants] == list(VALUES)
+    first, second, third = task.variants
+    assert first.metrics["accuracy,test"].mean == pytest.approx(0.42)
+    assert first.metrics["accuracy,test"].standard_error == pytest.approx(0.02 / 3**0.5)
+    assert first.comparison is None
+    assert second.comparison is not None
+    assert third.comparison is not None
+    expected = scipy.stats.ttest_rel(VALUES["oc3:1e-4"], VALUES["post_ln"])
+    assert second.comparison.p_value == pytest.approx(expected.pvalue)
+    # two comparisons: Holm doubles the smaller p
+    assert second.comparison.p_holm == pytest.approx(2 * expected.pvalue)
+    assert all(result.learned for result in task.variants)
+
+
+def test_the_first_variant_is_that_of_the_comparison_not_of_the_alphabet(compare: Any) -> None:
+    folder = compare(VALUES)
+    for given in (
+        [folder],
+        sorted(path for path in folder.iterdir() if path.is_dir()),
+        sorted(folder.glob("*/seed-*")),
+    ):
+        assert given[0].name != "post_ln"
+        assert aggregate(given).tasks[0].variants[0].variant == "post_ln"
+
+
+def test_without_a_comparison_file_the_given_order_counts_then_the_date(
+    compare: Any, make_run: Any, tmp_path: Path
+) -> None:
+    folder = compare(VALUES)
+    (folder / "compare.json").unlink()
+    given = [folder / "post_ln" / "seed-0", folder / "ablated" / "seed-0"]
+    assert [r.variant for r in aggregate(given).tasks[0].variants] == ["post_ln", "ablated"]
+    make_run(tmp_path / "x" / "b", variant="b", date="2026-01-01T00:00:00+00:00")
+    make_run(tmp_path / "x" / "a", variant="a", date="2026-01-02T00:00:00+00:00")
+    assert [r.variant for r in aggregate([tmp_path / "x"]).tasks[0].variants] == ["b", "a"]
+
+
+def test_pairs_are_runs_of_the_same_seed(compare: Any) -> None:
+    folder = compare(VALUES)
+    edit(folder / "oc3-1e-4" / "seed-2" / "result.json", seed=7)
+    (task,) = aggregate([folder]).tasks
+    comparison = task.variants[1].comparison
+    assert comparison is not None
+    assert comparison.pairs == 2
+    assert comparison.mean_difference == pytest.approx(0.045)
+    assert task.notes == ("oc3:1e-4 is tested on the 2 seeds it shares with the first variant",)
+    assert task.variants[1].seeds == (0, 1, 7)
+
+
+def test_no_shared_seed_is_no_test(compare: Any) -> None:
+    folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
+    edit(folder / "pre_ln" / "seed-0" / "result.json", seed=1)
+    (task,) = aggregate([folder]).tasks
+    assert task.variants[1].comparison is None
+    assert "shares no seed" in task.notes[0]
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_runs_that_did_not_succeed_are_listed_and_never_averaged(compare: Any, status: str) -> None:
+    folder = compare(VALUES)
+    file = folder / "post_ln" / "seed-0" / "result.json"
+    edit(file, train_info={"status": status, "steps": 17, "reason": "loss is nan"})
+    comparison = aggregate([folder])
+    (run,) = comparison.excluded
+    assert (run.variant, run.seed, run.status, run.reason) == ("post_ln", "0", status, "loss is nan")
+    assert comparison.tasks[0].variants[0].seeds == (1, 2)
+    assert comparison.tasks[0].variants[0].metrics["accuracy,test"].mean == pytest.approx(0.43)
+    assert "loss is nan" in comparison.table()
+
+
+def test_a_run_without_result_is_listed_as_unfinished(compare: Any) -> None:
+    folder = compare(VALUES)
+    (folder / "post_ln" / "seed-0" / "result.json").unlink()
+    comparison = aggregate([folder])
+    assert [run.status for run in comparison.excluded] == ["unfinished"]
+    assert comparison.tasks[0].variants[0].seeds == (1, 2)
+
+
+def test_only_failed_runs_still_give_a_list(make_run: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "a", status="failed")
+    comparison = aggregate([tmp_path])
+    assert comparison.tasks == ()
+    assert "failed" in comparison.table()
+
+
+def test_a_repeated_run_counts_once_the_newest(compare: Any, make_run: Any, tmp_path: Path) -> None:
+    folder = compare({"post_ln": [0.4, 0.5]})
+    newer = make_run(tmp_path / "again", variant="post_ln", seed=0, value=0.6, date="2026-02-01T00:00:00+00:00")
+    comparison = aggregate([folder, newer])
+    assert comparison.tasks[0].variants[0].metrics["accuracy,test"].values == (0.6, 0.5)
+    assert [(run.status, run.folder.name) for run in comparison.excluded] == [("repeated", "seed-0")]
+
+
+def test_configurations_are_never_pooled(make_run: Any, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / f"small{seed}", seed=seed, model={"hidden_size": 32})
+        make_run(tmp_path / f"large{seed}", seed=seed, model={"hidden_size": 64}, value=0.5)
+    names = [result.variant for result in aggregate([tmp_path]).tasks[0].variants]
+    assert sorted(names) == ["post_ln (hidden_size=32)", "post_ln (hidden_size=64)"]
+
+
+def test_tasks_and_data_are_kept_apart(compare: Any, make_run: Any, tmp_path: Path) -> None:
+    compare({"post_ln": [0.4]})
+    compare({"post_ln": [2.0], "pre_ln": [3.5]}, task="char_lm")
+    other = make_run(tmp_path / "other", task="char_lm", value=1.9)
+    record = json.loads((other / "result.json").read_text())
+    record["config"]["task_options"] = {"data": "ptb"}
+    (other / "result.json").write_text(json.dumps(record))
+    tasks = {task.task: task for task in aggregate([tmp_path]).tasks}
+    assert set(tasks) == {"listops", "char_lm (data=builtin)", "char_lm (data=ptb)"}
+    language = tasks["char_lm (data=builtin)"]
+    assert not language.higher_is_better
+    # the reference is 2.87 nats on valid: 3.5 has not learned
+    assert [result.learned for result in language.variants] == [True, False]
+    assert "NO" in aggregate([tmp_path]).table()
+
+
+def test_metrics_that_are_not_finite_are_left_out_but_the_headline_must_be(compare: Any) -> None:
+    folder = compare({"post_ln": [0.4, 0.5]})
+    file = folder / "post_ln" / "seed-0" / "result.json"
+    results = json.loads(file.read_text())["results"]["listops"]
+    edit(file, results={"listops": {**results, "loss,test": None}})
+    assert "loss,test" not in aggregate([folder]).tasks[0].variants[0].metrics
+    edit(file, results={"listops": {**results, "accuracy,test": None}})
+    with pytest.raises(
+        DataError, match=r"seed-0/result\.json: the headline metric is not a finite number: accuracy,test"
+    ):
+        aggregate([folder])
+
+
+def test_every_damaged_file_is_named_at_once(compare: Any, tmp_path: Path) -> None:
+    folder = compare(VALUES)
+    (folder / "post_ln" / "seed-0" / "result.json").write_text('{"schema_version": 1, "task":')
+    edit(folder / "post_ln" / "seed-1" / "result.json", headline="f1")
+    record = json.loads((folder / "post_ln" / "seed-2" / "result.json").read_text())
+    del record["variant"], record["seed"]
+    (folder / "post_ln" / "seed-2" / "result.json").write_text(json.dumps(record))
+    with pytest.raises(DataError) as caught:
+        aggregate([folder, tmp_path / "nowhere"])
+    message = str(caught.value)
+    assert "seed-0/result.json: not valid JSON" in message
+    assert "seed-1/result.json: results lacks the headline metric 'f1'" in message
+    assert "seed-2/result.json: lacks variant, seed" in message
+    assert "nowhere: does not exist" in message
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run folder"):
+        aggregate([tmp_path])
+
+
+def test_damaged_comparison_file(compare: Any) -> None:
+    folder = compare({"post_ln": [0.4]})
+    (folder / "compare.json").write_text("{")
+    with pytest.raises(DataError, match=r"compare\.json: expected"):
+        aggregate([folder])
+
+
+def test_table_csv_and_json(compare: Any, tmp_path: Path) -> None:
+    comparison = aggregate([compare(VALUES)])
+    table = comparison.table()
+    for expected in ("listops", "post_ln", "0.42 ± 0.012", "higher is better", "oc3:1e-4 against post_ln:"):
+        assert expected in table
+    rows = list(csv.DictReader(comparison.to_csv(tmp_path / "c.csv").read_text().splitlines()))
+    (row,) = [r for r in rows if r["variant"] == "oc3:1e-4" and r["metric"] == "accuracy,test"]
+    assert row["values"] == "0.45 0.46 0.5"
+    assert float(row["p_holm"]) == pytest.approx(2 * float(row["p_value"]))
+    record = json.loads(comparison.to_json(tmp_path / "c.json").read_text())
+    assert len(record["results"]) == len(rows) == 12
+
+
+def test_one_seed_says_that_there_is_no_test(compare: Any) -> None:
+    assert "one seed: no test" in aggregate([compare({"post_ln": [0.4], "pre_ln": [0.5]})]).table()
+
+
+def test_aggregating_does_not_import_torch(compare: Any) -> None:
+    code = (
+        "import sys; from pathlib import Path; from wellposed.report import aggregate; "
+        "print(aggregate([Path(sys.argv[1])]).table()); sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(compare(VALUES))], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "post_ln" in done.stdout

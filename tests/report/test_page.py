@@ -1,0 +1,228 @@
+"""The page: complete, offline, escaped, well-formed, the same every time, and honest about missing files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wellposed.errors import DataError
+from wellposed.report import build_report
+
+VALUES = {"post_ln": [0.40, 0.42], "oc3:1e-4": [0.45, 0.46]}
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects what a page holds and checks that every element is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.tags: dict[str, list[dict[str, str | None]]] = {}
+        self.words = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags.setdefault(tag, []).append(values)
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+@pytest.fixture(scope="module")
+def report(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A page about two tasks, written once; tests only read it."""
+    folder = tmp_path_factory.mktemp("report")
+    write_comparison(folder, VALUES)
+    write_comparison(folder, {"post_ln": [2.0], "rezero": [3.2]}, task="char_lm")
+    out = build_report([folder], folder / "page" / "report.html")
+    return out, out.read_text(encoding="utf-8")
+
+
+def test_the_page_is_whole(report: tuple[Path, str]) -> None:
+    out, text = report
+    page = Page(text)
+    for expected in (
+        "listops", "char_lm", "accuracy,test", "against post_ln", "oc3:1e-4", "seed 1", "p (Holm)",
+        "one seed: no test", "Every variant learned", "rezero did not learn",
+        "Environment", "packages.torch", "commit0", "wellposed compare listops", "resumed from step 50",
+        "123,456", "Orthogonality error", "Singular values",
+    ):  # fmt: skip
+        assert expected in page.words, expected
+    assert len(page.tags["svg"]) == 6
+    assert out.stat().st_size < 2_000_000
+
+
+def test_it_needs_no_network_and_no_script(report: tuple[Path, str]) -> None:
+    _, text = report
+    page = Page(text)
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert "image" not in page.tags
+    targets = [
+        str(v) for tag in page.tags.values() for a in tag for k, v in a.items() if k in ("href", "src", "xlink:href")
+    ]
+    assert targets
+    assert all(target.startswith(("#", "report_data/")) for target in targets)
+    assert "url(http" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def test_links_lead_to_the_data_of_every_figure(report: tuple[Path, str]) -> None:
+    out, text = report
+    links = re.findall(r'href="(report_data/[^"]+)"', text)
+    assert len(links) == 7  # three figures of two tasks, and the results
+    for link in links:
+        rows = list(csv.DictReader((out.parent / link).read_text().splitlines()))
+        assert rows, link
+    curves = list(csv.DictReader((out.parent / "report_data" / "2-listops-curves.csv").read_text().splitlines()))
+    final = [
+        row for row in curves if row["metric"] == "accuracy" and row["step"] == "100" and row["variant"] == "post_ln"
+    ]
+    assert [float(final[0][name]) for name in ("mean", "low", "high")] == pytest.approx([0.41, 0.40, 0.42])
+    weights = list(csv.DictReader((out.parent / "report_data" / "2-listops-weights.csv").read_text().splitlines()))
+    assert {row["when"] for row in weights} == {"before", "after"}
+
+
+def test_it_can_be_read_without_seeing(report: tuple[Path, str]) -> None:
+    page = Page(report[1])
+    assert page.tags["html"][0]["lang"] == "en"
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.tags["svg"])
+    assert all(cell.get("scope") for cell in page.tags["th"])
+    assert len(page.ids) == len(set(page.ids))
+    assert "currentColor" in report[1]  # figures follow the colour of the text, in light and dark
+    assert "prefers-color-scheme: dark" in report[1]
+
+
+def test_every_string_is_escaped(compare: Any, make_run: Any, tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script>&\"$x^{$"
+    folder = compare({"post_ln": [0.4], evil.replace("/", "_"): [0.5]})
+    make_run(folder / "z", variant=f"{evil}z", command=("wellposed", evil), model={evil: evil}, value=0.45)
+    failed = make_run(folder / "failed", variant=evil, status="failed")
+    record = json.loads((failed / "result.json").read_text())
+    record["train_info"]["reason"] = record["task"] = evil
+    (failed / "result.json").write_text(json.dumps(record))
+    record = json.loads((folder / "z" / "result.json").read_text())
+    record["data"] = {evil: evil}
+    (folder / "z" / "result.json").write_text(json.dumps(record))
+    (folder / "z" / "env.json").write_text(json.dumps({evil: evil}))
+    measured = json.loads((folder / "z" / "measure-final.json").read_text())
+    for name in ("measure-initial.json", "measure-final.json"):
+        measured["rows"][0]["role"] = measured["rows"][0]["stack"] = evil
+        (folder / "z" / name).write_text(json.dumps(measured))
+    text = build_report([folder], tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert "<script" not in text
+    assert "script" not in page.tags
+    assert f"{evil}z" in page.words
+
+
+def test_the_same_runs_give_the_same_page(report: tuple[Path, str], tmp_path: Path) -> None:
+    out, text = report
+    again = build_report([out.parents[1]], tmp_path / "report.html")
+    assert again.read_text(encoding="utf-8") == text
+    for file in (out.parent / "report_data").iterdir():
+        assert (tmp_path / "report_data" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_data_folder_carries_the_name_of_the_page(compare: Any, tmp_path: Path) -> None:
+    build_report([compare(VALUES)], tmp_path / "mine.html")
+    assert (tmp_path / "mine_data" / "results.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.jsonl", None, "metrics.jsonl: cannot be read (No such file or directory)"),
+        ("metrics.jsonl", '{"step": 1, "split": "train"}\n{"step": 2, "spl', "metrics.jsonl:2: expected a JSON object"),
+        ("measure-final.json", None, "measure-final.json: cannot be read"),
+        ("measure-initial.json", '{"schema', "measure-initial.json: not valid JSON"),
+        ("env.json", None, "env.json: cannot be read"),
+        ("env.json", "[1]", "env.json: expected a JSON object, received list"),
+    ],
+)  # fmt: skip
+def test_missing_and_half_written_files_are_named(
+    compare: Any, tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    folder = compare(VALUES)
+    other = folder / "post_ln" / "seed-1" / "env.json"
+    other.unlink()
+    file = folder / "oc3-1e-4" / "seed-0" / name
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(DataError) as caught:
+        build_report([folder], tmp_path / "report.html")
+    assert message in str(caught.value)
+    assert str(file.parent) in str(caught.value)
+    assert str(other) in str(caught.value)  # all offenders in one message
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(
+    compare: Any, make_run: Any, tmp_path: Path
+) -> None:
+    folder = compare(VALUES)
+    stopped = make_run(folder / "stopped", variant="rezero", status="cancelled")
+    for name in ("metrics.jsonl", "measure-final.json", "env.json"):
+        (stopped / name).unlink()
+    killed = make_run(folder / "killed", variant="qk_norm")
+    (killed / "result.json").unlink()
+    words = Page(build_report([folder], tmp_path / "report.html").read_text()).words
+    assert "2 runs not counted" in words
+    assert "cancelled" in words
+    assert "no result.json: still running, or killed" in words
+
+
+def test_only_failed_runs_give_a_page(make_run: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "a", status="failed")
+    page = Page(build_report([tmp_path], tmp_path / "report.html").read_text())
+    assert "0 finished runs" in page.words
+    assert "svg" not in page.tags
+
+
+def test_models_without_known_roles_have_no_heat_map(compare: Any, tmp_path: Path) -> None:
+    folder = compare(VALUES)
+    for seed in (0, 1):
+        for name in ("measure-initial.json", "measure-final.json"):
+            (folder / "post_ln" / f"seed-{seed}" / name).unlink()
+    page = Page(build_report([folder], tmp_path / "report.html").read_text())
+    assert "post_ln has no measurement" in page.words
+    assert len(page.tags["svg"]) == 3
+
+
+@pytest.mark.slow
+def test_a_deep_model_with_many_singular_values_stays_small(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    record = json.loads((run / "measure-final.json").read_text())
+    template = record["rows"][0]
+    rows = [
+        {**template, "layer": layer, "role": role, "singular_values": [1 / (i + 1) for i in range(768)]}
+        for layer in range(12)
+        for role in ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
+    ]
+    for name in ("measure-initial.json", "measure-final.json"):
+        (run / name).write_text(json.dumps({**record, "rows": rows}))
+    out = build_report([run], tmp_path / "report.html")
+    assert out.stat().st_size < 2_500_000
