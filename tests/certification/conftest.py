@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def l2_attention(x: Tensor, w: Tensor, r: Tensor, o: Tensor, bias: Tensor, tau: float = 1.0) -> Tensor:
-    """sum_h softmax(-tau |z_i - z_j|^2 + b_ij) z_h R_h W_O,h with z_h = x W_h; x (N, D), bias (N, N) with -inf = masked."""
+    """sum_h softmax(-tau |z_i - z_j|^2 + b_ij) z_h R_h W_O,h with z_h = x W_h; x (N, D), bias (N, N), -inf = masked."""
     z = torch.einsum("nD,hDd->hnd", x, w)
     square = (z[:, :, None] - z[:, None]).square().sum(-1)
     p = (bias - tau * square).softmax(-1)
@@ -56,7 +56,7 @@ def norm_inf(jacobian: Tensor) -> Tensor:
 
 
 def norm_tok(jacobian: Tensor, rounds: int = 10) -> Tensor:
-    """Largest |sum_j J_ij delta_j| with every |delta_j| <= 1, by alternating maximisation: a lower bound of the norm."""
+    """Largest |sum_j J_ij delta_j| with every |delta_j| <= 1, by alternating maximisation (from below)."""
     with torch.no_grad():
         left = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
         for _ in range(rounds):

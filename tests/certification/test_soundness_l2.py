@@ -13,11 +13,11 @@ from wellposed.linalg import l2_attention_bound, l2_constants, l2_constants_alib
 NORMS = ("tok", "inf", 2)
 MASKS = ("full", "causal", "any")
 # (tokens, width, heads), weight draws, inputs per draw
-SMALL = [(2, 1, 1), (3, 4, 2), (4, 8, 8), (6, 6, 3), (9, 4, 1), (12, 2, 2)]
-LARGE = [(33, 3, 1), (64, 2, 2)]
+SMALL = [(2, 1, 1), (3, 4, 2), (3, 8, 8), (5, 6, 3), (8, 4, 1), (12, 2, 2)]
+LARGE = [(33, 2, 2), (64, 1, 1)]
 CASES = [(shape, 10, 48, torch.float64) for shape in SMALL]
 CASES += [(shape, 4, 24, torch.float32) for shape in SMALL]
-CASES += [(shape, 3, 12, dtype) for shape in LARGE for dtype in (torch.float64, torch.float32)]
+CASES += [(shape, 2, 10, dtype) for shape in LARGE for dtype in (torch.float64, torch.float32)]
 # Rounding of the Jacobian, not of the bound: float32 logits are off by a few 1e-6 relative, float64 by 1e-14.
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -68,7 +68,7 @@ def test_no_random_case_exceeds_the_bound(reference, shape, draws, inputs, dtype
 
 
 def _notes_forms(w, r, o, constants, norm):
-    """The forms of the theory note as printed, one value per case of the batch: what the shipped bound must not exceed."""
+    """The forms of the theory note as printed, one value per case: what the shipped bound must not exceed."""
     size = lambda m: torch.linalg.matrix_norm(m, 2)  # noqa: E731
     heads, dim = w.shape[1], w.shape[-1]
     c = constants.c
@@ -116,25 +116,20 @@ def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, ma
     log_w = torch.zeros(RESTARTS, 1, 1, 1, dtype=torch.float64, requires_grad=True)
     bias = reference.mask_bias(mask, tokens, generator)
     constants = l2_constants(tokens, mask=mask)
-    optimizer = torch.optim.Adam(
-        [{"params": [unit, r, o, log_w]}, {"params": [w], "lr": 0.0}], lr=0.05, maximize=True
-    )
+    optimizer = torch.optim.Adam([{"params": [unit, r, o, log_w]}, {"params": [w], "lr": 0.0}], lr=0.05, maximize=True)
     best = torch.zeros(RESTARTS, dtype=torch.float64)
-    for _ in range(45):
+    for _ in range(35):
         optimizer.zero_grad()
         now = w * log_w.exp()
         x = unit / (now.detach().flatten(1).norm(dim=1)[:, None, None] / width)
-        jacobian = reference.jacobians(
-            lambda y, a, b, e: reference.l2_attention(y, a, b, e, bias), x, now, r, o
-        )
+        jacobian = reference.jacobians(lambda y, a, b, e: reference.l2_attention(y, a, b, e, bias), x, now, r, o)
         ratio = reference.norms[norm](jacobian) / _notes_forms(now, r, o, constants, norm)
         ratio.log().sum().backward()
         optimizer.step()
         best = torch.maximum(best, ratio.detach())
         with torch.no_grad():
-            shipped = torch.stack(
-                [l2_attention_bound(a, b, e, constants, norm=norm).value for a, b, e in zip(now[:3], r, o, strict=False)]
-            )
+            first = zip(now[:3], r[:3], o[:3], strict=True)
+            shipped = torch.stack([l2_attention_bound(*parts, constants, norm=norm).value for parts in first])
             assert (shipped <= _notes_forms(now[:3], r[:3], o[:3], constants, norm) * (1 + 3e-6)).all()
     assert best.max() <= 1 + 1e-9
     assert best.max() > 0.25, "an attack that finds nothing shows nothing"

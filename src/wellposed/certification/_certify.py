@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from wellposed.certification._certificate import Certificate
+from wellposed.certification._certificate import Certificate, CertifiedLayer
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
@@ -76,7 +76,7 @@ def certify(
     dtype, notes = _dtype_of(module)
     return Certificate(
         total=bound.lipschitz,
-        layers=tuple(row for row in rows if row.path) or rows,
+        layers=_without_root(rows),
         label="uncertified" if math.isinf(bound.lipschitz) else bound.label,
         norm=norm,
         tokens=seq_len,
@@ -87,6 +87,14 @@ def certify(
         notes=(*shared.notes, *notes),
         head=shared.head,
     )
+
+
+def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...]:
+    """The module's own row repeats the total, unless it alone says why there is none."""
+    inner = tuple(row for row in rows if row.path)
+    if not inner or (rows[0].label == "uncertified" and all(row.label != "uncertified" for row in inner)):
+        return rows
+    return inner
 
 
 def _refuse_non_finite(module: nn.Module) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from wellposed.certification._heads import norms, row_mass
+from wellposed.certification._heads import TRAINING_DROPOUT, AttentionWeights, in_norm, norms, row_mass
+from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, check_norm, least
+from wellposed.nn import CosineCrossAttention, CosineSelfAttention
 
 
 def cosine_attention_bound(
@@ -52,20 +57,111 @@ def cosine_attention_bound(
     3.0
     """
     check_norm(norm)
+    by_query, by_key, by_value = _terms(
+        query, key, value, eps=eps, temperature=temperature, value_scale=value_scale
+    ).scaled(norm, seq_len, mask)
+    best = _joined(by_query + by_key + by_value, output, norm)
+    return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})") if norm == "inf" else best
+
+
+def cosine_cross_attention_bounds(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    eps: float,
+    temperature: Tensor | float,
+    value_scale: Tensor | float = 1.0,
+    num_queries: int,
+    norm: Literal["tok", 2] = "tok",
+) -> tuple[Bound, Bound]:
+    """Return the bounds of cosine cross-attention with respect to the queries' sequence and to the memory (B6).
+
+    Certified on the whole space for any mask that leaves no row empty. tok: ``nu eps^-1/2 tau |W_Q|`` and
+    ``nu eps^-1/2 (|W_V| + tau |W_K|)``; norm 2: the second has ``sqrt(Nq) |W_V|`` and ``sqrt(Nq/2) tau |W_K|``. Moving
+    both: their sum in tok, the root of the sum of squares in norm 2.
+
+    Args:
+        query: ``(H, D, d)``; ``key`` and ``value`` ``(H, E, d)`` act on the memory; ``output`` as there.
+        num_queries: at most this many tokens of the queries' sequence; matters in norm 2.
+
+    >>> w = torch.eye(2).reshape(1, 2, 2)
+    >>> bounds = cosine_cross_attention_bounds(w, w, w, w, eps=1.0, temperature=3.0, num_queries=5)
+    >>> [round(float(bound.value), 3) for bound in bounds]
+    [3.0, 4.0]
+    """
+    terms = _terms(query, key, value, eps=eps, temperature=temperature, value_scale=value_scale)
+    # The number of memory tokens is free, so a row may attend to one token alone: the columns' bound is sqrt(Nq).
+    by_query, by_key, by_value = terms.scaled(norm, num_queries, "any")
+    return _joined(by_query, output, norm), _joined(by_key + by_value, output, norm)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Per head: the three terms of the Jacobian, without the factors of norm 2."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    temperature: float
+
+    def scaled(self, norm: Norm, rows: int, mask: MaskKind) -> tuple[Tensor, Tensor, Tensor]:
+        if norm != 2:
+            return self.query, self.key, self.value
+        mass = row_mass(rows, mask, self.temperature)
+        return self.query, min(mass, math.sqrt(rows / 2)) * self.key, mass * self.value
+
+
+def _terms(
+    query: Tensor, key: Tensor, value: Tensor, *, eps: float, temperature: Tensor | float, value_scale: Tensor | float
+) -> _Terms:
     if not eps > 0:
         raise ConfigError(f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}")
     tau = torch.as_tensor(temperature, dtype=torch.float64).detach().abs()
-    nu = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs()
-    by_query, by_key, by_value = norms(query), norms(key), norms(value)
-    mass, key_mass = 1.0, 1.0
-    if norm == 2:
-        mass = row_mass(seq_len, mask, float(tau.max()))
-        key_mass = min(mass, math.sqrt(seq_len / 2))
-    per_head = nu / math.sqrt(eps) * (mass * by_value + tau * by_query + key_mass * tau * by_key)
-    through_output = certified_spectral_norm(output.detach().flatten(0, 1))
-    bounds = [
-        Bound(through_output * per_head.square().sum().sqrt(), f"|W_O| sqrt(sum L_h^2), {norm} (B6)"),
-        Bound((per_head * norms(output)).sum(), f"sum L_h |W_O,h|, {norm} (B6)"),
-    ]
-    best = least(bounds)
-    return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})") if norm == "inf" else best
+    scale = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs() / math.sqrt(eps)
+    return _Terms(scale * tau * norms(query), scale * tau * norms(key), scale * norms(value), float(tau.max()))
+
+
+def _joined(per_head: Tensor, output: Tensor, norm: Norm) -> Bound:
+    through_output = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
+    return least(
+        [
+            Bound(through_output * per_head.square().sum().sqrt(), f"|W_O| sqrt(sum L_h^2), {norm} (B6)"),
+            Bound((per_head * norms(output)).sum(), f"sum L_h |W_O,h|, {norm} (B6)"),
+        ]
+    )
+
+
+@register_rule(CosineSelfAttention)
+def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBound:
+    if module.training and module.dropout > 0:
+        return site.refuse(TRAINING_DROPOUT)
+    weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads)
+    # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the last place.
+    tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
+    nu = module.nu.detach().double()
+    bound = partial(
+        cosine_attention_bound,
+        weights.query,
+        weights.key,
+        weights.value,
+        weights.output,
+        eps=module.eps,
+        temperature=tau,
+        value_scale=nu,
+        seq_len=site.seq_len,
+        mask=site.mask,
+    )
+    # Each head's output is an average of vectors shorter than nu, whatever comes in.
+    spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
+    out_radius = float(spread + weights.output_bias.norm())
+    return in_norm(bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius)
+
+
+@register_rule(CosineCrossAttention)
+def _cosine_cross_attention(module: CosineCrossAttention, site: Site) -> LayerBound:
+    del module
+    return site.refuse(
+        "cross-attention has two inputs; bound them with wellposed.certification.cosine_cross_attention_bounds"
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.certification._heads import (
+    TRAINING_DROPOUT,
     AttentionWeights,
     averaged_values_radius,
     in_norm,
@@ -24,10 +25,6 @@ from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import ShapeError
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention
-
-TRAINING_DROPOUT = (
-    "dropout on attention weights is on (training mode), for which no bound is proved; call module.eval()"
-)
 
 
 def dot_product_ball_bound(

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from wellposed.certification._rules import LayerBound, Site, times
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
 
+TRAINING_DROPOUT = (
+    "dropout on attention weights is on (training mode), for which no bound is proved; call module.eval()"
+)
+
 
 def split_columns(projection: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
     """Return ``W_h`` as (H, D, d) and the biases (H, d) of a projection whose outputs are cut into heads, float64."""

@@ -33,7 +33,7 @@ class Bound:
 
 def least(bounds: Sequence[Bound]) -> Bound:
     """Return the smallest of several proved bounds; the first wins a tie."""
-    return min(bounds, key=lambda bound: float(bound.value))
+    return min(bounds, key=lambda bound: float(bound.value.detach()))
 
 
 def l2_attention_bound(
@@ -105,7 +105,9 @@ def l2_attention_bound(
     bounds = [composite]
     if projection.shape[1] > _TRY_ALL_BELOW:
         # Every scaling is valid, so a guess may choose the one whose two large norms are then certified.
-        guesses = {form: float(_stacked_bound(heads, s, constants, norm, _power_guess)) for form, s in choices.items()}
+        guesses = {
+            form: float(_stacked_bound(heads, s, constants, norm, _power_guess).detach()) for form, s in choices.items()
+        }
         form = min(guesses, key=lambda form: guesses[form])
         choices = {form: choices[form]}
     certified = partial(certified_spectral_norm, method=method)
@@ -153,6 +155,11 @@ def _inf_bound(projection: Tensor, paths: Tensor, constants: L2Constants) -> Bou
             Bound((averaging + torch.minimum(through_inf, through_two)).sum(0).amax() * margin, "per row, inf (B1)"),
         ]
     )
+
+
+@torch.no_grad()
+def _guess(heads: _Heads, scales: Tensor, constants: L2Constants, norm: Norm) -> float:
+    return float(_stacked_bound(heads, scales, constants, norm, _power_guess))
 
 
 @torch.no_grad()

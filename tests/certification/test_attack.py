@@ -1,0 +1,172 @@
+"""The attack is a lower bound that an independent Jacobian confirms, and it finds what is known to be there."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg import l2_attention_bound, l2_constants
+from wellposed.nn import MLP, DotProductAttention, L2SelfAttention
+
+NORMS = ("tok", "inf", 2)
+
+
+@pytest.fixture
+def attention() -> L2SelfAttention:
+    return L2SelfAttention(4, 2).eval()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_value_is_the_jacobians_at_the_input_found(reference, attention, norm, exact):
+    found = lipschitz_lower_bound(attention, (3, 4), norm=norm, restarts=4, steps=12, exact=exact)
+    double = copy.deepcopy(attention).double()
+    with sdpa_kernel(SDPBackend.MATH):
+        jacobian = torch.func.jacrev(lambda x: double(x[None])[0])(found.input).detach()
+    value = float(reference.norms[norm](jacobian[None]))
+    if norm == 2 and not exact:
+        assert 0.98 * value <= found.value <= value * (1 + 1e-9)
+    elif norm == "inf" and not exact:
+        assert 0.8 * value <= found.value <= value * (1 + 1e-9)
+    else:
+        assert found.value == pytest.approx(value, rel=1e-6 if norm != "tok" else 1e-2)
+    pushed = torch.einsum("tfij,ij->tf", jacobian, found.direction)
+    size = {2: pushed.norm(), "inf": pushed.abs().max(), "tok": pushed.norm(dim=-1).max()}[norm]
+    assert float(size) >= found.value * (1 - 1e-6)
+    length = {2: torch.Tensor.norm, "inf": lambda t: t.abs().max(), "tok": lambda t: t.norm(dim=-1).max()}[norm]
+    assert float(length(found.direction)) == pytest.approx(1.0)
+    assert found.values.shape == (4,)
+    assert 0 < found.ratio(certify(attention, seq_len=3, norm=norm)) <= 1
+
+
+def test_kim2021_figure_2_is_reproduced():
+    """H = D = 1: lower / upper >= 0.8 in the inf norm (100 tokens in the paper; 60 here)."""
+    attention = L2SelfAttention(1, 1, values="free", bias=False).eval()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.fill_(1.0)
+    start = torch.randn(6, 60, 1, generator=torch.Generator().manual_seed(0)).sign() * 2.0
+    start[:, 0] = 0.0
+    found = lipschitz_lower_bound(
+        attention, (60, 1), norm="inf", restarts=6, steps=60, start=start * torch.linspace(0.7, 1.4, 6)[:, None, None]
+    )
+    assert 0.8 <= found.ratio(certify(attention, seq_len=60, norm="inf")) <= 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_linear_map_is_found_exactly(norm):
+    weight = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    linear = nn.Linear(2, 2)
+    linear.weight.data.copy_(weight)
+    truth = 3.5 if norm == "inf" else float(torch.linalg.matrix_norm(weight, 2))
+    found = lipschitz_lower_bound(linear, (3, 2), norm=norm, restarts=3, steps=4, inner=6)
+    assert found.value == pytest.approx(truth, rel=1e-5)
+    assert found.ratio(certify(linear, seq_len=3, norm=norm)) <= 1
+
+
+def test_dot_product_attention_diverges_with_the_input_and_stays_on_a_ball():
+    attention = DotProductAttention(2, 1).eval()
+    token = torch.tensor([[[0.0, 0.0], [1.0, 0.5], [-1.0, 0.3], [0.2, -1.0]]])
+    values = [
+        lipschitz_lower_bound(attention, (4, 2), norm=2, restarts=1, steps=0, start=token * scale).value
+        for scale in (10.0, 100.0)
+    ]
+    assert values[1] > 50 * values[0], "with a token at zero the slope grows with the square (kim2021, Figure 8)"
+    ball = lipschitz_lower_bound(attention, (4, 2), norm=2, restarts=4, steps=20, radius=0.5)
+    assert float(ball.input.norm(dim=-1).max()) <= 0.5 * (1 + 1e-12)
+    assert ball.ratio(certify(attention, seq_len=4, norm=2, radius=0.5)) <= 1
+
+
+def test_masks_are_passed_on_and_padding_is_left_alone(attention):
+    padding = torch.tensor([[False, False, True]])
+    found = lipschitz_lower_bound(
+        attention, (3, 4), restarts=3, steps=5,
+        forward_kwargs={"key_padding_mask": padding, "is_causal": True}, perturbed=~padding[0],
+    )  # fmt: skip
+    assert torch.equal(found.direction[2], torch.zeros(4, dtype=torch.float64))
+    assert found.ratio(certify(attention, seq_len=2)) <= 1, "padding does not count as a token"
+
+
+def test_ascent_over_weights_as_well_stays_below_the_bound(attention):
+    """log(true / bound) climbs over inputs and the weights of a real module."""
+
+    def bound(module: L2SelfAttention) -> torch.Tensor:
+        constants = l2_constants(3, mask="full")
+        return l2_attention_bound(*module.head_weights(), constants, norm=2, method="gram").value
+
+    before = lipschitz_lower_bound(attention, (3, 4), norm=2, restarts=4, steps=10, inner=1)
+    after = lipschitz_lower_bound(attention, (3, 4), norm=2, restarts=4, steps=40, ascend_weights=bound)
+    ended = certify(after.module, seq_len=3, norm=2, mask="full")
+    assert after.value <= ended.total
+    assert after.value / ended.total > before.ratio(certify(attention, seq_len=3, norm=2, mask="full"))
+    assert torch.equal(attention.q_proj.weight, attention.q_proj.weight.float()), "the module itself is untouched"
+
+
+def test_functions_classifiers_and_models_with_embeddings():
+    head = nn.Sequential(MLP(4, 8), nn.Linear(4, 3)).double()
+    pooled = lipschitz_lower_bound(lambda x: head(x).mean(1), (5, 4), norm="tok", restarts=2, steps=3)
+    assert pooled.value <= certify(head, seq_len=5).total
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 2)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embed
+
+        def forward(self, input_ids=None, inputs_embeds=None):
+            return (self.head(inputs_embeds), None)
+
+    model = Model()
+    assert lipschitz_lower_bound(model, (2, 4), steps=2).ratio(certify(model.head, seq_len=2)) <= 1
+
+
+def test_it_is_deterministic_and_every_argument_changes_something(attention):
+    plain = {"restarts": 3, "steps": 6}
+    first = lipschitz_lower_bound(attention, (3, 4), **plain)
+    assert lipschitz_lower_bound(attention, (3, 4), **plain).value == first.value
+    for changes in (
+        {"restarts": 5}, {"steps": 2}, {"inner": 1}, {"learning_rate": 0.5}, {"scales": (0.01, 0.02)}, {"seed": 1},
+        {"radius": 0.01}, {"norm": 2}, {"exact": True},
+        {"start": torch.ones(3, 3, 4)}, {"perturbed": torch.tensor([True, False, False])},
+        {"forward_kwargs": {"is_causal": True}}, {"dtype": torch.float32},
+    ):  # fmt: skip
+        assert lipschitz_lower_bound(attention, (3, 4), **{**plain, **changes}).value != first.value, changes
+
+
+def test_a_constant_map_has_slope_zero():
+    assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2).value == 0.0
+    zero = nn.Linear(2, 2)
+    nn.init.zeros_(zero.weight)
+    found = lipschitz_lower_bound(zero, (2, 2), steps=2)
+    assert found.value == 0.0
+    assert found.ratio(certify(zero, seq_len=2)) == 0.0
+
+
+def test_bad_input(attention):
+    with pytest.raises(ConfigError, match="unknown norm"):
+        lipschitz_lower_bound(attention, (3, 4), norm="fro")
+    with pytest.raises(ShapeError, match="tokens, width"):
+        lipschitz_lower_bound(attention, (4,))
+    with pytest.raises(ShapeError, match="start must be"):
+        lipschitz_lower_bound(attention, (3, 4), start=torch.ones(3, 4))
+    with pytest.raises(ShapeError, match="one flag per token"):
+        lipschitz_lower_bound(attention, (3, 4), perturbed=torch.ones(4, dtype=torch.bool))
+    with pytest.raises(ShapeError, match="expected an output"):
+        lipschitz_lower_bound(lambda x: x.sum(), (3, 4))
+    with pytest.raises(ConfigError, match="ascend_weights"):
+        lipschitz_lower_bound(lambda x: x, (3, 4), ascend_weights=lambda module: torch.ones(()))
+    with pytest.raises(ConfigError, match="norm 'tok', the certificate in norm 2"):
+        lipschitz_lower_bound(attention, (3, 4), steps=1).ratio(certify(attention, seq_len=3, norm=2))
+    broken = copy.deepcopy(attention)
+    broken.q_proj.weight.data.fill_(math.nan)
+    with pytest.raises(ConvergenceError, match="NaN"):
+        lipschitz_lower_bound(broken, (3, 4), steps=2)

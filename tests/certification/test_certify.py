@@ -1,0 +1,280 @@
+"""certify: composition, tables, radii, what it refuses, and how it is extended."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.certification import Certificate, LayerBound, certify, register_rule
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
+from wellposed.linalg import certified_spectral_norm, l2_bracket
+from wellposed.nn import MLP, Block, DotProductAttention, L2SelfAttention, TransformerStack
+
+NORMS = ("tok", "inf", 2)
+
+
+def _config(**changes) -> SimpleNamespace:
+    values = {
+        "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16,
+        "activation": "gelu", "attention": "l2_tied", "feedforward": "mlp", "residual": "plain", "norm": "none",
+        "qk_norm": False, "dropout": 0.1, "attention_dropout": 0.0, "layer_norm_eps": 0.1,
+        "max_position_embeddings": 16,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_composition_is_the_product_written_by_hand(norm):
+    net = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Dropout(0.5), nn.Linear(7, 3)).eval()
+    certificate = certify(net, seq_len=5, norm=norm)
+    size = (lambda w: w.abs().sum(1).max()) if norm == "inf" else (lambda w: torch.linalg.matrix_norm(w, 2))
+    first, last = (net[index].weight.detach().double() for index in (0, 3))
+    by_hand = float(size(first) * 1.128905 * size(last))
+    assert certificate.total == pytest.approx(by_hand, rel=3e-6)
+    assert certificate.total >= by_hand * (1 - 1e-12)
+    assert certificate.label == "certified"
+    assert [layer.path for layer in certificate.layers] == ["0", "1", "3"]
+    assert [layer.label for layer in certificate.layers] == ["exact"] * 3
+
+
+def test_residuals_and_norm_placements_by_hand():
+    """pre: 1 + LN f; post: LN (1 + f); rezero: 1 + |a| f; with f from the children's own certificates."""
+    gain = 1 / math.sqrt(0.1)
+    for norm, expected in (
+        ("none", lambda a, f: (1 + a) * (1 + f)),
+        ("pre", lambda a, f: (1 + gain * a) * (1 + gain * f)),
+        ("post", lambda a, f: (1 + a) * gain * (1 + f) * gain),
+    ):
+        block = Block(_config(norm=norm), 0).eval()
+        attention = certify(block.attention, seq_len=9).total
+        feedforward = certify(block.feedforward, seq_len=9).total
+        assert certify(block, seq_len=9).total == pytest.approx(expected(attention, feedforward), rel=1e-9)
+    block = Block(_config(residual="rezero"), 0).eval()
+    assert certify(block, seq_len=9).total == 1.0
+    block.attention_residual.scale.data.fill_(-0.5)
+    assert certify(block, seq_len=9).total == pytest.approx(1 + 0.5 * attention_of(block), rel=1e-9)
+
+
+def attention_of(block: Block) -> float:
+    return certify(block.attention, seq_len=9).total
+
+
+def test_a_branch_scaled_by_zero_needs_no_bound():
+    block = Block(_config(residual="rezero", attention="dot_product"), 0).eval()
+    certificate = certify(block, seq_len=4)
+    assert certificate.total == 1.0
+    assert certificate.label == "certified"
+    assert certificate.layers[0].label == "uncertified"
+
+
+def test_the_kim_bracket_is_in_the_l2_bound():
+    attention = L2SelfAttention(4, 1, values="free", bias=False).eval()
+    with torch.no_grad():
+        attention.q_proj.weight.copy_(torch.eye(4))
+        attention.mix.copy_(torch.eye(4))
+        attention.o_proj.weight.copy_(torch.eye(4))
+    for norm in NORMS:
+        expected = l2_bracket(512, norm=norm, head_dim=4)
+        assert certify(attention, seq_len=512, norm=norm).total == pytest.approx(expected, rel=5e-6)
+    for mask in ("full", "causal", "any"):
+        certificate = certify(attention, seq_len=512, norm=2, mask=mask)
+        assert certificate.total == pytest.approx(l2_bracket(512, norm=2, mask=mask), rel=5e-6)
+        assert certificate.mask == mask
+
+
+def test_the_stack_fixes_the_mask_unless_told_otherwise():
+    encoder, decoder = TransformerStack(_config()).eval(), TransformerStack(_config(), is_causal=True).eval()
+    assert certify(encoder, seq_len=4).mask == "full"
+    assert certify(decoder, seq_len=4).mask == "causal"
+    assert certify(decoder, seq_len=4, mask="any").mask == "any"
+
+
+def test_dot_product_needs_a_ball_and_says_so():
+    stack = TransformerStack(_config(attention="dot_product")).eval()
+    certificate = certify(stack, seq_len=6)
+    assert certificate.total == math.inf
+    assert certificate.label == "uncertified"
+    assert [layer.path for layer in certificate.uncertified] == ["layers.0.attention", "layers.1.attention"]
+    with pytest.raises(NotLipschitzError, match=r"layers\.1\.attention \(DotProductAttention\).*pass radius="):
+        certificate.require()
+    ball = certify(stack, seq_len=6, radius=1.5)
+    assert ball.require() is ball
+    assert ball.label == "certified"
+    assert ball.domain == "tokens with |x_i| <= 1.5"
+    radii = [layer.radius for layer in ball.layers]
+    assert radii[0] == 1.5
+    assert radii == sorted(radii)[: len(radii)] or max(radii) > 1.5, "the ball grows through residual layers"
+
+
+def test_a_pre_norm_gives_dot_product_attention_its_ball():
+    certificate = certify(TransformerStack(_config(attention="dot_product", norm="pre")).eval(), seq_len=6)
+    assert math.isfinite(certificate.total)
+    assert certificate.domain == "all inputs"
+
+
+def test_a_module_without_a_rule_is_named():
+    certificate = certify(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.LSTM(3, 3))), seq_len=2)
+    assert certificate.label == "uncertified"
+    (layer,) = certificate.uncertified
+    assert layer.path == "1.0"
+    assert "torch.nn.modules.rnn.LSTM" in layer.reason
+    assert "register_rule" in layer.reason
+    assert "1.0 (LSTM)" in certificate.table()
+    assert float(certificate.radius(torch.tensor([3.0, 1.0]))) == 0.0
+
+
+def test_single_dispatch_follows_subclasses_and_the_last_rule_wins():
+    class Twice(nn.Linear):
+        pass
+
+    assert certify(Twice(2, 2, bias=False), seq_len=1).label == "exact"
+
+    @register_rule(Twice)
+    def rule(module: Twice, site) -> LayerBound:
+        return LayerBound(site.operator_norm(module.weight), "measured", "empirical")
+
+    twice = Twice(2, 2)
+    assert certify(nn.Sequential(twice, nn.ReLU()), seq_len=1).label == "empirical"
+    assert certify(twice, seq_len=1).total == float(certified_spectral_norm(twice.weight.detach()))
+    with pytest.raises(ConfigError, match="subclass"):
+        register_rule(int)
+
+
+def test_a_rule_that_returns_nonsense_is_refused():
+    with pytest.raises(ConfigError, match="nan"):
+        LayerBound(math.nan, "nonsense")
+
+
+@pytest.mark.parametrize("attention", ["l2_tied", "l2_contractive", "dot_product", "cosine"])
+def test_zero_weights_give_a_finite_certificate(attention):
+    from wellposed.nn import ATTENTIONS
+
+    if attention not in ATTENTIONS:
+        pytest.skip(f"attention {attention} is not registered")
+    block = Block(_config(attention=attention), 0).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    certificate = certify(block, seq_len=8, radius=1.0)
+    assert 1.0 <= certificate.total < 1.9 * 1.9 + 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_weights_are_all_named(bad):
+    stack = TransformerStack(_config()).eval()
+    stack.layers[0].feedforward.up_proj.weight.data[0, 0] = bad
+    stack.layers[1].attention.q_proj.bias.data[1] = bad
+    with pytest.raises(NotLipschitzError) as caught:
+        certify(stack, seq_len=4)
+    assert "layers.0.feedforward.up_proj.weight (16, 8): 1 of 128" in str(caught.value)
+    assert "layers.1.attention.q_proj.bias" in str(caught.value)
+
+
+def test_half_precision_says_that_rounding_is_not_covered():
+    certificate = certify(nn.Linear(4, 4).bfloat16(), seq_len=2)
+    assert certificate.dtype == "bfloat16"
+    assert "rounding of the half-precision forward pass is not covered" in certificate.table()
+    assert not certify(nn.Linear(4, 4), seq_len=2).notes
+
+
+def test_training_mode_dropout():
+    assert certify(nn.Dropout(0.5), seq_len=2).total == 2.0
+    attention = L2SelfAttention(4, 2, dropout=0.3)
+    assert "eval()" in certify(attention, seq_len=2).uncertified[0].reason
+    assert math.isfinite(certify(attention.eval(), seq_len=2).total)
+    assert "eval()" in certify(DotProductAttention(4, 2, dropout=0.3), seq_len=2, radius=1.0).uncertified[0].reason
+
+
+@pytest.mark.parametrize("options", [{"tied": False}, {"values": "plain"}])
+def test_forms_of_l2_attention_without_a_bound_are_refused(options):
+    (layer,) = certify(L2SelfAttention(4, 2, **options).eval(), seq_len=3, radius=1.0).uncertified
+    assert "no Lipschitz constant" in layer.reason
+
+
+def test_a_contractive_layer_certifies_its_constant_up_to_its_length():
+    layer = L2SelfAttention(8, 2, contractive=0.7, max_tokens=10).eval()
+    assert certify(layer, seq_len=10).total <= 0.7
+    assert certify(layer, seq_len=10).total > 0.6
+    assert math.isfinite(certify(layer, seq_len=10, norm=2).total)
+    over = certify(layer, seq_len=11)
+    assert over.total == math.inf
+    assert "max_tokens=10" in over.uncertified[0].reason
+
+
+def test_bad_arguments():
+    net = nn.Linear(2, 2)
+    for changes, error, match in (
+        ({"seq_len": 0}, ShapeError, "seq_len"),
+        ({"seq_len": 2.0}, ShapeError, "seq_len"),
+        ({"seq_len": 2, "min_tokens": 3}, ShapeError, "min_tokens=3"),
+        ({"seq_len": 2, "norm": "l2"}, ConfigError, "unknown norm"),
+        ({"seq_len": 2, "mask": "casual"}, ConfigError, "nearest: causal"),
+        ({"seq_len": 2, "radius": 0.0}, ConfigError, "radius"),
+        ({"seq_len": 2, "radius": math.nan}, ConfigError, "radius"),
+    ):
+        with pytest.raises(error, match=match):
+            certify(net, **changes)
+
+
+def _linear_certificate(weight: torch.Tensor, norm) -> tuple[nn.Linear, Certificate]:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data.copy_(weight)
+    return linear, certify(linear, seq_len=1, norm=norm)
+
+
+def test_radius_is_margin_over_sqrt_two_l_and_cannot_be_beaten():
+    """On a linear two-class map sqrt(2) L is exact when the rows are opposite."""
+    linear, certificate = _linear_certificate(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), 2)
+    logits = linear(torch.tensor([[0.5, 3.0]]))
+    radius = float(certificate.radius(logits))
+    assert radius == pytest.approx(1.0 / (math.sqrt(2) * math.sqrt(2)), rel=1e-5)
+    assert radius <= 0.5
+    wrong = certificate.radius(logits, torch.tensor([1]))
+    assert float(wrong) == 0.0
+    both = certificate.radius(torch.stack([logits, -logits]), torch.tensor([[0], [1]]))
+    assert both.shape == (2, 1)
+    assert torch.allclose(both, torch.full_like(both, radius))
+
+
+def test_radius_in_the_inf_norm_and_of_constants():
+    _, certificate = _linear_certificate(torch.eye(2), "inf")
+    assert float(certificate.radius(torch.tensor([1.0, 0.0]))) == pytest.approx(0.5)
+    _, constant = _linear_certificate(torch.zeros(2, 2), 2)
+    assert constant.total == 0.0
+    assert float(constant.radius(torch.tensor([1.0, 0.0]))) == math.inf
+    assert float(constant.radius(torch.tensor([1.0, 1.0]))) == 0.0
+
+
+def test_radius_refuses_too_many_tokens_and_one_class():
+    _, certificate = _linear_certificate(torch.eye(2), 2)
+    with pytest.raises(ShapeError, match="at most 1 tokens, received 5"):
+        certificate.radius(torch.zeros(2), tokens=5)
+    with pytest.raises(ShapeError, match="classes >= 2"):
+        certificate.radius(torch.zeros(3, 1))
+
+
+def test_certificates_are_deterministic_and_plain():
+    stack = TransformerStack(_config()).eval()
+    first, second = certify(stack, seq_len=7, norm=2), certify(stack, seq_len=7, norm=2)
+    assert first == second
+    plain = json.loads(json.dumps(first.to_dict()))
+    assert plain["total"] == first.total
+    assert plain["layers"][0]["path"] == "layers.0"
+    assert plain["layers"][0]["radius"] == "inf"
+    assert str(first).splitlines()[-1].startswith(f"{first.total:.4g}")
+
+
+def test_every_argument_changes_something():
+    stack = TransformerStack(_config()).eval()
+    totals = [
+        certify(stack, seq_len=8, norm=norm, mask=mask).total
+        for norm, mask in (("tok", None), ("inf", None), (2, None), (2, "causal"), (2, "any"))
+    ]
+    assert len(set(totals)) == len(totals)
+    assert certify(stack, seq_len=9).total > certify(stack, seq_len=8).total
+    assert certify(MLP(4, 8), seq_len=2, radius=1.0).layers[1].radius < math.inf

@@ -1,0 +1,131 @@
+"""Whole small models, attacked from the embedded input to the logits, in every norm; and their certified radii."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+    WellposedModel,
+)
+from wellposed.models._certification import embedding_radius
+
+NORMS = ("tok", "inf", 2)
+TOKENS = 5
+
+
+def _config(**changes) -> WellposedConfig:
+    values = {
+        "hidden_size": 6, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8, "num_labels": 3,
+        "vocab_size": 11, "max_position_embeddings": 8, "attention": "l2_tied", "norm": "none", "layer_norm_eps": 0.1,
+    }  # fmt: skip
+    return WellposedConfig(**{**values, **changes})
+
+
+MODELS = [
+    {}, {"residual": "rezero"}, {"norm": "pre"}, {"norm": "post"}, {"attention": "l2_contractive"},
+    {"attention": "cosine"}, {"attention": "dot_product", "norm": "pre"}, {"attention": "dot_product", "qk_norm": True},
+    {"pooling": "first", "activation": "relu", "scale_embeddings": False}, {"pooling": "max", "position": "sinusoidal"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MODELS, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_attack_on_a_classifier_exceeds_its_certificate(changes, norm):
+    torch.manual_seed(1)
+    model = WellposedForSequenceClassification(_config(**changes)).eval()
+    for parameter in model.parameters():
+        if parameter.shape == (1,):
+            parameter.data.fill_(0.7)
+    radius = embedding_radius(model) + 0.1 if changes.get("attention") == "dot_product" else None
+    certificate = certify(model, seq_len=TOKENS, norm=norm, radius=radius).require()
+    assert certificate.label == "certified"
+    found = lipschitz_lower_bound(model, (TOKENS, 6), norm=norm, restarts=4, steps=12, radius=radius)
+    assert 0 < found.ratio(certificate) <= 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_language_models_and_bodies(norm):
+    for kind, mask in ((WellposedForCausalLM, "causal"), (WellposedModel, "full")):
+        model = kind(_config()).eval()
+        certificate = certify(model, seq_len=TOKENS, norm=norm)
+        assert certificate.mask == mask
+        found = lipschitz_lower_bound(model, (TOKENS, 6), norm=norm, restarts=3, steps=8)
+        assert 0 < found.ratio(certificate) <= 1
+
+
+def test_padding_is_covered():
+    """Padded queries see themselves alone, so a padded batch has the constant of its real tokens."""
+    model = WellposedForSequenceClassification(_config()).eval()
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    for norm in NORMS:
+        found = lipschitz_lower_bound(
+            model, (TOKENS, 6), norm=norm, restarts=3, steps=8, forward_kwargs={"attention_mask": mask}
+        )
+        assert found.ratio(certify(model, seq_len=TOKENS, norm=norm)) <= 1
+
+
+def test_norm_two_takes_the_better_of_two_routes():
+    model = WellposedForSequenceClassification(_config()).eval()
+    tok, two = certify(model, seq_len=8), certify(model, seq_len=8, norm=2)
+    assert two.total <= tok.total * (1 + 1e-9)
+    short = certify(model, seq_len=8, norm=2, min_tokens=8)
+    assert short.total <= two.total
+    assert two.layers[0].path == "model"
+
+
+def test_no_perturbation_within_the_radius_changes_the_decision():
+    """Random and gradient directions at 0.999 of the certified radius, in tok and in norm 2."""
+    torch.manual_seed(0)
+    model = WellposedForSequenceClassification(_config(num_hidden_layers=1)).double().eval()
+    embeds = torch.randn(20, TOKENS, 6, dtype=torch.float64, requires_grad=True)
+    logits = model(inputs_embeds=embeds).logits
+    chosen = logits.argmax(-1)
+    top = logits.topk(2).values
+    (gradient,) = torch.autograd.grad((top[:, 0] - top[:, 1]).sum(), embeds)
+    for norm in ("tok", 2):
+        certificate = certify(model, seq_len=TOKENS, norm=norm)
+        radius = certificate.radius(logits.detach(), tokens=TOKENS)
+        assert (radius > 0).all()
+        for direction in (-gradient, torch.randn_like(embeds)):
+            size = (
+                direction.norm(dim=-1, keepdim=True)
+                if norm == "tok"
+                else direction.flatten(1).norm(dim=1)[:, None, None]
+            )
+            moved = model(inputs_embeds=embeds + 0.999 * radius[:, None, None] * direction / size).logits
+            assert torch.equal(moved.argmax(-1), chosen)
+
+
+def test_the_known_head_sharpens_the_radius():
+    model = WellposedForSequenceClassification(_config(num_hidden_layers=1)).eval()
+    certificate = certify(model, seq_len=TOKENS)
+    logits = torch.tensor([[2.0, 0.0, 0.0]])
+    blunt = 2.0 / (math.sqrt(2) * certificate.total)
+    assert float(certificate.radius(logits)) >= blunt
+    weight, body = certificate.head
+    by_hand = min(2.0 / (float((weight[0] - weight[k]).double().norm()) * body) for k in (1, 2))
+    assert float(certificate.radius(logits)) == pytest.approx(max(by_hand, blunt), rel=1e-5)
+
+
+def test_an_unknown_pooling_and_an_untied_attention_are_named():
+    model = WellposedForSequenceClassification(_config()).eval()
+    model.pool = lambda hidden, padding: hidden.sum(1)
+    assert "pooling" in certify(model, seq_len=3).uncertified[0].reason
+    untied = certify(WellposedForSequenceClassification(_config(attention="l2")).eval(), seq_len=3)
+    assert [layer.path for layer in untied.uncertified] == ["model.layers.0.attention", "model.layers.1.attention"]
+
+
+def test_the_embeddings_ball_holds_every_token():
+    model = WellposedModel(_config()).eval()
+    ids = torch.arange(8)[None]
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    rows = certify(model, seq_len=8, radius=embedding_radius(model)).layers
+    inner = next(row.radius for row in rows if row.path == "layers.0")
+    assert float(states[0].detach().norm(dim=-1).max()) <= inner

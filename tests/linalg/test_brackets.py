@@ -1,0 +1,142 @@
+"""Brackets of L2 attention: the printed values, phi^-1 against an independent Lambert W, limits and bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import lambertw
+
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
+from wellposed.linalg import (
+    check_norm,
+    kim_bracket,
+    l2_bracket,
+    l2_constants,
+    l2_constants_alibi,
+    l2_constants_from_weights,
+    phi_inverse,
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kim", "any_mask", "causal", "full", "tok"),
+    [(64, 81.8, 23.0, 20.7, 19.8, 10.2), (512, 373.8, 70.8, 52.8, 45.6, 16.5), (4096, 1497, 216, 112.5, 96.4, 23.4)],
+)
+def test_printed_values_of_the_theory_note(tokens, kim, any_mask, causal, full, tok):
+    assert kim_bracket(tokens, norm=2, head_dim=1) == pytest.approx(kim, rel=1e-3)
+    assert l2_bracket(tokens, norm=2) == pytest.approx(any_mask, rel=2e-3)
+    assert l2_bracket(tokens, norm=2, mask="causal") == pytest.approx(causal, rel=2e-3)
+    assert l2_bracket(tokens, norm=2, mask="full") == pytest.approx(full, rel=2e-3)
+    assert l2_bracket(tokens, norm="tok") == pytest.approx(tok, rel=5e-3)
+
+
+def test_the_row_wise_form_is_never_better():
+    """sqrt(N)(1 + 2c) + 2c, proved as well, is dominated (206 at N = 512)."""
+    c = phi_inverse(511.0)
+    assert math.sqrt(512) * (1 + 2 * c) + 2 * c == pytest.approx(206, abs=0.5)
+    for tokens in (1, 2, 3, 7, 8, 100, 10_000):
+        c = phi_inverse(float(tokens - 1))
+        assert l2_bracket(tokens, norm=2) <= math.sqrt(tokens) * (1 + 2 * c) + 2 * c + 1e-12
+
+
+def test_phi_inverse_is_lambert_w():
+    x = torch.cat([torch.zeros(1), torch.logspace(-300, 300, 4001, dtype=torch.float64)])
+    expected = torch.from_numpy(lambertw(x.numpy() / math.e).real)
+    assert torch.allclose(phi_inverse(x), expected, rtol=4e-16, atol=0)
+
+
+@given(st.floats(0, 1e12), st.floats(1e-9, 1e3))
+@settings(max_examples=50, deadline=None)
+def test_phi_inverse_inverts_phi_and_increases(mass, more):
+    c = phi_inverse(mass)
+    assert c * math.exp(c + 1) == pytest.approx(mass, rel=1e-13, abs=1e-300)
+    assert phi_inverse(mass + more) >= c
+
+
+@pytest.mark.parametrize(
+    ("mass", "printed"), [(1.0, 0.2784645), (2.0, 0.4630555), (511.0, 3.8804249), (1023.0, 4.4398697)]
+)
+def test_phi_inverse_printed(mass, printed):
+    assert phi_inverse(mass) == pytest.approx(printed, abs=1e-7)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_phi_inverse_refuses(bad):
+    with pytest.raises(NotLipschitzError, match=">= 0"):
+        phi_inverse(bad)
+
+
+def test_one_token_is_the_linear_map():
+    for mask in ("full", "causal", "any"):
+        constants = l2_constants(1, mask=mask)
+        assert constants.bracket(2) == constants.bracket("tok") == constants.bracket("inf", head_dim=3) == 1.0
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_brackets_grow_with_tokens_and_shrink_with_knowledge_of_the_mask(norm):
+    values = [l2_bracket(n, norm=norm, mask="full") for n in range(1, 200)]
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(values))
+    for n in (2, 5, 8, 64, 513):
+        full, causal, other = (l2_bracket(n, norm=norm, mask=m) for m in ("full", "causal", "any"))
+        assert full <= causal <= other
+
+
+def test_the_minimum_over_e_is_the_minimum():
+    """colT <= sqrt(sN) N^(e/2) / (2.718 e) for every e in (0, 1]: the closed form equals a search."""
+    for n in (2, 5, 8, 50, 4096):
+        for s, mask in ((1, "full"), (2, "causal")):
+            e = torch.linspace(1e-3, 1, 100_000, dtype=torch.float64)
+            searched = float((math.sqrt(s * n) * n ** (e / 2) / (math.e * e)).min())
+            assert l2_constants(n, mask=mask).column_moment == pytest.approx(
+                min(searched, phi_inverse(1.0) * (n - 1)), rel=1e-6
+            )
+
+
+def test_weights_of_ones_are_the_any_mask():
+    found, expected = l2_constants_from_weights(torch.ones(9, 9)), l2_constants(9)
+    assert found.c == pytest.approx(expected.c)
+    assert found.column_mass == pytest.approx(expected.column_mass)
+    assert found.column_moment == pytest.approx(expected.column_moment)
+
+
+def test_alibi_is_the_limit_of_long_sequences_and_printed():
+    free = l2_constants_alibi(0.5)
+    assert free.bracket(2) == pytest.approx(3.12, abs=0.005)
+    assert free.bracket("tok") == pytest.approx(2.54, abs=0.005)
+    position = torch.arange(200, dtype=torch.float64)
+    distance = position[:, None] - position
+    weights = torch.exp(-0.5 * distance).masked_fill(distance < 0, 0.0)
+    found = l2_constants_from_weights(weights)
+    for name in ("c", "column_mass", "column_moment"):
+        assert getattr(found, name) == pytest.approx(getattr(free, name), rel=1e-9)
+        assert getattr(found, name) <= getattr(free, name) * (1 + 1e-12)
+    both = l2_constants_from_weights(torch.exp(-0.5 * distance.abs()))
+    assert both.column_mass == pytest.approx(l2_constants_alibi(0.5, is_causal=False).column_mass, rel=1e-9)
+
+
+def test_null_keys_only_enlarge_c():
+    assert l2_constants(5, extra_keys=3).c == l2_constants(8).c
+    assert l2_constants(5, extra_keys=3).column_mass == l2_constants(5).column_mass
+
+
+def test_bad_input():
+    for bad in (0, -1, 2.5, True):
+        with pytest.raises(ShapeError, match="seq_len"):
+            l2_constants(bad)
+    with pytest.raises(ConfigError, match="nearest: causal"):
+        l2_constants(4, mask="casual")
+    with pytest.raises(ConfigError, match="head_dim"):
+        l2_bracket(4, norm="inf")
+    with pytest.raises(ConfigError, match="known: 'tok'"):
+        check_norm("l2")
+    with pytest.raises(ConfigError, match="known"):
+        check_norm(True)
+    with pytest.raises(ShapeError, match="diagonal"):
+        l2_constants_from_weights(torch.ones(3, 3) - torch.eye(3))
+    with pytest.raises(ConfigError, match="slope"):
+        l2_constants_alibi(0.0)
