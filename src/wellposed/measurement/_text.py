@@ -39,15 +39,15 @@ def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         from rich.text import Text
     except ImportError:
         return plain_table(title, columns, rows, left=left)
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(Text(column), justify="left" if index < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     out = io.StringIO()
-    width = 4 * len(columns) + sum(map(max, _widths(columns, rows))) + len(title)
+    width = 4 * len(columns) + sum(map(max, _widths(columns, rows)))
     Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+    return "\n".join([title, *(line.rstrip() for line in out.getvalue().splitlines())])
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
