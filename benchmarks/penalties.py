@@ -63,7 +63,7 @@ def main() -> None:
     sparse = ours(every=10)
     variants: dict[str, Cost] = {
         "big side, autograd": lambda: 1e-8 * by_autograd(roles, lambda w: w.shape[0] > w.shape[1]),
-        "W^T W, autograd": lambda: 1e-8 * by_autograd(roles, lambda w: False),
+        "W^T W, autograd": lambda: 1e-8 * by_autograd(roles, lambda _: False),
         "small side, autograd": lambda: 1e-8 * by_autograd(roles, lambda w: w.shape[0] < w.shape[1]),
         "OrthogonalityPenalty": ours(),
         "OrthogonalityPenalty, bf16 products": ours(gram_dtype=torch.bfloat16),
