@@ -143,7 +143,7 @@ def test_figures(tmp_path: Path) -> None:
     svg = full().plot(tmp_path / "m.svg")
     root = ET.fromstring(svg.read_text())
     words = "".join(root.itertext())
-    for expected in ("encoder 0", "encoder 1", "query", "token embedding", "err_orth"):
+    for expected in ("encoder 0", "encoder 1", "query", "token emb.", "err_orth"):
         assert expected in words
     png = full().plot(tmp_path / "m.png")
     assert png.read_bytes().startswith(b"\x89PNG")
