@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "train": "train one model on a task",
     "compare": "train variants on the same batches and report the differences with their uncertainty",
     "report": "write one offline HTML page about finished runs",
+    "certify": "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an attack",
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
     "predict": "continue a text or label lines with a trained model",
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",

@@ -1,0 +1,178 @@
+"""``wellposed certify MODEL``: how far the output can move when the input moves, and the accuracy it certifies."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from wellposed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wellposed.certification import Certificate
+    from wellposed.linalg import Norm
+    from wellposed.tasks import Task
+
+
+@dataclass(frozen=True)
+class CertifyArguments:
+    """Certified Lipschitz bound of every layer; for a run that classifies, certified accuracy beside an attack."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A run folder, a saved Hugging Face model, or the name of a hub model."""
+    seq_len: int | None = None
+    """The bound covers at most this many tokens; the model's positions where not given."""
+    norm: Literal["tok", "2", "inf"] = "tok"
+    """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
+    radius: float | None = None
+    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention needs it."""
+    data: str | None = None
+    """Data of the run's task, where it is no longer where the run found it."""
+    split: Literal["valid", "test"] = "test"
+    """Split on which certified accuracy is measured."""
+    examples: int = 256
+    """Examples for certified accuracy, the first of the split; 0 leaves it out."""
+    radii: str | None = None
+    """Comma-separated sizes of the perturbation; chosen about the certified radii where not given."""
+    attack_steps: int = 20
+    """Gradient steps of the attack for each size."""
+    restarts: int = 1
+    """Starts of the attack for each size."""
+    batch_size: int = 32
+    """Examples in one batch."""
+    out: Path | None = None
+    """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
+    require: bool = False
+    """Exit with status 1 where a layer has no bound."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the certificate, and for a classifier run its certified accuracy; return the exit status."""
+    options = tyro.cli(CertifyArguments, args=list(words), prog="wellposed certify", description=__doc__)
+    radii = _radii(options.radii)
+
+    import wellposed.models._certification
+    import wellposed.recipes._kim2021_attentions
+    from wellposed.certification import certify
+    from wellposed.cli._load import load_model
+
+    model = load_model(options.model)
+    norm: Norm = 2 if options.norm == "2" else options.norm
+    certificate = certify(
+        model,
+        seq_len=options.seq_len or _positions(model, options.model),
+        norm=norm,
+        radius=options.radius,
+    )
+    print(certificate.table())
+    if math.isinf(certificate.total):
+        _say_why(certificate, wellposed.models._certification.embedding_radius(model), options)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(certificate.to_dict(), indent=2)
+        (options.out / "certificate.json").write_text(text + "\n", encoding="utf-8")
+    task = _classifier_task(model, options)
+    if task is not None:
+        _accuracy(model, task, certificate, radii, options)
+    if options.out is not None:
+        print(f"written: {options.out}")
+    return 1 if options.require and math.isinf(certificate.total) else 0
+
+
+def _accuracy(
+    model: Any, task: Task, certificate: Certificate, radii: list[float] | None, options: CertifyArguments
+) -> None:
+    from wellposed.recipes.certified_accuracy import certified_accuracy
+
+    order = list(range(min(options.examples, len(task.dataset(options.split)))))
+    examples = task.dataset(options.split)
+    batches = [
+        task.collate([examples[member] for member in order[start : start + options.batch_size]])
+        for start in range(0, len(order), options.batch_size)
+    ]
+    curve = certified_accuracy(
+        model,
+        batches,
+        certificate,
+        radii=radii,
+        attack_steps=options.attack_steps,
+        restarts=options.restarts,
+        input_radius=options.radius,
+    )
+    print(f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded input:")
+    print(curve.table())
+    if options.out is not None:
+        curve.to_csv(options.out / "certified_accuracy.csv")
+        curve.plot(options.out / "certified_accuracy.svg")
+
+
+def _classifier_task(model: Any, options: CertifyArguments) -> Task | None:
+    """Return the task of a classifier's run folder; None where there is nothing to classify."""
+    config_file = Path(options.model) / "config.toml"
+    if not config_file.is_file():
+        if options.data is not None:
+            raise ConfigError(
+                f"--data {options.data}: certified accuracy needs the task of a run, and {options.model} is not a run "
+                "folder (no config.toml); name the folder that `wellposed train --out` wrote"
+            )
+        return None
+    from wellposed.cli._arguments import read_config
+
+    config = read_config(config_file)
+    if options.examples < 1 or not type(model).__name__.endswith("ForSequenceClassification"):
+        if options.data is not None:
+            raise ConfigError(
+                f"--data {options.data}: certified accuracy is for classifiers with --examples >= 1; "
+                f"{options.model} holds a {type(model).__name__} and --examples is {options.examples}"
+            )
+        return None
+    from wellposed.tasks import build_task
+
+    if options.data is not None:
+        config = replace(config, task_options={**config.task_options, "data": options.data})
+    task = build_task(config.task, config.task_options)
+    _refuse_other_vocabulary(task, options)
+    return task
+
+
+def _refuse_other_vocabulary(task: Task, options: CertifyArguments) -> None:
+    from wellposed.cli._load import load_tokenizer
+
+    if load_tokenizer(options.model).get_vocab() != task.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{options.data or 'the data of the run'}: its vocabulary is not the one the model was trained with, "
+            "so token numbers would mean something else; give --data with the training data of the run"
+        )
+
+
+def _positions(model: Any, name: str) -> int:
+    length = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ConfigError(f"{name}: the model does not say how many tokens it takes; give --seq-len")
+    return length
+
+
+def _radii(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--radii {text!r}: expected comma-separated numbers, for instance 0,0.1,0.2") from None
+
+
+def _say_why(certificate: Certificate, largest: float, options: CertifyArguments) -> None:
+    where = ", ".join(layer.path or "." for layer in certificate.uncertified[:5])
+    print(f"no bound: {where}", file=sys.stderr)
+    if options.radius is None:
+        print(
+            f"a bound on a ball may exist: the longest embedded token has 2-norm {largest:.4g}; "
+            f"try --radius {1.1 * largest:.3g}",
+            file=sys.stderr,
+        )

@@ -1,0 +1,81 @@
+"""Line charts and histograms of recipes, drawn with matplotlib as SVG files; free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from wellposed.measurement.figures import figure_style, new_figure
+
+# Okabe and Ito (2008): told apart with any kind of colour vision.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
+_DASHES = {"solid": "-", "dashed": (0, (5, 1.5)), "dots": ""}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line (or cloud of points, or row of bars) of a panel."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: Literal["solid", "dashed", "dots", "bars"] = "solid"
+    colour: int | None = None
+    """Number in `COLOURS`; the position in the panel where not given."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series] = field(default_factory=list)
+    x_scale: Literal["linear", "log", "symlog"] = "linear"
+    y_scale: Literal["linear", "log"] = "linear"
+    legend: bool = True
+
+
+def draw(panels: Sequence[Panel], path: Path, *, columns: int = 4) -> None:
+    """Write ``panels`` side by side, ``columns`` in a row, as an SVG file without a date."""
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    with figure_style():
+        figure = new_figure(max(4.6, 3.4 * columns), 3.1 * rows)
+        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(grid, panels, strict=False):
+            _draw_panel(axes, panel)
+        # A page of unknown colour may show the file, so it brings its own.
+        figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    for index, series in enumerate(panel.series):
+        colour = COLOURS[(index if series.colour is None else series.colour) % len(COLOURS)]
+        if series.style == "bars":
+            width = (series.x[1] - series.x[0]) if len(series.x) > 1 else 1.0
+            axes.bar(series.x, series.y, width=width, color=colour, alpha=0.5, label=series.label)
+            continue
+        marker = "o" if len(series.x) <= 40 else None
+        dash: Any = _DASHES[series.style]
+        axes.plot(
+            series.x, series.y, color=colour, linestyle=dash or "none", linewidth=1.5, marker=marker, markersize=3,
+            label=series.label,
+        )  # fmt: skip
+    axes.set_title(panel.title, loc="left")
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    if panel.x_scale == "symlog":
+        smallest = min((x for series in panel.series for x in series.x if x > 0), default=1.0)
+        axes.set_xscale("symlog", linthresh=smallest)
+    else:
+        axes.set_xscale(panel.x_scale)
+    axes.set_yscale(panel.y_scale)
+    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
+    if panel.legend and len(panel.series) > 0:
+        axes.legend(fontsize=7.5, handlelength=2.4)

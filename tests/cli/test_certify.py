@@ -1,0 +1,89 @@
+"""``wellposed certify``: the table of any model, certified accuracy of a classifier's run, and bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli import main
+
+TINY = ["--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+SHORT = ["--steps", "6", "--eval-every", "6", "--checkpoint-every", "6", "--batch-size", "8", "--quiet", *TINY]
+
+
+def write_texts(path: Path, good: str = "good") -> None:
+    rng = random.Random(0)
+    rows = [(label, f"a {word} film {rng.choice('xyz')}") for label, word in (("pos", good), ("neg", "bad"))] * 40
+    path.write_text("label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run of a contractive classifier without LayerNorm, whose certificate says something."""
+    folder = tmp_path_factory.mktemp("certify")
+    write_texts(folder / "train.tsv")
+    words = ["train", "text_classification", "--data", str(folder / "train.tsv"), "--max-length", "6", *SHORT]
+    words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
+    assert main(words) == 0
+    return folder / "run"
+
+
+def test_a_classifier_run_gives_table_curve_and_files(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    words = ["certify", str(run_folder), "--examples", "8", "--attack-steps", "3", "--out", str(tmp_path)]
+    assert main([*words, "--require"]) == 0
+    text = capsys.readouterr().out
+    assert "total, norm tok" in text
+    assert "certified accuracy on test of text_classification" in text
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert certificate["label"] == "certified"
+    assert certificate["tokens"] == 6
+    with (tmp_path / "certified_accuracy.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert all(row["attacked"] >= row["certified"] for row in rows)
+    assert rows[1]["radius"] > 0
+    assert (tmp_path / "certified_accuracy.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_norm_length_and_radii_are_those_asked_for(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["certify", str(run_folder), "--norm", "2", "--seq-len", "4", "--radii", "0,0.5"]
+    assert main([*words, "--examples", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "total, norm 2" in text
+    assert "<= 4 tokens" in text
+    assert "certified accuracy" not in text
+    assert main(["certify", str(run_folder), "--radii", "0,0.5", "--examples", "4", "--split", "valid"]) == 0
+    assert "       0.5  " in capsys.readouterr().out
+
+
+def test_a_layer_without_a_bound_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from wellposed.models import WellposedConfig, WellposedForCausalLM
+
+    config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, norm="none", vocab_size=9)
+    WellposedForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert main(["certify", str(tmp_path / "model"), "--seq-len", "8"]) == 0
+    captured = capsys.readouterr()
+    assert "uncertified" in captured.out
+    assert "model.layers.0.attention" in captured.err
+    assert "--radius" in captured.err
+    assert main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--require"]) == 1
+    assert main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--radius", "9", "--require"]) == 0
+    assert "mask causal, tokens with |x_i| <= 9" in capsys.readouterr().out
+
+
+def test_bad_usage_is_one_message(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", str(run_folder), "--radii", "a,b"]) == 2
+    assert "comma-separated numbers" in capsys.readouterr().err
+    assert main(["certify", str(run_folder / "final"), "--data", "x.tsv"]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    write_texts(tmp_path / "train.tsv", good="superb")
+    assert main(["certify", str(run_folder), "--data", str(tmp_path / "train.tsv")]) == 2
+    assert "vocabulary" in capsys.readouterr().err
+    assert main(["certify", str(tmp_path / "nowhere"), "--norm", "inf"]) == 1
+    assert "no such folder" in capsys.readouterr().err

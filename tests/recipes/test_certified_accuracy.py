@@ -1,0 +1,130 @@
+"""Certified accuracy is never above the accuracy under attack, and equal to it where the theory says so."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import wellposed.models._certification  # noqa: F401  (rules of our models)
+from wellposed.certification import Certificate, certify
+from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.linalg import Norm
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii, size_of
+
+
+def make_model(attention: str, *, norm: str = "none", seed: int = 0) -> WellposedForSequenceClassification:
+    torch.manual_seed(seed)
+    config = WellposedConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attention=attention, norm=norm,
+        num_labels=3, max_position_embeddings=10, pad_token_id=0,
+    )  # fmt: skip
+    return WellposedForSequenceClassification(config).eval()
+
+
+def make_batches(model: WellposedForSequenceClassification, count: int = 12) -> list[dict[str, Tensor]]:
+    """Labels are mostly what the model says, so that there is something to certify; some are wrong on purpose."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 20, (count, 10), generator=generator)
+    mask = (torch.arange(10) < torch.randint(1, 11, (count, 1), generator=generator)).long()
+    with torch.no_grad():
+        labels = model(input_ids=ids * mask, attention_mask=mask).logits.argmax(-1)
+    labels[:3] = (labels[:3] + 1) % 3
+    whole = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+    return [{name: part[start : start + 8] for name, part in whole.items()} for start in range(0, count, 8)]
+
+
+def assert_sound(curve: CertifiedAccuracy) -> None:
+    assert all(row.attacked >= row.certified for row in curve.rows)
+    for column in ("certified", "attacked"):
+        values = [getattr(row, column) for row in curve.rows]
+        assert values == sorted(values, reverse=True)
+    assert curve.rows[0].certified == curve.rows[0].attacked == curve.clean == 9 / 12
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+@pytest.mark.parametrize("attention", ["l2_tied", "l2_contractive", "cosine"])
+def test_accuracy_under_attack_is_never_below_certified_accuracy(attention: str, norm: Norm) -> None:
+    model = make_model(attention)
+    curve = certified_accuracy(model, make_batches(model), certify(model, seq_len=10, norm=norm), attack_steps=6)
+    assert_sound(curve)
+    assert curve.rows[1].certified > 0.4
+    assert curve.rows[-1].attacked < curve.clean
+
+
+def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
+    """Without feed-forward and attention weights the margin is linear, so the radius of two classes is the distance."""
+    model = make_model("l2_contractive")
+    for name, parameter in model.named_parameters():
+        if ".o_proj." in name or ".down_proj." in name:
+            torch.nn.init.zeros_(parameter)
+    batches = make_batches(model)
+    radii = certify(model, seq_len=10, norm="tok")
+    batch = batches[-1]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    smallest = radii.radius(logits, batch["labels"])[0].item()
+    one = [{name: part[:1] for name, part in batch.items()}]
+    curve = certified_accuracy(
+        model, one, radii, radii=[0.0, 0.98 * smallest, 1.02 * smallest], attack_steps=25, restarts=2
+    )
+    assert [(row.certified, row.attacked) for row in curve.rows] == [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
+
+
+def test_dot_product_is_certified_inside_its_ball_only() -> None:
+    model = make_model("dot_product")
+    batches = make_batches(model)
+    assert (
+        certified_accuracy(model, batches, certify(model, seq_len=10), radii=[0.0, 1e-9], attack_steps=1)
+        .rows[1]
+        .certified
+        == 0.0
+    )
+    largest = model.get_input_embeddings().weight.norm(dim=-1).max().item()
+    inside = certify(model, seq_len=10, radius=largest + 0.001)
+    curve = certified_accuracy(
+        model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5, input_radius=largest + 0.001
+    )
+    assert_sound(curve)
+    assert curve.rows[1].certified > 0
+    assert curve.rows[2].certified == 0.0
+
+
+def test_files_hold_the_rows(tmp_path: Path) -> None:
+    model = make_model("l2_contractive")
+    curve = certified_accuracy(model, make_batches(model), certify(model, seq_len=10), attack_steps=2)
+    curve.to_csv(tmp_path / "curve.csv")
+    with (tmp_path / "curve.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["certified"]) for row in rows] == [row.certified for row in curve.rows]
+    curve.plot(tmp_path / "curve.svg")
+    assert "under attack" in (tmp_path / "curve.svg").read_text()
+    assert "certified" in curve.table()
+
+
+@pytest.mark.parametrize(("radii", "steps"), [([0.2, 0.1], 3), ([-1.0], 3), ([], 3), ([0.1], 0)])
+def test_bad_arguments_are_refused(radii: list[float], steps: int) -> None:
+    model = make_model("l2_contractive")
+    with pytest.raises(ConfigError, match="certified accuracy"):
+        certified_accuracy(model, [], certify(model, seq_len=10), radii=radii, attack_steps=steps)
+
+
+def test_bad_data_is_refused() -> None:
+    model = make_model("l2_contractive")
+    certificate: Certificate = certify(model, seq_len=10)
+    with pytest.raises(DataError, match="no examples"):
+        certified_accuracy(model, [], certificate)
+    batch = make_batches(model)[0]
+    with pytest.raises(DataError, match="class numbers"):
+        certified_accuracy(model, [{**batch, "labels": batch["labels"].float()}], certificate)
+    with pytest.raises(ShapeError, match="at most 4 tokens"):
+        certified_accuracy(model, [batch], certify(model, seq_len=4))
+
+
+def test_sizes_and_default_radii() -> None:
+    delta = torch.tensor([[[3.0, 4.0], [0.0, -12.0]]], dtype=torch.float64)
+    assert [float(size_of(delta, norm)) for norm in ("tok", 2, "inf")] == [12.0, 13.0, 12.0]
+    assert default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]
