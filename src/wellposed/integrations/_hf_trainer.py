@@ -1,0 +1,79 @@
+"""Hugging Face Trainer: the penalty as ``compute_loss_func``, and a callback that logs conditioning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, missing_extra
+from wellposed.integrations._condition import ConditionMetrics
+from wellposed.integrations._hf_losses import counted_labels, own_loss
+from wellposed.penalize import OrthogonalityPenalty
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+except ImportError as error:
+    raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
+
+
+def penalized_loss(
+    model: nn.Module, penalty: OrthogonalityPenalty, *, task_loss: Callable[[Any, Tensor], Tensor] | None = None
+) -> Callable[..., Tensor]:
+    """Return ``loss = share * (task loss + penalty)`` as a ``compute_loss_func`` of `transformers.Trainer`.
+
+    Status: exact. ``share`` is this micro-batch's part of the step's labels, as the Trainer counts them, so accumulated
+    micro-batches and processes add up to one task mean plus one penalty. The penalty is in the loss, so its gradient
+    is there when the Trainer clips. Without gradient (evaluation) it is left out: ``eval_loss`` is the task's alone.
+
+    Args:
+        model, penalty: the model given to the Trainer, and an `wellposed.OrthogonalityPenalty` on it.
+        task_loss: ``(outputs, labels) -> mean loss``, where the model's own is not wanted or not known.
+
+    Raises:
+        ConfigError: no ``task_loss`` and a model whose own loss needs more than its logits and labels.
+    When not to use: under `torch.nn.DataParallel`; run one process for each device.
+    """
+    task_loss = task_loss or own_loss(model)
+
+    def compute(outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        if labels is None:
+            raise ConfigError("penalized_loss: the batch holds no 'labels'; give them, or drop compute_loss_func")
+        loss = task_loss(outputs, labels)
+        if torch.is_grad_enabled():
+            loss = loss + penalty()
+        if num_items_in_batch is None:
+            return loss
+        count = counted_labels(model, labels).ne(-100).sum()
+        return loss * (count / torch.as_tensor(num_items_in_batch, device=count.device)).to(loss.device)
+
+    return compute
+
+
+class ConditionCallback(TrainerCallback):
+    """Add the numbers of `ConditionMetrics` to everything the Trainer logs, evaluation metrics included.
+
+    ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines; `attach` puts the
+    callback before trackers (TensorBoard, W&B), which then get them too. A resumed run sets the penalty's step.
+    ``penalty``, ``every`` (counts logged steps) and ``spectra`` are those of `ConditionMetrics`.
+    """
+
+    def __init__(self, penalty: OrthogonalityPenalty | None = None, *, every: int = 1, spectra: bool = False) -> None:
+        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Place this callback first among those of ``trainer``."""
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Set the penalty's step to that of a resumed run."""
+        if self.metrics.penalty is not None:
+            self.metrics.penalty.step = state.global_step * args.gradient_accumulation_steps
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any) -> None:  # noqa: ARG002
+        """Add the metrics to what is being logged."""
+        if state.is_world_process_zero:
+            for record in (now["logs"], state.log_history[-1]):
+                record.update(self.metrics(now["model"], step=state.global_step))

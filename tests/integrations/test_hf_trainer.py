@@ -1,0 +1,255 @@
+"""The real Trainer on a tiny BERT: the penalty is in the gradient, the numbers are logged, no trace is left."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.trainer_callback import TrainerCallback
+
+import wellposed as wp
+from wellposed.errors import ConfigError
+from wellposed.integrations import ConditionCallback, penalized_loss
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 16,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+PINNED = {
+    "cond/encoder.0.query/orthogonality_error",
+    "cond/encoder.0.key/sigma_max",
+    "cond/encoder.1.feedforward_in/stable_rank",
+    "cond/token_embedding/orthogonality_error",
+    "penalty/key.encoder.0",
+    "penalty/query.encoder.1",
+    "penalty/total",
+}
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SMALL, num_labels=3))
+
+
+def examples(count: int = 24) -> list[dict[str, list[int] | int]]:
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(5, 40, (count, 7), generator=draw).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * 7, "labels": sum(row) % 3} for row in rows]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 2, "report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
+        "dataloader_pin_memory": False, "lr_scheduler_type": "constant", "seed": 3,
+    }  # fmt: skip
+    return TrainingArguments(**{**settings, **changes})
+
+
+def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path: Path) -> None:
+    model = bert()
+    keys = set(model.state_dict())
+    hooks = hook_count(model)
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.1, affinity=1e-4)
+    callback = ConditionCallback(penalty)
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=12, logging_steps=4),
+        train_dataset=examples(),  # type: ignore[arg-type]
+        eval_dataset=examples(8),  # type: ignore[arg-type]
+        compute_loss_func=penalized_loss(model, penalty),
+        callbacks=[callback],
+    )
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 3
+    assert all(row.keys() >= PINNED for row in logged)
+    assert logged[-1]["penalty/total"] < 0.8 * logged[0]["penalty/total"]
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "cond/encoder.1.value/sigma_max"} <= metrics.keys()
+
+    batch = {"input_ids": torch.tensor([row["input_ids"] for row in examples(3)])}
+    model.eval()
+    expected = model(**batch).logits
+    trainer.save_model(str(tmp_path / "saved"))
+    fresh = BertForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    torch.testing.assert_close(fresh(**batch).logits, expected, rtol=0, atol=0)
+    penalty.remove()
+    assert set(model.state_dict()) == keys
+    assert hook_count(model) == hooks
+
+
+def hook_count(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+class Gradients(TrainerCallback):
+    """Keep the gradient the optimizer is given, after clipping."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append({n: p.grad.clone() for n, p in kwargs["model"].named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(tmp_path: Path, accumulation: int) -> None:
+    model, reference = bert(), bert()
+    penalty = wp.OrthogonalityPenalty(model, key=0.3)
+    gradients = Gradients()
+    # The last example is never drawn in full batches; 12 rows in one step, in any order.
+    rows = examples(12)
+    trainer = Trainer(
+        model=model,
+        args=arguments(
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=12 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            max_grad_norm=0.5,
+        ),
+        train_dataset=rows,  # type: ignore[arg-type]
+        compute_loss_func=penalized_loss(model, penalty),
+        callbacks=[gradients],
+    )
+    trainer.train()
+
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    labels = torch.tensor([row["labels"] for row in rows])
+    loss = torch.nn.functional.cross_entropy(reference(input_ids=ids).logits, labels)
+    for layer in reference.bert.encoder.layer:
+        weight = layer.attention.self.key.weight
+        loss = loss + 0.3 * (weight @ weight.T - torch.eye(16)).square().sum()
+    loss.backward()
+    total = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    assert total > 0.5  # so that clipping has something to do
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients.seen[0][name], parameter.grad, rtol=2e-4, atol=2e-6)
+
+
+def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
+    model = bert()
+    penalty = wp.OrthogonalityPenalty(model, key=100.0)
+    rows = examples(8)
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path),
+        eval_dataset=rows,  # type: ignore[arg-type]
+        compute_loss_func=penalized_loss(model, penalty),
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    expected = model.eval()(input_ids=ids, labels=torch.tensor([row["labels"] for row in rows])).loss.item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert penalty.step == 0
+
+
+def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
+    class Tracker(TrainerCallback):
+        seen: ClassVar[list[dict[str, float]]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seen.append(dict(kwargs["logs"]))
+
+    model = bert()
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=2),
+        train_dataset=examples(),  # type: ignore[arg-type]
+        callbacks=[Tracker()],
+    )
+    ConditionCallback().attach(trainer)
+    trainer.train()
+    assert "cond/encoder.0.query/sigma_max" in Tracker.seen[0]
+
+
+def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
+    model = bert()
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2)
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=3, gradient_accumulation_steps=2),
+        train_dataset=examples(64),  # type: ignore[arg-type]
+        compute_loss_func=penalized_loss(model, penalty),
+        callbacks=[ConditionCallback(penalty)],
+    )
+    trainer.train()
+    assert penalty.step == 6
+    penalty.step = 999
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert penalty.step == 6
+
+
+def test_causal_masked_and_image_losses_are_the_models_own() -> None:
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 40, (3, 6), generator=draw)
+    labels = ids.clone()
+    labels[0, 2:4] = -100
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)
+    )
+    masked = BertForMaskedLM(BertConfig(**SMALL))
+    vit = ViTForImageClassification(
+        ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
+                  patch_size=4, num_labels=3)
+    )  # fmt: skip
+    pixels = torch.randn(3, 3, 8, 8, generator=draw)
+    for model, inputs, targets in (
+        (gpt2, {"input_ids": ids}, labels),
+        (masked, {"input_ids": ids}, labels),
+        (vit, {"pixel_values": pixels}, torch.tensor([0, 2, 1])),
+    ):
+        model.eval()
+        penalty = wp.OrthogonalityPenalty(model, key=0.5)
+        compute = penalized_loss(model, penalty)
+        expected = model(**inputs, labels=targets).loss + penalty()
+        items = targets.ne(-100).sum()
+        found = compute(model(**inputs), targets, num_items_in_batch=items)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(compute(model(**inputs), targets, num_items_in_batch=2 * items), expected / 2)
+
+
+def test_a_model_whose_loss_is_not_known_is_refused() -> None:
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    penalty = wp.OrthogonalityPenalty(model, key=0.1)
+    with pytest.raises(ConfigError, match="task_loss="):
+        penalized_loss(model, penalty)
+    compute = penalized_loss(model, penalty, task_loss=lambda outputs, labels: outputs.logits.mean())
+    with pytest.raises(ConfigError, match="holds no 'labels'"):
+        compute(None, None)
+
+
+@pytest.mark.parametrize(("module", "package"), [("_hf_trainer", "transformers"), ("_lightning", "lightning.pytorch")])
+def test_a_missing_engine_names_the_extra_to_install(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"wellposed.integrations.{module}", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'wellposed\["):
+        importlib.import_module(f"wellposed.integrations.{module}")
