@@ -427,6 +427,46 @@ def test_generation_with_a_cache_is_not_in_the_way() -> None:
     assert output is not None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_evaluation_of_a_torch_encoder_on_its_fast_path_still_works() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2).eval()
+    x, padded = torch.randn(2, 4, 8), torch.tensor([[False, False, False, True], [False] * 4])
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=padded)
+        penalty = OrthogonalityPenalty(model, affinity=1.0)
+        assert torch.equal(model(x, src_key_padding_mask=padded), plain)
+        with pytest.raises(ConfigError, match="enable_nested_tensor=False"):
+            penalty()
+    output = model.train()(x, src_key_padding_mask=padded)
+    assert penalty().item() > 0
+    assert output is not None
+
+
+@pytest.mark.parametrize("attention", ["l2", "l2_tied", "l2_contractive", "cosine"])
+def test_our_other_attentions_are_watched(attention: str) -> None:
+    """Affinities of L2 attention are soft-maxed distances: |A^T A - I|^2 from the distances themselves."""
+    from wellposed.models import build_model
+
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = build_model("wellposed", "sequence_classification", attention=attention, **sizes).double().eval()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    part = model.get_submodule(penalty.roles.attention[0].path)
+    projected: list[Tensor] = []
+    for name in ("q_proj", "k_proj"):
+        layer = getattr(part, name) or part.q_proj
+        layer.register_forward_hook(lambda m, args, out: projected.append(out.detach()))
+    output = model(input_ids=torch.tensor([[3, 4, 5, 6]]))
+    value = penalty()
+    assert value.item() > 0
+    assert output is not None
+    if attention == "cosine":
+        return
+    query, key = (item.unflatten(-1, (2, -1)).transpose(1, 2) for item in projected[:2])
+    affinity = (-torch.cdist(query, key).square() / 4**0.5).softmax(-1)
+    expected = (affinity.mT @ affinity - torch.eye(4)).square().sum().item()
+    assert value.item() == pytest.approx(expected, rel=1e-9)
+
+
 class Hidden(nn.Module):
     """An attention that uses no softmax, with names we know."""
 

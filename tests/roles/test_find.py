@@ -197,3 +197,21 @@ def test_the_table_shows_every_weight() -> None:
     text = str(find_roles(nn.TransformerEncoderLayer(D, HEADS, 12)))
     assert len(text.splitlines()) == 7
     assert "self_attn.in_proj_weight" in text
+
+
+@pytest.mark.parametrize("values", ["paper", "free", "plain"])
+def test_tied_l2_attention_has_one_weight_for_query_and_key(values: str) -> None:
+    from wellposed.nn import L2SelfAttention
+
+    (role,) = find_roles(L2SelfAttention(D, HEADS, values=values)).attention  # type: ignore[arg-type]
+    assert role.key == role.query
+    assert role.value.parameter_name == ("q_proj.weight" if values == "free" else "v_proj.weight")
+    (untied,) = find_roles(L2SelfAttention(D, HEADS, tied=False)).attention
+    assert untied.key.parameter_name == "k_proj.weight"
+
+
+def test_our_cross_attention_is_cross() -> None:
+    from wellposed.nn import CosineCrossAttention
+
+    (role,) = find_roles(nn.ModuleDict({"mix": CosineCrossAttention(D, HEADS)})).attention
+    assert (role.kind, role.stack) == ("cross", "decoder")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from wellposed.errors import ConfigError, listed
@@ -93,7 +93,9 @@ class AffinityCapture:
                 "the outputs of the last forward pass were freed before the affinity penalty was called; call it "
                 "before backward() and while the outputs or the loss are alive"
                 if freed
-                else "no self-attention module ran in the last forward pass, so it has no affinity to penalise"
+                else "no self-attention module ran over plain tensors and its own tokens in the last forward pass, so "
+                "there is no affinity to penalise (torch.nn.TransformerEncoder in evaluation may use nested tensors; "
+                "build it with enable_nested_tensor=False)"
             )
         shown: list[tuple[AttentionRole, Seen]] = []
         for path, notes in seen.items():
@@ -143,8 +145,9 @@ class AffinityCapture:
     def _end(self, *_: Any) -> None:
         self._armed = False
 
-    def _enter(self, path: str, module: nn.Module, *_: Any) -> None:
-        if self._armed and path in self._chosen:
+    def _enter(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nested = any(isinstance(item, Tensor) and item.is_nested for item in inputs)  # torch's evaluation fast path
+        if self._armed and path in self._chosen and not nested:
             self._entered.add(path)
             mode = _Watch(self, path, module)
             self._modes.append(mode)

@@ -56,7 +56,8 @@ class Site:
     @property
     def kind(self) -> Literal["self", "cross"]:
         """Self- or cross-attention, by the names the families use."""
-        cross = self.name in _CROSS or bool(getattr(self.module, "is_cross_attention", False))
+        named = self.name in _CROSS or type(self.module).__name__.endswith("CrossAttention")
+        cross = named or bool(getattr(self.module, "is_cross_attention", False))
         return "cross" if cross else "self"
 
     @property

@@ -4,6 +4,7 @@ from wellposed.roles.families import _bart as _bart
 from wellposed.roles.families import _bert as _bert
 from wellposed.roles.families import _distilbert as _distilbert
 from wellposed.roles.families import _gpt2 as _gpt2
+from wellposed.roles.families import _l2 as _l2
 from wellposed.roles.families import _llama as _llama
 from wellposed.roles.families import _phi3 as _phi3
 from wellposed.roles.families import _t5 as _t5
