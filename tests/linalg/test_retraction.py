@@ -62,12 +62,29 @@ def test_rotate_follows_the_exponential(size: float, tolerance: float, method: s
     out = torch.empty_like(point)
     # The symmetric part of the step is ignored.
     taken = rotate(point, step + noise + noise.T, out=out, gain=gain, tolerance=tolerance)
+    same = torch.empty_like(point)
+    rotate(point, step.clone(), out=same, gain=gain, tolerance=tolerance, step_is_skew=True)
+    assert torch.allclose(same, out, atol=1e-13)
     assert taken.method == method
     assert float(isometry_error(out, gain=gain)) <= tolerance
     exact = point @ torch.matrix_exp(step / gain)
     limit = 1e-10 if method == "exponential" else 0.5 * size**3
     assert float(torch.linalg.matrix_norm((out - exact) / gain, 2)) <= limit
     assert math.isnan(taken.size) or taken.size >= size * (1 - 1e-12)
+
+
+def test_small_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance() -> None:
+    point, drift, methods = isometry(32, 32).float(), None, []
+    for _ in range(60):
+        out = torch.empty_like(point)
+        taken = rotate(point, skew(32, 0.07).float(), out=out, drift=drift, step_is_skew=True)
+        methods.append(taken.method)
+        assert float(isometry_error(out)) <= taken.drift + 1e-6  # the bound holds in exact arithmetic
+        point, drift = out, taken.drift
+    assert methods[0] == "corrected"
+    assert 0 < methods.count("corrected") < methods.count("quadratic")
+    worst_run = max(len(run) for run in "".join("q" if m == "quadratic" else " " for m in methods).split())
+    assert worst_run <= 17
 
 
 def test_rotate_heals_a_point_that_drifted() -> None:
@@ -94,7 +111,7 @@ def test_batches_equal_single_matrices() -> None:
     points = torch.stack([isometry(8, 8) for _ in range(3)])
     steps = torch.stack([skew(8, 0.2) for _ in range(3)])
     together = torch.empty_like(points)
-    rotate(points, steps, out=together)
+    rotate(points, steps.clone(), out=together)
     for point, step, expected in zip(points, steps, together, strict=True):
         out = torch.empty_like(point)
         rotate(point, step, out=out)
@@ -112,7 +129,7 @@ def test_a_workspace_changes_no_result() -> None:
     for _ in range(2):
         point, step = isometry(10, 10), skew(10, 0.3)
         first, second = torch.empty_like(point), torch.empty_like(point)
-        rotate(point, step, out=first)
+        rotate(point, step.clone(), out=first)
         rotate(point, step, out=second, workspace=work)
         assert torch.equal(first, second)
 

@@ -52,11 +52,25 @@ def retract_batch_(weights: list[Weight], work: Workspace) -> Retraction:
     if first.square and len(before) == len(weights):
         points = _stack(before, "points", work)
         step = torch.sub(result, points, out=work("step", points.shape, points))
-        taken = rotate(points, step, out=result, gain=first.gain, tolerance=first.inner_tolerance, workspace=work)
+        taken = rotate(
+            points,
+            step,
+            out=result,
+            gain=first.gain,
+            tolerance=first.inner_tolerance,
+            step_is_skew=all(weight.step_is_skew for weight in weights),
+            drift=_worst([weight.drift for weight in weights]),
+            workspace=work,
+        )
     else:
         taken = retract_(result, gain=first.gain, tolerance=first.inner_tolerance, workspace=work)
     torch._foreach_copy_(current, list(result.unbind()))
     return taken
+
+
+def _worst(drifts: list[float | None]) -> float | None:
+    known = [drift for drift in drifts if drift is not None]
+    return max(known) if len(known) == len(drifts) else None
 
 
 def _stack(tensors: list[Tensor], name: str, work: Workspace) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -121,8 +122,8 @@ class Constraint:
                 "the optimizer's moments of these square weights were gathered before they were constrained and are in "
                 f"other coordinates; they restart from zero:\n{listed(restarted)}",
             )
-        for group in batches(ready, batched=self._batched):
-            with full_precision(group[0].parameter.device.type):
+        with _full_precision(ready):
+            for group in batches(ready, batched=self._batched):
                 if len(group) > 1:
                     project_gradients_(group, self._work)
                 else:
@@ -147,11 +148,9 @@ class Constraint:
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         pending, self._pending = self._pending, []
         broken: list[str] = []
-        for group in batches(pending, batched=self._batched):
-            with full_precision(group[0].parameter.device.type):
+        with _full_precision(pending):
+            for group in batches(pending, batched=self._batched):
                 broken += self._retract(group)
-        for weight in pending:
-            weight.mark_state()
         if broken:
             raise ConvergenceError(
                 "constrain_: the optimizer made steps that are not finite, so these weights could not be retracted "
@@ -166,6 +165,8 @@ class Constraint:
             if len(group) == 1:
                 return [f"{group[0].path}: {error}"]
             return [line for weight in group for line in self._retract([weight])]
+        for weight in group:
+            weight.mark_state(taken.drift if weight.square else None)
         self._say_if_large(group[0], taken)
         return []
 
@@ -189,6 +190,13 @@ class Constraint:
             for weight in self._pending:
                 weight.restore_()
         self._pending = []
+
+
+def _full_precision(weights: list[Weight]) -> ExitStack:
+    stack = ExitStack()
+    for device_type in {weight.parameter.device.type for weight in weights}:
+        stack.enter_context(full_precision(device_type))
+    return stack
 
 
 def reads_weight_size(optimizer: Optimizer) -> bool:

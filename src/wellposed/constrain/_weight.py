@@ -22,6 +22,10 @@ from wellposed.linalg import (
 
 # Reachable max |W^T W / g^2 - I| as stored: rounding each entry by a part u moves an entry of W^T W by 2 u + u^2.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+# Their step is an odd function of each gradient entry, so the step of a skew gradient is skew.
+_ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
+)
 _LIE_MARK = "wellposed_lie_coordinates"
 
 
@@ -39,9 +43,14 @@ class Weight:
         self.square = parameter.shape[0] == parameter.shape[1]
         self.dtype = compute_dtype(parameter)
         self.is_half = self.dtype != parameter.dtype
+        kind = type(optimizer)
+        self.step_is_skew = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
         # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
         self.master: Tensor | None = None
         self.before: Tensor | None = None
+        # Bound on the error of the weight as the last step left it, and the version it had then.
+        self.drift: float | None = None
+        self._version: int | None = None
         self._displaced = False
 
     @property
@@ -117,7 +126,7 @@ class Weight:
         if self.square and point is not None and step is not None:
             result = torch.empty_like(point)
             try:
-                taken = rotate(point, step, out=result, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+                taken = self._rotate(point, step, result, work)
             finally:
                 self._store(result)
             return taken
@@ -130,7 +139,19 @@ class Weight:
         if not self.square or self.before is None:
             return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
         step = torch.sub(current, self.before, out=work("step", current.shape, current))
-        return rotate(self.before, step, out=current, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        return self._rotate(self.before, step, current, work)
+
+    def _rotate(self, point: Tensor, step: Tensor, out: Tensor, work: Workspace) -> Retraction:
+        return rotate(
+            point,
+            step,
+            out=out,
+            gain=self.gain,
+            tolerance=self.inner_tolerance,
+            step_is_skew=self.step_is_skew,
+            drift=self.drift,
+            workspace=work,
+        )
 
     def _store(self, result: Tensor) -> None:
         whole = result if result.shape == self.parameter.shape else result.mT
@@ -141,6 +162,10 @@ class Weight:
     def claim_state(self) -> bool:
         """Mark the moments of a square weight as Lie coordinates; return whether they were not, and so restarted."""
         state = self.optimizer.state.get(self.parameter)
+        if self._version is None and state and _LIE_MARK in state:
+            self.drift = state[_LIE_MARK]  # a resumed run: what was saved with these weights
+        elif self._version != self.parameter._version:
+            self.drift = None
         if not self.square or not state or _LIE_MARK in state:
             return False
         stale = _has_stepped(state)
@@ -148,20 +173,29 @@ class Weight:
             self._restart(state)
             state = self.optimizer.state.get(self.parameter)
         if state:
-            state[_LIE_MARK] = True
+            state[_LIE_MARK] = None
         return stale
 
-    def mark_state(self) -> None:
-        """Mark moments that this step created."""
+    def mark_state(self, drift: float | None = None) -> None:
+        """Note the drift of this step beside the moments it made: the mark of Lie coordinates, for a resumed run."""
+        self.drift = drift
+        self._version = self.parameter._version
         state = self.optimizer.state.get(self.parameter)
-        if self.square and state:
-            state[_LIE_MARK] = True
+        # SGD without momentum keeps nothing there, and does not mind.
+        if self.square and (state or type(self.optimizer) is torch.optim.SGD):
+            self.optimizer.state[self.parameter][_LIE_MARK] = drift
 
     def release_state(self) -> None:
         """Restart moments that are in Lie coordinates, and take the mark away."""
         state = self.optimizer.state.get(self.parameter)
-        if state and state.pop(_LIE_MARK, False):
+        if state is None or _LIE_MARK not in state:
+            return
+        del state[_LIE_MARK]
+        self.drift, self._version = None, None
+        if state:
             self._restart(state)
+        else:
+            del self.optimizer.state[self.parameter]
 
     def _restart(self, state: dict[str, object]) -> None:
         # torch's optimizers start from zeros; others may hold codes or tables, which only they can make.
