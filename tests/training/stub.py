@@ -145,10 +145,11 @@ def run(config: RunConfig, out: Path, **keywords: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # stub.py OUT STEPS DELAY: train slowly, so that a test has time to signal this process.
+    # stub.py OUT STEPS DELAY [DROPOUT RESUME]: train slowly, with time for a signal; or be one of several.
     torch.set_num_threads(1)
     out, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    config = make_config(steps=steps, dropout=0.1, log_every=1, eval_every=5, checkpoint_every=3)
-    result = run(config, out, resume="auto", task=StubTask(delay), progress=True)
+    dropout, resume = (float(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 4 else (0.1, "auto")
+    config = make_config(steps=steps, dropout=dropout, log_every=1, eval_every=5, checkpoint_every=3)
+    result = run(config, out, resume=resume, task=StubTask(delay), progress=True)
     print(result.status)
     sys.exit(result.exit_code)

@@ -73,8 +73,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, stub: ModuleType
     for out in ("a", "b"):
         with pytest.raises(ConfigError, match="a run continues in its own folder"):
             stub.run(config, tmp_path / out, resume=tmp_path / "c" / "checkpoint-4")
+    for out, there in (("a", "checkpoint-4"), ("b", "none")):
+        with pytest.raises(ConfigError, match=f"no such checkpoint; in .* there are: {there}"):
+            stub.run(config, tmp_path / out, resume=tmp_path / out / "checkpoint-3")
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "a" / "checkpoint-4" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="unreadable manifest"):
-        stub.run(config, tmp_path / "a", resume=tmp_path / "a" / "checkpoint-3")
+        stub.run(config, tmp_path / "a", resume=tmp_path / "a" / "checkpoint-4")
 
 
 def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:

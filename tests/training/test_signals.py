@@ -29,24 +29,32 @@ def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_ends_the_run_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    out = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(out), "100000", "0.01"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
+    """One process for SIGINT and one for SIGTERM, side by side."""
+    started = {
+        number: subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path / number.name), "100000", "0.01"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        wait_for_rows(process, out, 8)
-        process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
+        for number, process in started.items():
+            wait_for_rows(process, tmp_path / number.name, 8)
+            process.send_signal(number)
+        for number, process in started.items():
+            stdout, stderr = process.communicate(timeout=60)
+            check_cancelled(tmp_path / number.name, process.returncode, stdout, stderr)
     finally:
-        process.kill()
-    assert process.returncode == 130
-    assert stdout == "cancelled\n"
+        for process in started.values():
+            process.kill()
+
+
+def check_cancelled(out: Path, code: int, stdout: str, stderr: str) -> None:
+    assert (code, stdout) == (130, "cancelled\n")
     assert "Traceback" not in stderr
     assert "continue with --resume auto" in stderr
     result = json.loads((out / "result.json").read_text())

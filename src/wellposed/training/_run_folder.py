@@ -56,7 +56,7 @@ def check_run_folder(out: Path, config: RunConfig, resume: str) -> None:
 
     Raises:
         ConfigError: ``out`` is in use without resume, is not a run folder, was made by another configuration (every
-            differing field is listed), or ``resume`` names a checkpoint of another run.
+            differing field is listed), or ``resume`` names a checkpoint of another run or none at all.
     """
     if _is_used(out) and resume == "never":
         raise ConfigError(
@@ -67,6 +67,9 @@ def check_run_folder(out: Path, config: RunConfig, resume: str) -> None:
             f"--resume {resume}: not a checkpoint of {out}; a run continues in its own folder, "
             f"so give --out {Path(resume).parent}"
         )
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        there = ", ".join(path.name for path in _checkpoint.all_checkpoints(out)) or "none"
+        raise ConfigError(f"--resume {resume}: no such checkpoint; in {out} there are: {there}")
     if not _is_used(out):
         return
     if not (out / CONFIG).is_file():
@@ -85,11 +88,22 @@ def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | 
     Raises:
         CheckpointError: the checkpoint named is damaged, or every checkpoint is.
     """
-    if not _is_used(out) and resume in ("never", "auto"):
+    if not _is_used(out):
         out.mkdir(parents=True, exist_ok=True)
         write_config(out, config)
         return None, []
     _files.remove_litter(out)
+    return find_checkpoint(out, resume)
+
+
+def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """Return the verified checkpoint that ``resume`` means, and what to tell the user; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+    """
+    if resume == "never":
+        return None, []
     if resume != "auto":
         checkpoint = Path(resume)
         _checkpoint.step_of(checkpoint)
