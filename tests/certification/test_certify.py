@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -278,3 +279,18 @@ def test_every_argument_changes_something():
     assert len(set(totals)) == len(totals)
     assert certify(stack, seq_len=9).total > certify(stack, seq_len=8).total
     assert certify(MLP(4, 8), seq_len=2, radius=1.0).layers[1].radius < math.inf
+
+
+def test_a_compiled_module_is_read_through_its_wrapper():
+    linear = nn.Linear(3, 3)
+    wrapper = nn.Module()
+    wrapper._orig_mod = linear
+    assert certify(wrapper, seq_len=2).total == certify(linear, seq_len=2).total
+
+
+def test_half_precision_l2_weights_are_multiplied_exactly():
+    """R_h = W_h^T W_V,h / sqrt d is formed in float64 from the stored weights, not rounded to bfloat16 first."""
+    layer = L2SelfAttention(8, 2).eval().bfloat16()
+    exact = certify(copy.deepcopy(layer).double(), seq_len=4)
+    assert certify(layer, seq_len=4).total == exact.total
+    assert float(layer.lipschitz_bound(4).detach()) != exact.total, "the rounded product differs, so the test can fail"

@@ -67,27 +67,35 @@ def test_no_random_case_exceeds_the_bound(reference, shape, draws, inputs, dtype
             assert bound <= float(cheap.value) * (1 + 1e-9)
 
 
-def _notes_forms(w, r, o, constants, norm):
-    """The forms of the theory note as printed, one value per case: what the shipped bound must not exceed."""
+def _least_form(w, r, o, constants, norm):
+    """Every form written out for a batch of layers: those of the theory note as printed, then the scaled family."""
     size = lambda m: torch.linalg.matrix_norm(m, 2)  # noqa: E731
     heads, dim = w.shape[1], w.shape[-1]
     c = constants.c
+    paths = r @ o
     if norm == "inf":
         row = lambda m: m.abs().sum(-1).amax(-1)  # noqa: E731
         bracket = 1 + 2 * c * (1 + math.sqrt(dim))
         first = bracket * (row(w.mT) * row(r.mT)).amax(1) * row(o.flatten(1, 2).mT)
-        paths = r @ o
+        averaging = paths.abs().sum(2) * row(w.mT)[..., None]
         gamma = w.abs().sum(2).square().sum(-1).sqrt()
-        columns = paths.abs().sum(2) * row(w.mT)[..., None] + 4 * c * paths.norm(dim=2) * gamma[..., None]
-        return torch.minimum(first, columns.sum(1).amax(-1))
+        through_two = 4 * c * paths.norm(dim=2) * gamma[..., None]
+        best = averaging + torch.minimum(averaging * (bracket - 1), through_two)
+        return torch.minimum(first, best.sum(1).amax(-1))
     out, stacked = size(o.flatten(1, 2)), size(w.movedim(1, 2).flatten(2))
     one = out * (size(w).square() * size(r).square()).sum(1).sqrt()
     two = out * stacked * size(r).amax(1)
-    three = (size(w) * size(r @ o)).sum(1)
-    if norm == 2:
-        return torch.minimum(torch.minimum(one, two), three) * constants.bracket(2)
-    wide = two * (math.sqrt(heads) * (1 + 2 * c) + 2 * c)
-    return torch.minimum(torch.minimum(one, three) * (1 + 4 * c), wide)
+    three = (size(w) * size(paths)).sum(1)
+    forms = [one, three, two]
+    if norm == "tok":
+        forms = [one * (1 + 4 * c), three * (1 + 4 * c), two * (math.sqrt(heads) * (1 + 2 * c) + 2 * c)]
+    for s in (torch.ones_like(size(r)), 1 / size(r), (size(w) / size(paths)).sqrt()):
+        write = size((paths * s[..., None, None]).flatten(1, 2))
+        read = size((w / s[..., None, None]).movedim(1, 2).flatten(2))
+        apart = (size(w) / s).square().sum(1).sqrt()
+        forms.append(write * (read if norm == 2 else (1 + 2 * c) * apart + 2 * c * read))
+    least = torch.stack(forms).amin(0)
+    return least * constants.bracket(2) if norm == 2 else least
 
 
 ASCENTS = [
@@ -123,14 +131,15 @@ def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, ma
         now = w * log_w.exp()
         x = unit / (now.detach().flatten(1).norm(dim=1)[:, None, None] / width)
         jacobian = reference.jacobians(lambda y, a, b, e: reference.l2_attention(y, a, b, e, bias), x, now, r, o)
-        ratio = reference.norms[norm](jacobian) / _notes_forms(now, r, o, constants, norm)
+        ratio = reference.norms[norm](jacobian) / _least_form(now, r, o, constants, norm)
         ratio.log().sum().backward()
         optimizer.step()
         best = torch.maximum(best, ratio.detach())
         with torch.no_grad():
             first = zip(now[:3], r[:3], o[:3], strict=True)
             shipped = torch.stack([l2_attention_bound(*parts, constants, norm=norm).value for parts in first])
-            assert (shipped <= _notes_forms(now[:3], r[:3], o[:3], constants, norm) * (1 + 3e-6)).all()
+            by_hand = _least_form(now[:3], r[:3], o[:3], constants, norm)
+            assert torch.allclose(shipped, by_hand, rtol=4e-6, atol=0), "the code is the formula that was attacked"
     assert best.max() <= 1 + 1e-9
     assert best.max() > 0.25, "an attack that finds nothing shows nothing"
     with torch.no_grad():
@@ -172,11 +181,9 @@ def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
     assert found <= float(l2_attention_bound(eye, r, eye, l2_constants(2), norm="inf").value)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["inf", 2])
 def test_our_bound_is_never_above_kims(norm):
     """Same map, A_h = W_h W_h^T / sqrt d: ours must not exceed the (corrected) bound of the paper."""
-    if norm == "tok":
-        pytest.skip("the paper has no tok norm")
     generator = torch.Generator().manual_seed(5)
     for tokens in (2, 17, 512):
         w, v = torch.randn(2, 4, 12, 3, generator=generator, dtype=torch.float64).unbind()

@@ -48,7 +48,7 @@ class CertifiedLayer:
 class Certificate:
     """``|f(X) - f(Y)| <= total |X - Y|`` for all X, Y of the domain, with the layers it is made of.
 
-    Status: ``label``. ``exact``: equal to the Lipschitz constant up to ``1e-6``; ``certified``: a proved upper bound,
+    Status: ``label``. ``exact``: equal to the Lipschitz constant up to ``1e-4``; ``certified``: a proved upper bound,
     in exact arithmetic for the weights as stored, with the rounding of the bound's own computation included;
     ``empirical``: a rule of yours said so; ``uncertified``: some module has no bound, ``total`` is infinite, and
     `uncertified` names it. Rounding of the *forward pass* is not covered; in half precision it is not small.

@@ -69,6 +69,8 @@ def certify(
         raise ConfigError(
             f"certify: radius is a 2-norm that no input token exceeds, so it must be > 0; received {radius}"
         )
+    # torch.compile wraps the module under this name, and a wrapper has no rule of its own.
+    module = getattr(module, "_orig_mod", module)
     _refuse_non_finite(module)
     shared = Shared(norm, seq_len, min_tokens)
     bound = bound_of(module, Site("", math.inf if radius is None else float(radius), shared, mask))
@@ -101,7 +103,7 @@ def _refuse_non_finite(module: nn.Module) -> None:
     bad = [
         f"{name} {tuple(parameter.shape)}: {int((~torch.isfinite(parameter)).sum())} of {parameter.numel()} entries"
         for name, parameter in module.named_parameters()
-        if not bool(torch.isfinite(parameter).all())
+        if not (bool(torch.isfinite(parameter.sum())) or bool(torch.isfinite(parameter).all()))
     ]
     if bad:
         raise NotLipschitzError(

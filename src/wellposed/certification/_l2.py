@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Literal
 
@@ -76,8 +77,11 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
     if module.contractive is not None:
         return _contractive(module, site)
     constants = l2_constants(site.seq_len, mask=site.mask)
-    bound = l2_attention_bound(*module.head_weights(), constants, norm=site.norm, method="cholesky")
-    return LayerBound(float(bound.value), bound.form, out_radius=_out_radius(module, site))
+    # R_h is a product of weights: in the module's own precision it would be rounded before it is bounded.
+    weights = copy.deepcopy(module).double().head_weights()
+    bound = l2_attention_bound(*weights, constants, norm=site.norm, method="cholesky")
+    radius = math.inf if math.isinf(site.radius) else _spread(weights) * site.radius + _at_zero(module, 1)
+    return LayerBound(float(bound.value), bound.form, out_radius=radius)
 
 
 def _contractive(module: L2SelfAttention, site: Site) -> LayerBound:
@@ -91,13 +95,10 @@ def _contractive(module: L2SelfAttention, site: Site) -> LayerBound:
     return LayerBound(value, f"divided by its bound in norm {module.norm}", out_radius=radius)
 
 
-def _out_radius(module: L2SelfAttention, site: Site) -> float:
-    """Averages of ``x W_h`` stay within ``|W_h| R``; equal tokens pass a constant through."""
-    if math.isinf(site.radius):
-        return math.inf
-    projection, mixing, output = (part.detach().double() for part in module.head_weights())
-    spread = (certified_spectral_norm(projection) * certified_spectral_norm(mixing @ output)).sum()
-    return float(spread) * site.radius + _at_zero(module, 1)
+def _spread(weights: tuple[Tensor, Tensor, Tensor]) -> float:
+    """``sum_h |W_h| |C_h|``: averages of ``x W_h`` stay within ``|W_h| R``; equal tokens pass a constant through."""
+    projection, mixing, output = weights
+    return float((certified_spectral_norm(projection) * certified_spectral_norm(mixing @ output)).sum())
 
 
 def _at_zero(module: L2SelfAttention, seq_len: int) -> float:
