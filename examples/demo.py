@@ -15,13 +15,14 @@ from wellposed.cli import main as wellposed
 
 VARIANTS = "post_ln,pre_ln,rezero,oc3:1e-4"
 LISTOPS = (
-    "compare listops --max-depth 3 --max-args 4 --min-length 5 --max-length 40 --train-size 8000 "
-    f"--variants {VARIANTS} --steps 400 --batch-size 32 --learning-rate 1e-3 --warmup-steps 50 --eval-every 100 "
-    "--checkpoint-every 200 --model.hidden-size 64 --resume auto"
+    "compare listops --max-depth 3 --max-args 4 --max-length 40 --num-train 8000 --num-valid 500 --num-test 500 "
+    f"--variants {VARIANTS} --seeds 2 --steps 400 --warmup-steps 50 --eval-every 100 --checkpoint-every 200 "
+    "--log-every 50 --model.hidden-size 64 --resume auto"
 )
 CHAR_LM = (
-    f"compare char_lm --seq-len 128 --limit-chars 400000 --variants {VARIANTS} --steps 250 --batch-size 16 "
-    "--learning-rate 2e-3 --warmup-steps 50 --eval-every 125 --checkpoint-every 125 --model.hidden-size 96 --resume auto"
+    f"compare char_lm --seq-len 128 --limit-chars 400000 --variants {VARIANTS} --seeds 2 --steps 300 --batch-size 16 "
+    "--learning-rate 2e-3 --warmup-steps 50 --eval-every 100 --checkpoint-every 200 --log-every 50 "
+    "--model.hidden-size 64 --resume auto"
 )
 
 
