@@ -21,6 +21,8 @@ from wellposed.penalize import OrthogonalityPenalty
 
 
 def _load_zoo() -> ModuleType:
+    if "zoo_of_roles" in sys.modules:
+        return sys.modules["zoo_of_roles"]
     path = Path(__file__).parents[1] / "roles" / "zoo.py"
     spec = importlib.util.spec_from_file_location("zoo_of_roles", path)
     assert spec is not None

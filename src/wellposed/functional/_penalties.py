@@ -225,7 +225,7 @@ class _Gram(torch.autograd.Function):
             if plan.by_columns:
                 gram = cast[0].t() @ cast[0]
                 for item in cast[1:]:
-                    gram = torch.addmm(gram, item.t(), item)
+                    gram.addmm_(item.t(), item)
             else:
                 stack = cast[0] if len(cast) == 1 else torch.cat(cast)
                 gram = stack @ stack.t()

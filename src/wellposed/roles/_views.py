@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,6 +119,25 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
         raise ShapeError(f"{view.parameter_name} has {rows} output rows, which {count} fused weights cannot share")
     size = rows // count
     return WeightView(view.owner_path, view.owner, view.attribute, (index * size, (index + 1) * size), view.transposed)
+
+
+def joined(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
+    """Return views of the same rows in the same order, those that follow each other in one fused parameter as one."""
+    result: list[WeightView] = []
+    for view in views:
+        last = result[-1] if result else None
+        if last is None or last.rows is None or view.rows is None or not _follows(last, view):
+            result.append(view)
+            continue
+        rows = (last.rows[0], view.rows[1])
+        whole = rows == (0, replace(view, rows=None).shape[0])
+        result[-1] = replace(last, rows=None if whole else rows)
+    return tuple(result)
+
+
+def _follows(first: WeightView, second: WeightView) -> bool:
+    same = first.owner is second.owner and first.attribute == second.attribute
+    return same and first.rows is not None and second.rows is not None and first.rows[1] == second.rows[0]
 
 
 def _unwrapped(layer: nn.Module, path: str) -> tuple[nn.Module, str]:

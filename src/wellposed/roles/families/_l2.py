@@ -2,7 +2,7 @@
 
 from wellposed.roles._roles import AttentionRole
 from wellposed.roles._site import Site, attention_role
-from wellposed.roles.families._family import FAMILIES, Family, feedforward_named, linear_views
+from wellposed.roles.families._family import FAMILIES, Family, linear_views
 
 _NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 
@@ -17,4 +17,4 @@ def _attention(site: Site) -> AttentionRole | None:
     return attention_role(site, {**views, "key": key, "value": views.get("value", key)})
 
 
-FAMILIES.register("wellposed l2")(Family(_attention, feedforward_named("up_proj", "down_proj")))
+FAMILIES.register("wellposed l2")(Family(_attention, feedforward=lambda _: None))
