@@ -8,6 +8,8 @@ from wellposed.nn._cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn._dot_product import DotProductAttention as DotProductAttention
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
+from wellposed.nn._invertible import InvertibleResidual as InvertibleResidual
+from wellposed.nn._invertible_solver import Inversion as Inversion
 from wellposed.nn._l2 import L2SelfAttention as L2SelfAttention
 from wellposed.nn._l2_builders import build_l2 as build_l2
 from wellposed.nn._l2_refusal import l2_attention_refusal as l2_attention_refusal
@@ -30,3 +32,5 @@ from wellposed.nn._registry import LayerCache as LayerCache
 from wellposed.nn._registry import NormPlacement as NormPlacement
 from wellposed.nn._residual import PlainResidual as PlainResidual
 from wellposed.nn._residual import ReZeroResidual as ReZeroResidual
+from wellposed.nn._reversible import ReversibleSequential as ReversibleSequential
+from wellposed.nn._reversible_coupling import AdditiveCoupling as AdditiveCoupling

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -97,6 +99,7 @@ class L2SelfAttention(nn.Module):
         self.max_tokens = max_tokens
         self.dropout = dropout
         self.init_scale = init_scale
+        self._frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
         self._check_options()
         columns = query_width * embed_dim
         self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
@@ -217,6 +220,22 @@ class L2SelfAttention(nn.Module):
         bound = torch.stack(bounds).amax()
         return bound.clamp_max(self.contractive) if norm == self.norm else bound
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Promise that no weight changes inside: a contractive layer then computes its bound once.
+
+        For generation and for fixed-point iterations; no effect where gradients are recorded.
+
+        >>> layer = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
+        >>> with layer.frozen(), torch.no_grad():
+        ...     y = layer(layer(torch.randn(1, 4, 8)))
+        """
+        outer, self._frozen_scales = self._frozen_scales, {}
+        try:
+            yield
+        finally:
+            self._frozen_scales = outer
+
     def head_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and W_O zero-padded.
 
@@ -274,8 +293,14 @@ class L2SelfAttention(nn.Module):
     def _scale(self, num_tokens: int, mask: MaskKind) -> Tensor:
         """`c / bound`; a layer of zero weights stays zero instead of 0/0."""
         assert self.contractive is not None
+        frozen = None if torch.is_grad_enabled() else self._frozen_scales
+        if frozen is not None and (num_tokens, mask) in frozen:
+            return frozen[num_tokens, mask]
         bound = self._weights_bound(num_tokens, self.norm, mask, "gram")
-        return self.contractive / bound.clamp_min(torch.finfo(bound.dtype).tiny * 4)
+        scale = self.contractive / bound.clamp_min(torch.finfo(bound.dtype).tiny * 4)
+        if frozen is not None:
+            frozen[num_tokens, mask] = scale
+        return scale
 
     def _contraction(self, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int) -> Tensor:
         """The factor of the output: one number, or (batch, 1, 1, 1) where each sequence has its own length."""

@@ -1,0 +1,118 @@
+"""Activation memory of reversible stacks by depth, and the time their backward pass costs.
+
+Saved bytes are counted with `torch.autograd.graph.saved_tensors_hooks`; peak memory is that of a fresh process, less
+what it holds before the forward pass. Run: python benchmarks/reversible.py [--depths 8 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.nn import AdditiveCoupling, InvertibleResidual, L2SelfAttention, ReversibleSequential
+
+
+def build(kind: str, depth: int, width: int, tokens: int) -> ReversibleSequential:
+    """Return a stack of contractive L2 attention residuals, or of couplings of L2 attention and a feed-forward."""
+    torch.manual_seed(0)
+
+    def block() -> nn.Module:
+        if kind == "residual":
+            return InvertibleResidual(L2SelfAttention(width, 4, contractive=0.9, max_tokens=tokens))
+        half = width // 2
+        feedforward = nn.Sequential(nn.Linear(half, width), nn.GELU(), nn.Linear(width, half))
+        return AdditiveCoupling(L2SelfAttention(half, 4), feedforward)
+
+    return ReversibleSequential([block() for _ in range(depth)])
+
+
+def forward(stack: ReversibleSequential, x: Tensor, plain: bool) -> Tensor:
+    """Run the stack, with or without an ordinary graph."""
+    if not plain:
+        return stack(x)
+    for block in stack.blocks:
+        x = block(x)
+    return x
+
+
+def saved_bytes(stack: ReversibleSequential, x: Tensor, plain: bool) -> int:
+    """Bytes of distinct tensors other than parameters that the graph keeps."""
+    known = {parameter.data_ptr() for parameter in stack.parameters()}
+    storages: dict[int, int] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        kept = forward(stack, x, plain)
+    del kept
+    return sum(storages.values())
+
+
+def measure(kind: str, depth: int, width: int, tokens: int, batch: int, plain: bool) -> dict[str, float]:
+    """Return saved bytes, growth of the process, seconds of forward + backward, and the gradient's size."""
+    stack = build(kind, depth, width, tokens)
+    x = torch.randn(batch, tokens, width).requires_grad_()
+    warm = build(kind, 1, width, tokens)
+    forward(warm, x.detach().clone().requires_grad_(), plain).sum().backward()
+    saved = saved_bytes(stack, x[:1].detach().requires_grad_(), plain) * batch
+    for parameter in stack.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        forward(stack, x, plain).square().mean().backward()
+        seconds.append(time.perf_counter() - start)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"saved_MiB": saved / 2**20, "peak_MiB": grown / 2**10, "seconds": statistics.median(seconds)}
+
+
+def in_fresh_process(arguments: list[str]) -> dict[str, float]:
+    """Measure in a process of its own, since the peak of a process never falls."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    """Print one row per kind and depth, then the ratios of the deepest to the shallowest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--one", nargs=3, metavar=("KIND", "DEPTH", "MODE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = [options.width, options.tokens, options.batch]
+    if options.one:
+        kind, depth, mode = options.one
+        print(json.dumps(measure(kind, int(depth), *sizes, plain=mode == "plain")))
+        return
+    print(f"torch {torch.__version__}, cpu, {torch.get_num_threads()} threads, width, tokens, batch = {sizes}")
+    extra = ["--width", str(sizes[0]), "--tokens", str(sizes[1]), "--batch", str(sizes[2])]
+    for kind in ("residual", "coupling"):
+        for mode in ("plain", "reversible"):
+            rows = [in_fresh_process([kind, str(depth), mode, *extra]) for depth in options.depths]
+            for depth, row in zip(options.depths, rows, strict=True):
+                print(
+                    f"{kind} {mode} {depth} blocks: " + ", ".join(f"{name} {value:.2f}" for name, value in row.items())
+                )
+            ratios = {name: rows[-1][name] / rows[0][name] for name in rows[0] if rows[0][name]}
+            listed = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
+            print(f"{kind} {mode} {options.depths[-1]} / {options.depths[0]}: {listed}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The inverse of `x + f(x)`: reconstruction, the a-posteriori bound, iteration counts and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ConvergenceError, NotContractiveError
+from wellposed.nn import InvertibleResidual, L2SelfAttention
+
+ACCELERATE = (None, "anderson")
+
+
+def attention(
+    seed: int = 0, width: int = 16, heads: int = 2, contractive: float | None = 0.9, **options: Any
+) -> L2SelfAttention:
+    torch.manual_seed(seed)
+    return L2SelfAttention(width, heads, contractive=contractive, max_tokens=32, **options)
+
+
+def draw(*shape: int, seed: int = 1, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
+
+
+class Linear(nn.Module):
+    """`x -> x A` with `|A| = slope`, the symmetric A having eigenvalues all over (-slope, slope)."""
+
+    def __init__(self, slope: float, width: int = 32, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        matrix = draw(width, width, dtype=torch.float64)
+        matrix = matrix + matrix.T
+        self.register_buffer("matrix", (slope * matrix / torch.linalg.matrix_norm(matrix, 2)).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.get_buffer("matrix")
+
+
+@pytest.mark.parametrize("accelerate", ACCELERATE)
+@pytest.mark.parametrize("norm", ["tok", "inf", 2])
+@pytest.mark.parametrize("size", [1e-2, 1.0, 10.0])
+def test_attention_blocks_are_inverted(accelerate: Any, norm: Any, size: float) -> None:
+    block = InvertibleResidual(attention(norm=norm))
+    x = draw(3, 12, 16, size=size)
+    again, report = block.inverse(block(x), accelerate=accelerate)
+    assert (again - x).abs().max() <= 1e-5 * max(1.0, size)
+    assert report.converged
+    assert (report.norm, report.contraction) == (norm, 0.9)
+
+
+@pytest.mark.parametrize("accelerate", ACCELERATE)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"padded": True}, {"padded": True, "is_causal": True}])
+def test_masks_are_passed_on(accelerate: Any, options: dict[str, bool]) -> None:
+    block = InvertibleResidual(attention()).double()
+    x = draw(2, 6, 16, dtype=torch.float64)
+    padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
+    keywords: dict[str, Any] = {"is_causal": options.get("is_causal", False)}
+    if "padded" in options:
+        keywords["key_padding_mask"] = padding
+    again, _ = block.inverse(block(x, **keywords), accelerate=accelerate, **keywords)
+    assert (again - x).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("accelerate", ACCELERATE)
+@pytest.mark.parametrize("slope", [0.3, 0.9, 0.97])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_maps_against_a_direct_solve(accelerate: Any, slope: float, dtype: torch.dtype) -> None:
+    f = Linear(slope, dtype=dtype)
+    y = draw(2, 5, 32, dtype=dtype)
+    x, report = InvertibleResidual(f, lipschitz=slope).inverse(y, accelerate=accelerate, max_iter=3000)
+    exact = y.double() @ torch.linalg.inv(torch.eye(32, dtype=torch.float64) + f.get_buffer("matrix").double())
+    error = (x.double() - exact).norm(dim=-1).max()
+    assert error <= 8 * torch.finfo(dtype).eps / (1 - slope) * exact.norm(dim=-1).max()
+    assert report.converged
+
+
+@pytest.mark.parametrize("accelerate", ACCELERATE)
+@pytest.mark.parametrize("tol", [1e-1, 1e-3, 1e-6])
+def test_the_error_bound_holds_and_follows_tol(accelerate: Any, tol: float) -> None:
+    f = Linear(0.9, dtype=torch.float64)
+    x = draw(2, 5, 32, dtype=torch.float64)
+    block = InvertibleResidual(f, lipschitz=0.9)
+    again, report = block.inverse(block(x), tol=tol, accelerate=accelerate)
+    error = float((again - x).norm(dim=-1).max())
+    assert error <= report.error_bound
+    assert report.error_bound <= tol * 3 * float(x.norm(dim=-1).max())
+    assert error > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype: torch.dtype) -> None:
+    compared = 0
+    for seed, (heads, gain) in enumerate([(1, 1.0), (2, 1.0), (4, 2.0), (1, 3.0), (2, 3.0), (4, 3.5)]):
+        layer = attention(seed, heads=heads)
+        with torch.no_grad():  # orthogonal weights, whose bound is nearest to the slope
+            turn = torch.linalg.qr(torch.randn(16, 16))[0]
+            for name in ("q_proj", "v_proj"):
+                layer.get_submodule(name).get_parameter("weight").copy_(turn)
+            layer.o_proj.weight.copy_(turn.T)
+        f = layer.to(dtype)
+        for size in (0.1, 1.0, 4.0):
+            y = draw(3, 16, 16, seed=seed, size=size, dtype=dtype)
+            # A gain above one drives the slope at y towards one; the iteration still contracts there.
+            block = InvertibleResidual(Scaled(f, gain), lipschitz=0.95)
+            picard = block.inverse(y, accelerate=None)[1].iterations
+            anderson = block.inverse(y)[1].iterations
+            assert anderson <= picard
+            if picard >= (20 if dtype is torch.float32 else 30):
+                compared += 1
+                assert 2 * anderson <= picard
+    assert compared >= 2
+
+
+class Scaled(nn.Module):
+    def __init__(self, f: nn.Module, gain: float) -> None:
+        super().__init__()
+        self.f, self.gain = f, gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.f(x)
+
+
+@pytest.mark.parametrize("slope", [0.5, 0.9, 0.97])
+def test_anderson_is_not_slower_on_hard_linear_maps(slope: float) -> None:
+    for kind in ("symmetric", "random", "rotation"):
+        f = Linear(slope, dtype=torch.float64)
+        if kind != "symmetric":
+            matrix = draw(32, 32, seed=3, dtype=torch.float64)
+            matrix = torch.linalg.qr(matrix)[0] if kind == "rotation" else matrix
+            f.get_buffer("matrix").copy_(slope * matrix / torch.linalg.matrix_norm(matrix, 2))
+        block = InvertibleResidual(f, lipschitz=slope)
+        y = draw(2, 4, 32, dtype=torch.float64)
+        picard = block.inverse(y, accelerate=None, max_iter=5000)[1].iterations
+        assert block.inverse(y, max_iter=5000)[1].iterations <= picard
+
+
+def test_samples_do_not_disturb_each_other() -> None:
+    block = InvertibleResidual(attention()).double()
+    y = draw(3, 8, 16, dtype=torch.float64)
+    together, _ = block.inverse(y)
+    for index in range(3):
+        alone, _ = block.inverse(y[index : index + 1])
+        torch.testing.assert_close(together[index : index + 1], alone, atol=1e-13, rtol=0)
+
+
+def test_the_bound_is_found_where_it_stands() -> None:
+    small = attention(contractive=None)
+    with torch.no_grad():
+        small.o_proj.weight.mul_(0.02)
+    found = InvertibleResidual(small).contraction(8)
+    assert 0 < found < 1
+    assert found == pytest.approx(float(small.lipschitz_bound(8).detach()))
+    assert InvertibleResidual(small, lipschitz=0.5).contraction(8) == 0.5
+    assert InvertibleResidual(attention(contractive=0.3)).contraction(8) == 0.3
+    x = draw(1, 8, 16)
+    torch.testing.assert_close(InvertibleResidual(small).inverse(x + small(x))[0], x, atol=1e-6, rtol=0)
+
+
+def test_no_bound_below_one_is_refused_with_the_bound() -> None:
+    y = draw(1, 4, 16)
+    with pytest.raises(NotContractiveError, match=r"the bound for 4 tokens is \d"):
+        InvertibleResidual(attention(contractive=None)).inverse(y)
+    with pytest.raises(NotContractiveError, match="different projections"):
+        InvertibleResidual(attention(contractive=None, tied=False)).inverse(y)
+    with pytest.raises(NotContractiveError, match=r"no Lipschitz bound of Linear is known[\s\S]*lipschitz="):
+        InvertibleResidual(nn.Linear(16, 16)).inverse(y)
+    for given in (1.0, 1.3, -0.1, math.nan):
+        with pytest.raises(NotContractiveError, match="lipschitz="):
+            InvertibleResidual(nn.Linear(16, 16), lipschitz=given)
+
+
+def test_bad_input_is_named() -> None:
+    block, y = InvertibleResidual(attention()), draw(2, 4, 16)
+    y[1, 2, 3] = math.nan
+    with pytest.raises(ConvergenceError, match="1 values that are NaN"):
+        block.inverse(y)
+    with pytest.raises(ConvergenceError, match="max_iter=2"):
+        block.inverse(draw(1, 4, 16), max_iter=2)
+    with pytest.raises(ConfigError, match="accelerate"):
+        block.inverse(draw(1, 4, 16), accelerate="newton")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tol"):
+        block.inverse(draw(1, 4, 16), tol=0.0)
+    broken = InvertibleResidual(Scaled(nn.Identity(), math.nan), lipschitz=0.5)
+    with pytest.raises(ConvergenceError, match="f returned NaN"):
+        broken.inverse(draw(1, 4, 16))
+
+
+def test_active_dropout_is_refused() -> None:
+    block = InvertibleResidual(nn.Sequential(nn.Dropout(0.1), Linear(0.5)), lipschitz=0.6)
+    with pytest.raises(ConfigError, match=r"f\.0: dropout 0\.1"):
+        block.inverse(draw(1, 4, 32))
+    assert block.eval().inverse(draw(1, 4, 32))[1].converged
+
+
+def test_a_wrong_promise_ends_in_an_error_not_in_a_wrong_answer() -> None:
+    block = InvertibleResidual(Linear(1.4), lipschitz=0.9)
+    with pytest.raises(ConvergenceError, match="max_iter=50"):
+        block.inverse(draw(1, 4, 32), max_iter=50, accelerate=None)
+
+
+@pytest.mark.parametrize("accelerate", ACCELERATE)
+def test_zeros_one_token_and_two_dimensions(accelerate: Any) -> None:
+    block = InvertibleResidual(attention())
+    zero = torch.zeros(2, 3, 16)
+    with torch.no_grad():
+        block.get_parameter("f.q_proj.bias").fill_(0.5)
+    again, _ = block.inverse(block(zero), accelerate=accelerate)
+    assert again.abs().max() <= 1e-6
+    one = draw(1, 1, 16)
+    torch.testing.assert_close(block.inverse(block(one), accelerate=accelerate)[0], one, atol=1e-6, rtol=0)
+    flat = InvertibleResidual(Linear(0.8), lipschitz=0.8)
+    rows = draw(7, 32)
+    torch.testing.assert_close(flat.inverse(flat(rows), accelerate=accelerate)[0], rows, atol=3e-5, rtol=0)
+    nothing = InvertibleResidual(Linear(0.0), lipschitz=0.0)
+    assert torch.equal(nothing.inverse(rows, accelerate=accelerate)[0], rows)
+
+
+def test_autocast_inverts_the_map_that_was_run() -> None:
+    block, x = InvertibleResidual(attention(contractive=0.5)), draw(2, 8, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = block(x)
+        again, _ = block.inverse(y)
+    assert (again - x).abs().max() <= 4 * 2.0**-8
+
+
+def test_the_bound_is_computed_once_per_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, calls = attention(), []
+    original = L2SelfAttention._weights_bound
+
+    def counted(self: L2SelfAttention, *arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(L2SelfAttention, "_weights_bound", counted)
+    report = InvertibleResidual(layer).inverse(draw(1, 4, 16))[1]
+    assert report.iterations > 2
+    assert len(calls) == 1
+    # Outside, a change of the weights counts at once, however it is made.
+    with torch.no_grad():
+        before = layer(draw(1, 4, 16))
+        layer.o_proj.weight.data.mul_(5.0)
+        torch.testing.assert_close(layer(draw(1, 4, 16)), before)
