@@ -204,8 +204,8 @@ def rotate(
         quadratic.add_(skew, alpha=scale).diagonal(dim1=-2, dim2=-1).add_(1.0)
     else:
         quadratic = torch.matrix_exp(skew * scale)
-    torch.matmul(point, quadratic, out=out)
-    method = _polish_(out, gain, tolerance, work)
+    moved = torch.matmul(point, quadratic, out=work("tall", point.shape, point))
+    method = _polish_into(moved, out, gain, tolerance, work)
     if method != "svd" and size > QUADRATIC_LIMIT:
         method = "exponential"
     return Retraction(method, size, 0.5 * tolerance)
@@ -255,6 +255,20 @@ def retract_(
     if 0.55 * e2 * e2 * (1.0 + size) <= 0.5 * tolerance:
         return Retraction("series", size)
     return Retraction(_polish_(weight, gain, tolerance, work), size)
+
+
+def _polish_into(weight: Tensor, out: Tensor, gain: float, tolerance: float, work: Workspace) -> str:
+    """Write ``W (I - E/2)`` to ``out``, and polish that further if one Newton-Schulz step was not enough."""
+    error = work("gram", _small_shape(weight), weight)
+    _product(weight.mT, weight, out=error, alpha=-0.5 / (gain * gain))
+    error.diagonal(dim1=-2, dim2=-1).add_(0.5)  # -E / 2
+    row = 2.0 * largest_row(error)
+    if not row * math.sqrt(weight.shape[-1]) < BASIN:
+        out.copy_(weight)
+        return _polish_(out, gain, tolerance, work)
+    error.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    torch.matmul(weight, error, out=out)
+    return "newton_schulz" if row * row <= 0.5 * tolerance else _polish_(out, gain, tolerance, work)
 
 
 def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> str:

@@ -1,0 +1,179 @@
+"""What `where` means, and every refusal of `constrain_`: named, all at once, before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wellposed.constrain import constrain_
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+
+WIDTH = 12
+
+
+class Mixed(nn.Module):
+    """A square, a tall and a wide weight, and a free read-out."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.square = nn.Linear(width, width)
+        self.tall = nn.Linear(width, 2 * width)
+        self.wide = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
+
+
+NAMES = ["square", "tall", "wide"]
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class TestWhere:
+    @pytest.mark.parametrize(
+        ("where", "expected"),
+        [
+            ("square", {"square"}),
+            ("tall.weight", {"tall"}),
+            (["square", "w*"], {"square", "wide"}),
+            ("re:(tall|wide)", {"tall", "wide"}),
+            ("*.square", {"square"}),
+            (nn.Linear, {"square", "tall", "wide", "head"}),
+            (lambda name, module: isinstance(module, nn.Linear) and module.in_features == 24, {"wide"}),
+        ],
+    )
+    def test_forms(self, where: object, expected: set[str]) -> None:
+        model = Mixed()
+        handle = constrain_(model, sgd(model), where=where)  # pyright: ignore[reportArgumentType]
+        assert {path.removesuffix(".weight") for path in handle.paths} == expected
+
+    def test_no_match_lists_near_names(self) -> None:
+        model = Mixed()
+        with pytest.raises(RoleNotFoundError, match=r"squere.*nearest: square"):
+            constrain_(model, sgd(model), where=["tall", "squere"])
+        with pytest.raises(RoleNotFoundError, match="Conv2d; types that hold one: Linear"):
+            constrain_(model, sgd(model), where=nn.Conv2d)
+
+    def test_not_a_where(self) -> None:
+        model = Mixed()
+        for bad in ([], 3, [3], "re:("):
+            with pytest.raises(ConfigError, match="where="):
+                constrain_(model, sgd(model), where=bad)  # pyright: ignore[reportArgumentType]
+
+
+class TestErrors:
+    def test_shapes_are_all_named(self) -> None:
+        model = nn.ModuleDict({"norm": nn.LayerNorm(4), "conv": nn.Conv1d(4, 4, 3), "fine": nn.Linear(4, 4)})
+        with pytest.raises(ShapeError, match=r"norm\.weight(.|\n)*conv\.weight") as caught:
+            constrain_(model, sgd(model), where="*")
+        assert "fine.weight" not in str(caught.value)
+        with pytest.raises(ShapeError, match=r"fine\.bias: shape \(4,\)"):
+            constrain_(model, sgd(model), where="fine.bias")
+
+    def test_embedding_with_more_vectors_than_dimensions(self) -> None:
+        model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "positions": nn.Embedding(6, 8)})
+        with pytest.raises(ShapeError, match=r"20 vectors in 8 dimensions.*OrthogonalityPenalty"):
+            constrain_(model, sgd(model), where=nn.Embedding)
+        assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
+
+    def test_embedding_tied_to_a_head(self) -> None:
+        model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
+        model["head"].weight = model["tokens"].weight  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ShapeError, match=r"head\.weight: an embedding of 20 vectors"):
+            constrain_(model, sgd(model), where="head")
+
+    def test_tied_weight_is_constrained_once_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        model["b"].weight = model["a"].weight
+        handle = constrain_(model, sgd(model), where=["a", "b"])
+        assert handle.paths == ("a.weight",)
+        assert handle.report.rows[0].also == ("b.weight",)
+        assert "a.weight = b.weight" in handle.report.table()
+        assert "tied" in caplog.text
+
+    def test_parameter_the_optimizer_does_not_own(self) -> None:
+        model, other = Mixed(), Mixed()
+        with pytest.raises(ConfigError, match=r"square\.weight: not owned by the given optimizer \(SGD\)"):
+            constrain_(model, sgd(other), where="square")
+
+    def test_frozen(self) -> None:
+        model = Mixed()
+        model.square.weight.requires_grad_(False)
+        with pytest.raises(ConfigError, match="frozen"):
+            constrain_(model, sgd(model), where="square")
+
+    def test_twice(self) -> None:
+        model = Mixed()
+        optimizer = sgd(model)
+        constrain_(model, optimizer, where="square")
+        with pytest.raises(ConfigError, match="constrained already"):
+            constrain_(model, optimizer, where=nn.Linear)
+
+    def test_float16_on_a_cpu(self) -> None:
+        model = Mixed().half()
+        with pytest.raises(ConfigError, match="float16 on a CPU"):
+            constrain_(model, sgd(model), where="square")
+
+    def test_quantised(self) -> None:
+        model = Mixed()
+        model.square.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.int8), requires_grad=False)
+        with pytest.raises(ConfigError, match=r"square\.weight.*int8, quantised"):
+            constrain_(model, sgd(model), where="square")
+
+    def test_parametrised(self) -> None:
+        model = Mixed()
+        nn.utils.parametrizations.orthogonal(model.square)
+        with pytest.raises(ConfigError, match="parametrisation"):
+            constrain_(model, sgd(model), where="square")
+
+    def test_weight_decay_names_both_ways_out(self) -> None:
+        model = Mixed()
+        with pytest.raises(ConfigError, match=r"weight_decay=0, or pass .*'ignore'(.|\n)*square\.weight.*0\.01"):
+            constrain_(model, torch.optim.AdamW(model.parameters()), where="square")
+        adafactor = torch.optim.Adafactor(model.parameters(), weight_decay=0.1)
+        with pytest.raises(ConfigError, match="Adafactor"):
+            constrain_(model, adafactor, where="square", weight_decay="ignore")
+
+    def test_weight_decay_switched_on_later(self) -> None:
+        model = Mixed()
+        optimizer = sgd(model)
+        constrain_(model, optimizer, where="square")
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        model(torch.ones(1, WIDTH)).sum().backward()
+        with pytest.raises(ConfigError, match="weight_decay"):
+            optimizer.step()
+
+    def test_optimizers_without_steps_or_hooks(self) -> None:
+        model = Mixed()
+        with pytest.raises(ConfigError, match="LBFGS"):
+            constrain_(model, torch.optim.LBFGS(model.parameters()), where="square")
+        with pytest.raises(ConfigError, match="received str"):
+            constrain_(model, "adam", where="square")  # pyright: ignore[reportArgumentType]
+
+    def test_bad_options(self) -> None:
+        model = Mixed()
+        for options in ({"gain": 0.0}, {"gain": -1.0}, {"weight_decay": "drop"}):
+            with pytest.raises(ConfigError):
+                constrain_(model, sgd(model), where="square", **options)  # pyright: ignore[reportArgumentType]
+
+    def test_nothing_happens_before_every_check_passed(self) -> None:
+        model = Mixed()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ConfigError):
+            constrain_(model, sgd(Mixed()), where=NAMES)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_sparse_gradients(self) -> None:
+        model = nn.ModuleDict({"positions": nn.Embedding(6, 8, sparse=True)})
+        optimizer = sgd(model)
+        constrain_(model, optimizer, where="positions")
+        model["positions"](torch.tensor([1])).sum().backward()
+        with pytest.raises(ConfigError, match="sparse"):
+            optimizer.step()
