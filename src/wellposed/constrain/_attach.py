@@ -78,8 +78,8 @@ def constrain_(
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is not finite.
 
     Cost: a step adds 3 products of a square weight's size while its steps are small (up to about 0.07 radians), 4 up to
-    0.12, 5 beyond; one d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones. Memory: one copy of each square weight, a float32 copy of each half
-    weight. Attaching takes one SVD for each weight that moves.
+    0.12, 5 beyond; one d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones. Memory: one
+    copy of each square weight, a float32 copy of each half weight. Attaching takes one SVD for each weight that moves.
 
     When not to use: a weight that must shrink or grow freely (use `wellposed.OrthogonalityPenalty`), or an optimizer
     that keeps its own copy of the weights (DeepSpeed ZeRO, schedule-free): the copy would undo the retraction.
