@@ -1,5 +1,6 @@
 """Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break them."""
 
+from wellposed.certification import _reversible as _reversible
 from wellposed.certification._attack import LowerBound as LowerBound
 from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_lower_bound
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound

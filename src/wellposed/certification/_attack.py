@@ -114,11 +114,12 @@ def lipschitz_lower_bound(
         start = _random_start(shape, restarts, scales, dtype, generator)
     elif tuple(start.shape) != (restarts, *shape):
         raise ShapeError(f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}")
-    log_scale, unit = _as_variables(start.detach().to(dtype))
-    allowed = _perturbed_tokens(perturbed, shape, dtype)
+    device = _device_of(target)
+    log_scale, unit = _as_variables(start.detach().to(device, dtype))
+    allowed = _perturbed_tokens(perturbed, shape, dtype).to(device)
     stretcher = Stretcher(Call(target, _expand(forward_kwargs, restarts)), norm, allowed, exact)
-    direction = torch.randn(unit.shape, dtype=dtype, generator=generator) * allowed
-    state = _Best(norm, unit.detach().clone(), direction, torch.full((restarts,), -math.inf, dtype=dtype))
+    direction = torch.randn(unit.shape, dtype=dtype, generator=generator).to(device) * allowed
+    state = _Best(norm, unit.detach().clone(), direction, torch.full((restarts,), -math.inf).to(unit.detach()))
     variables: list[Tensor] = [unit, log_scale]
     if ascend_weights is not None:
         variables += [parameter for parameter in target.parameters() if parameter.requires_grad]
@@ -199,6 +200,11 @@ def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: 
         return module
     copied = copy.deepcopy(module).to(dtype).eval()
     return copied.requires_grad_(keep_gradients)
+
+
+def _device_of(target: Any) -> torch.device:
+    parameter = next(target.parameters(), None) if isinstance(target, nn.Module) else None
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _random_start(

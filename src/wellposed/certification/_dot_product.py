@@ -43,7 +43,7 @@ def dot_product_ball_bound(
     key = query + shift * radius
     if norm == "tok":
         return join_heads(1 + query + key, weights, "ball R, tok (B5)")
-    masses = torch.tensor([row_mass(seq_len, mask, float(spread)) for spread in key], dtype=torch.float64)
+    masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in key])
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
     per_head = join_heads(masses + query + key_masses * key, weights, "ball R, norm 2 (B5)")
     return least([per_head, _all_heads(weights, radius, masses, key_masses)])
