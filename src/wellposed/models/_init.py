@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from wellposed.initialize import t_fixup_
 from wellposed.registry import Registry
 
 
@@ -65,3 +66,18 @@ def owns_weights(module: nn.Module) -> bool:
 
 
 INITS.register("xavier")(Initializer(module=xavier_))
+
+
+def t_fixup_model_(model: Any) -> None:
+    """Draw T-Fixup's weights on a whole model built without norms (Huang et al. 2020); see `wellposed.t_fixup_`.
+
+    Norms of queries and keys stay where the configuration asks for them: they are no part of the residual sum.
+
+    Raises:
+        ConfigError: the model was built with LayerNorms; give `norm="none"`.
+    """
+    keep = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
+    t_fixup_(model, remove_norms=False, keep=keep)
+
+
+INITS.register("t_fixup")(Initializer(module=xavier_, model=t_fixup_model_))

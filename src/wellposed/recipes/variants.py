@@ -64,6 +64,8 @@ def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
         "norm": "post",
         "residual": "plain",
         "qk_norm": False,
+        # t_fixup belongs to the variant of that name: with norms it would be refused
+        "init": "xavier" if base.model.init == "t_fixup" else base.model.init,
     }
     return replace(base, model=replace(base.model, **{**plain, **changes}))
 
@@ -84,6 +86,19 @@ def pre_ln(base: RunConfig) -> RunConfig:
 def rezero(base: RunConfig) -> RunConfig:
     """x + a f(x) with a learnt from zero and no LayerNorm (Bachlechner et al. 2021)."""
     return _with_model(base, norm="none", residual="rezero")
+
+
+@VARIANTS.register("t_fixup")
+def t_fixup(base: RunConfig) -> RunConfig:
+    """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
+
+    The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up become the paper's
+    own, inverse_sqrt, with its ``decay_steps``.
+    """
+    config = _with_model(base, norm="none", init="t_fixup")
+    warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
+    schedule = "inverse_sqrt" if warm else config.train.schedule
+    return replace(config, train=replace(config.train, warmup_steps=0, schedule=schedule))
 
 
 @VARIANTS.register("qk_norm")

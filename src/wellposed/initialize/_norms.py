@@ -1,0 +1,144 @@
+"""Take the LayerNorms out of a model, parameters and all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from wellposed.errors import ConfigError, listed
+from wellposed.nn import NoNorm, PostNorm, PreNorm
+
+_BATCHED = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+
+
+class RemovedNorm(nn.Identity):
+    """`x -> x`, in the place of a LayerNorm.
+
+    `torch.nn.TransformerEncoderLayer` compares ``norm1.eps`` with ``norm2.eps`` before it takes its fused path, which
+    would read the weights of both: not a number differs from itself, so that path is never taken.
+
+    >>> import torch
+    >>> RemovedNorm()(torch.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+
+    eps = float("nan")
+
+
+def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[str, ...]:
+    """Replace every LayerNorm and RMSNorm by `x -> x`, in place; their parameters are gone from the model.
+
+    Exact. Found by class (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, subclasses, and classes of other libraries called
+    ...LayerNorm or ...RMSNorm), wherever they are, norms of queries and keys and of heads included. Calling it again
+    changes nothing.
+
+    A wellposed model notes it in its configuration and loads again as it was saved. Other models do not: build one from
+    the same configuration, call `remove_norms_` on it, then `load_state_dict`; ``from_pretrained`` alone would put
+    fresh norms back. Make the optimizer afterwards, or it keeps the parameters that are gone.
+
+    Args:
+        model: any module.
+        keep: shell-style pattern(s) on dotted module paths of norms that stay, such as ``"*.q_norm"``.
+
+    Returns:
+        Dotted paths of the norms that were replaced, in model order.
+
+    Raises:
+        ConfigError: a norm stays that is not named in ``keep``: BatchNorm, GroupNorm and kin, which are no LayerNorms,
+            or the model itself is a norm; or a pattern that matches no norm. Nothing is changed then.
+
+    Cost: one walk over the modules. When not to use: a pretrained model, which needs its norms.
+
+    >>> model = nn.TransformerEncoderLayer(8, 2, 16)
+    >>> remove_norms_(model)
+    ('norm1', 'norm2')
+    """
+    check_norms(model, keep)
+    patterns = patterns_of(keep)
+    removed: list[str] = []
+    for path, parent, name, norm in list(_places(model)):
+        if is_layer_norm(norm) and not matches(path, patterns):
+            setattr(parent, name, NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm())
+            removed.append(path)
+    if removed:
+        _tell(model, removed)
+    return tuple(removed)
+
+
+def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: bool = True) -> None:
+    """Raise `ConfigError` where a norm would stay that ``keep`` does not name, or ``keep`` names nothing."""
+    patterns = patterns_of(keep)
+    norms = {path: norm for path, _, _, norm in _places(model)}
+    unused = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in norms)]
+    if unused:
+        raise ConfigError(
+            f"keep: no norm matches {', '.join(map(repr, unused))}; norms of the model:\n"
+            + (listed(list(norms)) if norms else "  none")
+        )
+    stay = [
+        f"{path} ({type(norm).__name__})"
+        for path, norm in norms.items()
+        if not matches(path, patterns) and not (remove and is_layer_norm(norm))
+    ]
+    if is_layer_norm(model):
+        stay.append(f"the model itself ({type(model).__name__})")
+    if stay:
+        advice = (
+            "only LayerNorm and RMSNorm can be taken out; replace these, or name the harmless ones in keep="
+            if remove
+            else "build the model without norms (norm='none'), or let them be taken out with remove_norms=True"
+        )
+        raise ConfigError(
+            f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these initial weights are "
+            f"meant for; {advice}:\n{listed(stay)}"
+        )
+
+
+def is_layer_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a LayerNorm or RMSNorm of torch or of another library."""
+    name = type(module).__name__
+    named = name.endswith(("LayerNorm", "RMSNorm")) and not list(module.children())
+    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or named
+
+
+def patterns_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one pattern or several as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def matches(path: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a dotted path matches any of the patterns."""
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Yield path, parent, attribute and norm for every place in which a norm sits, shared ones once a place."""
+    for path, parent in model.named_modules(remove_duplicate=False):
+        for name, child in parent.named_children():
+            if is_layer_norm(child) or _is_other_norm(child):
+                yield (f"{path}.{name}" if path else name), parent, name, child
+
+
+def _is_other_norm(module: nn.Module) -> bool:
+    if isinstance(module, (NoNorm, RemovedNorm)):
+        return False
+    leaf = not list(module.children())
+    return isinstance(module, _BATCHED) or (leaf and type(module).__name__.endswith("Norm"))
+
+
+def _tell(model: nn.Module, removed: Sequence[str]) -> None:
+    """Keep what else knows of the norms true: fused paths of torch, and the configuration of our own models."""
+    paths = tuple(removed)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # its fused path reads the weights of norm1
+        config: Any = getattr(module, "config", None)
+        prefix = f"{path}." if path else ""
+        inside = [place for place in paths if place.startswith(prefix)]
+        if inside and getattr(config, "model_type", None) == "wellposed":
+            per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
+            config.norm = "none" if len(inside) > len(per_head) else config.norm
+            config.qk_norm = False if per_head else config.qk_norm

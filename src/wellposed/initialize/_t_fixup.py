@@ -1,0 +1,208 @@
+"""T-Fixup: initial weights with which a Transformer trains without LayerNorm and without warm-up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
+from wellposed.initialize._plan import Step, check_steps, embedding_steps, head_steps, layer_steps
+from wellposed.initialize._report import InitializationReport, InitializedWeight
+from wellposed.initialize._rule import t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
+from wellposed.initialize._towers import Tower, encoder_and_decoder, find_towers
+from wellposed.initialize._trace import Hook, MeanNorm, Third, hooks, quiet, real_tokens, run
+from wellposed.initialize._write import largest_bias, write, zero_biases_
+from wellposed.roles import find_roles
+
+
+def t_fixup_(
+    model: nn.Module,
+    *,
+    input_scale: float | None = None,
+    remove_norms: bool = True,
+    zero_biases: bool = False,
+    keep: str | Sequence[str] = (),
+    leave: str | Sequence[str] = (),
+    patterns: Mapping[str, str | Sequence[str]] | None = None,
+    batch: Any = None,
+    dry_run: bool = False,
+) -> InitializationReport:
+    """Draw weights with which one step of size lr moves the output by order lr at any depth, without LayerNorm.
+
+    Exact in distribution; the claim on steps is the first-order argument of Huang et al. (2020), appendices A to C.
+    LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W become factor * draw:
+
+    | weights | draw | factor, encoder-decoder | factor, one stack |
+    |---|---|---|---|
+    | value, output, feed-forward of the encoder | Xavier uniform | 0.67 N^(-1/4) | v |
+    | the same of the decoder, cross-attention too | Xavier uniform | (9 N)^(-1/4) | v |
+    | source and shared embeddings, tables of positions | N(0, 1/d) | (9 N_encoder)^(-1/4), once | x |
+    | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
+    | untied output layer | N(0, 1/d) | 1 | 1 |
+    | other linear layers outside the stacks (poolers, classifiers) | Xavier uniform | 1 | 1 |
+    | query, key, all biases, frozen tables | left alone, bit for bit | | |
+
+    N counts the layers of the weight's own stack. One stack has K residual blocks, and v solves
+    K (2 v^2 x^2 + v^4) = 1 (`t_fixup_factor` has the derivation, which the paper lacks): v = x = (6N)^(-1/4) for an
+    encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding rows of embeddings stay zero.
+
+    The derivation takes tokens of norm x at the first layer. Models that multiply embeddings by sqrt(d), as in the
+    paper's code and ours, or add unscaled sinusoids, are not there: with a ``batch``, the report has the norm measured
+    and the norm assumed.
+
+    Saving: see `remove_norms_`; wellposed models load again as saved, others by ``load_state_dict``. Make the optimizer
+    after this call.
+
+    Args:
+        model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART, Marian, GPT-2, ...
+        input_scale: x for one stack, the factor on embeddings; None is x = v.
+        remove_norms: take LayerNorms out; False refuses a model that has any.
+        zero_biases: set the biases of output and feed-forward layers to 0, as in the paper's code. Ask for it with
+            `torch.nn.TransformerEncoder` and kin, which copy one layer N times: equal biases in all layers add up, and
+            the signal grows with N. The report tells the largest bias. Other libraries have zeros already.
+        keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and keys, of heads).
+        leave: pattern(s) on parameter names of matrices that are left as they are.
+        patterns: as in `find_roles`.
+        batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the draw, in eval mode, and
+            input norms are measured.
+        dry_run: return the same report, numbers included, and change neither the model nor the random state.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        RoleNotFoundError: no role found, or matrices without one, all listed; nothing is changed.
+        ConfigError: a norm that stays, gated feed-forward networks, parametrized or frozen weights, weights shared
+            between layers, stacks that are neither one nor an encoder with its decoder; nothing is changed.
+        ConvergenceError: the signal of ``batch`` overflows; the module is named.
+
+    Cost: one draw of every weight; a dry run works on a copy of the model. When not to use: pretrained weights, which
+    it overwrites (see `dt_fixup_`); a model that keeps its LayerNorms.
+
+    >>> report = t_fixup_(nn.Transformer(16, 4, 6, 6, 32, batch_first=True))
+    >>> {name: round(factor, 5) for name, factor in report.factors.items()}
+    {'encoder': 0.42809, 'decoder': 0.36889, 'embeddings': 0.36889, "decoder's embeddings": 0.36889}
+    >>> len(report.norms_removed), report.rows[0].role, report.rows[0].drawn
+    (32, 'query', False)
+    """
+    if dry_run:
+        again = partial(t_fixup_, input_scale=input_scale, remove_norms=remove_norms, zero_biases=zero_biases)
+        with torch.random.fork_rng(devices=_devices(model)):
+            report = again(copy.deepcopy(model), keep=keep, leave=leave, patterns=patterns, batch=batch)
+        return replace(report, dry_run=True)
+    roles = find_roles(model, patterns=patterns)
+    towers = find_towers(roles)
+    factors, by_path = _factors(towers, input_scale)
+    _check_depth(model, towers)
+    steps = layer_steps(roles, by_path, "xavier_uniform")
+    steps += embedding_steps(model, roles, _embedding_factors(factors))
+    inside = [path for tower in towers for path in tower.layer_paths()]
+    steps += head_steps(model, steps, inside)
+    check_steps(model, steps, patterns_of(leave))
+    check_norms(model, keep, remove=remove_norms)
+    removed = remove_norms_(model, keep=keep) if remove_norms else ()
+    rows = write(steps)
+    if zero_biases:
+        zero_biases_(steps)
+    entering: dict[str, float] = {}
+    if batch is not None:
+        rows, entering = measure_inputs(model, steps, rows, towers, batch)
+    assumed = _embedding_factors(factors)
+    return InitializationReport(
+        title=f"T-Fixup of {type(model).__name__}",
+        rows=tuple(rows),
+        norms_removed=removed,
+        factors=factors,
+        largest_bias=largest_bias(steps),
+        entering=entering,
+        assumed={stack: assumed.get(stack, assumed["encoder"]) for stack in entering},
+    )
+
+
+def _factors(towers: list[Tower], input_scale: float | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the factors by name, and by path of each attention and feed-forward role."""
+    first, decoder = encoder_and_decoder(towers)
+    if decoder is None:
+        value = t_fixup_factor(first.blocks, input_scale)
+        scale = value if input_scale is None else input_scale
+        return {first.stack: value, "embeddings": scale}, dict.fromkeys(_role_paths(first), value)
+    if input_scale is not None:
+        raise ConfigError(
+            f"input_scale: received {input_scale!r} for an encoder-decoder, whose sizes the paper fixes; leave it None"
+        )
+    factors = {
+        "encoder": t_fixup_encoder_factor(first.layers),
+        "decoder": t_fixup_decoder_factor(decoder.layers),
+        "embeddings": t_fixup_decoder_factor(first.layers),
+        "decoder's embeddings": t_fixup_decoder_factor(decoder.layers),
+    }
+    by_path = dict.fromkeys(_role_paths(first), factors["encoder"])
+    return factors, by_path | dict.fromkeys(_role_paths(decoder), factors["decoder"])
+
+
+def _embedding_factors(factors: Mapping[str, float]) -> dict[str, float]:
+    found = {"encoder": factors["embeddings"]}
+    if "decoder's embeddings" in factors:
+        found["decoder"] = factors["decoder's embeddings"]
+    return found
+
+
+def _role_paths(tower: Tower) -> list[str]:
+    return [role.path for role in (*tower.attention, *tower.feedforward)]
+
+
+def _check_depth(model: nn.Module, towers: list[Tower]) -> None:
+    """Refuse one stack whose configuration speaks of another depth: layers are shared, or were not recognised."""
+    depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    if len(towers) == 1 and isinstance(depth, int) and depth != towers[0].layers:
+        raise ConfigError(
+            f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but {towers[0].layers} layers "
+            f"were found at {towers[0].path!r}; weights shared between layers have no T-Fixup rule; layers of unknown "
+            "names need patterns="
+        )
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list({parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")})
+
+
+def measure_inputs(
+    model: nn.Module, steps: Sequence[Step], rows: Sequence[InitializedWeight], towers: Sequence[Tower], batch: Any
+) -> tuple[list[InitializedWeight], dict[str, float]]:
+    """Run the batch once; return the rows with their input norms, and the norm that enters each stack."""
+    meters = [MeanNorm(step.view.owner_path) for step in steps]
+    before: list[tuple[nn.Module, Hook]] = []
+    after: list[tuple[nn.Module, Hook]] = []
+    for step, meter in zip(steps, meters, strict=True):
+        owner = step.view.owner
+        note: Hook = partial(_note, meter, batch, step.stack)
+        if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
+            note = Third(note)
+        if isinstance(owner, nn.Embedding):
+            after += [(table, note) for table in _tables_with(model, owner.weight)]
+        else:
+            before.append((owner, note))
+    stacks = {tower.stack: MeanNorm(f"input of the {tower.stack}") for tower in towers}
+    for tower in towers:
+        layer = model.get_submodule(tower.layer_paths()[0])
+        before.append((layer, partial(_note, stacks[tower.stack], batch, tower.stack)))
+    with quiet(model), hooks(before, after):
+        run(model, batch)
+    measured = [replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)]
+    return measured, {stack: meter.mean for stack, meter in stacks.items() if meter.mean is not None}
+
+
+def _tables_with(model: nn.Module, weight: Tensor) -> list[nn.Module]:
+    """Return the embeddings that are tied to one parameter."""
+    return [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is weight]
+
+
+def _note(norm: MeanNorm, batch: Any, stack: str | None, hidden: Tensor) -> None:
+    norm.add(hidden, real_tokens(batch, hidden, stack))
