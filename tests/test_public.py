@@ -12,7 +12,8 @@ import wellposed
 PUBLIC = {
     "Certificate", "CheckpointError", "ConfigError", "ConvergenceError", "DataError", "Measurement", "Monitor",
     "NotContractiveError", "NotLipschitzError", "OrthogonalityPenalty", "RoleNotFoundError", "Roles", "ShapeError",
-    "WellposedError", "certify", "constrain_", "find_roles", "lipschitz_lower_bound", "measure", "register_rule",
+    "WellposedError", "certify", "constrain_", "dt_fixup_", "find_roles", "lipschitz_lower_bound", "measure",
+    "orthogonal", "register_rule", "signal_propagation", "t_fixup_",
 }  # fmt: skip
 
 

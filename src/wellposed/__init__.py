@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from wellposed.certification import lipschitz_lower_bound as lipschitz_lower_bound
     from wellposed.certification import register_rule as register_rule
     from wellposed.constrain import constrain_ as constrain_
+    from wellposed.constrain import orthogonal as orthogonal
     from wellposed.errors import CheckpointError as CheckpointError
     from wellposed.errors import ConfigError as ConfigError
     from wellposed.errors import ConvergenceError as ConvergenceError
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from wellposed.errors import RoleNotFoundError as RoleNotFoundError
     from wellposed.errors import ShapeError as ShapeError
     from wellposed.errors import WellposedError as WellposedError
+    from wellposed.initialize import dt_fixup_ as dt_fixup_
+    from wellposed.initialize import signal_propagation as signal_propagation
+    from wellposed.initialize import t_fixup_ as t_fixup_
     from wellposed.measurement import Measurement as Measurement
     from wellposed.measurement import Monitor as Monitor
     from wellposed.measurement import measure as measure
@@ -49,10 +53,14 @@ _EXPORTS: dict[str, str] = {
     "Roles": "roles",
     "certify": "certification",
     "constrain_": "constrain",
+    "dt_fixup_": "initialize",
     "find_roles": "roles",
     "lipschitz_lower_bound": "certification",
     "measure": "measurement",
+    "orthogonal": "constrain",
     "register_rule": "certification",
+    "signal_propagation": "initialize",
+    "t_fixup_": "initialize",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "ConvergenceError": "errors",

@@ -1,0 +1,55 @@
+"""Write docs/reference: one page a topic, every re-exported public name on it.
+
+    python tools/reference_pages.py
+
+A test compares the pages with what this script would write, so that no public name stays undocumented.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE, TARGET = ROOT / "src" / "wellposed", ROOT / "docs" / "reference"
+PAGES: dict[str, tuple[str, list[str]]] = {
+    "models": ("Models", ["models"]),
+    "penalties": ("Roles and penalties", ["roles", "penalize", "presets", "functional"]),
+    "constrain": ("Exact orthogonality", ["constrain", "linalg"]),
+    "lipschitz": ("Lipschitz attention and inverses", ["nn"]),
+    "initialize": ("Initialisation", ["initialize"]),
+    "certificates": ("Certificates", ["certification"]),
+    "measuring": ("Measuring", ["measurement"]),
+    "training": (
+        "Tasks, training, recipes",
+        ["tasks", "training", "recipes.variants", "recipes.compare", "recipes.named", "recipes.reproduce", "report"],
+    ),
+    "integrations": ("Integrations", ["integrations"]),
+    "errors": ("Errors", ["errors", "registry"]),
+}
+
+
+def page(title: str, modules: list[str]) -> str:
+    """Return the Markdown of one page."""
+    lines = [f"# {title}", ""]
+    for module in modules:
+        package = SOURCE / module.replace(".", "/") / "__init__.py"
+        if not package.is_file():
+            lines += [f"::: wellposed.{module}", ""]
+            continue
+        text = package.read_text(encoding="utf-8")
+        described = re.match(r'"""(.*?)"""', text, re.DOTALL)
+        lines += [f"## wellposed.{module}", "", described.group(1).strip() if described else "", ""]
+        for name in sorted(set(re.findall(r"import (\w+) as \1\b", text))):
+            lines += [f"::: wellposed.{module}.{name}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Return every page by its path."""
+    return {TARGET / f"{name}.md": page(title, modules) for name, (title, modules) in PAGES.items()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
