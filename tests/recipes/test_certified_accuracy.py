@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import wellposed.models._certification  # noqa: F401  (rules of our models)
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.linalg import Norm
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.models._certification import embedding_radius
 from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii, size_of
 
 
 def make_model(attention: str, *, norm: str = "none", seed: int = 0) -> WellposedForSequenceClassification:
     torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"num_labels": 3}
     config = WellposedConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attention=attention, norm=norm,
-        num_labels=3, max_position_embeddings=10, pad_token_id=0,
+        max_position_embeddings=10, pad_token_id=0, **sizes,
     )  # fmt: skip
     return WellposedForSequenceClassification(config).eval()
 
@@ -83,7 +85,7 @@ def test_dot_product_is_certified_inside_its_ball_only() -> None:
         .certified
         == 0.0
     )
-    largest = model.get_input_embeddings().weight.norm(dim=-1).max().item()
+    largest = embedding_radius(model)
     inside = certify(model, seq_len=10, radius=largest + 0.001)
     curve = certified_accuracy(
         model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5, input_radius=largest + 0.001

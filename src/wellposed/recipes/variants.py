@@ -131,6 +131,14 @@ def cosine(base: RunConfig) -> RunConfig:
     return _with_model(base, attention="cosine")
 
 
+@VARIANTS.register("lstm")
+def lstm(base: RunConfig) -> RunConfig:
+    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language models only."""
+    return _with_model(
+        base, architecture="lstm", position="learned", activation="gelu", attention_dropout=0.0, init="xavier"
+    )
+
+
 def _orthogonality_constrained(base: RunConfig, level: str, strength: float) -> RunConfig:
     plain = post_ln(base)
     keywords: dict[str, Any] = dict(zhang2021(level, strength))  # type: ignore[arg-type]

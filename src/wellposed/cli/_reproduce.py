@@ -1,0 +1,93 @@
+"""``wellposed reproduce NAME``: a table or figure of a paper again, with what the paper says beside what we got."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from wellposed.errors import ConfigError
+from wellposed.recipes.reproduce import RECIPES, reproduce
+
+
+@dataclass(frozen=True)
+class ReproduceArguments:
+    """Make tables and figures of the papers: CSV, SVG and a row "paper says / we got" each."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes."""
+    list: bool = False
+    """List every recipe with the minutes it takes, and stop."""
+    scale: Literal["mini", "paper", "toy"] = "mini"
+    """mini: minutes on two CPU cores; paper: the paper's sizes on a large GPU; toy: seconds, shows nothing."""
+    out: Path = Path("runs/reproduce")
+    """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
+    data: str | None = None
+    """Data of recipes that train: a text file, a folder or hf:name; English prose that ships with Python otherwise."""
+    quiet: bool = False
+    """Print the rows only."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Make the recipes and print their rows; exit status 1 where a claim did not hold."""
+    options = tyro.cli(ReproduceArguments, args=list(words), prog="wellposed reproduce", description=__doc__)
+    if options.list:
+        print(_listing())
+        return 0
+    if not options.names:
+        raise ConfigError("name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all")
+    names = [recipe for name in options.names for recipe in _expand(name)]
+    for name in names:
+        RECIPES.get(name)
+    held = True
+    for name in names:
+        minutes = RECIPES.get(name).minutes.get(options.scale)
+        if not options.quiet and minutes is not None:
+            print(f"{name}: about {_duration(minutes)}", file=sys.stderr, flush=True)
+        done = reproduce(
+            name,
+            scale=options.scale,
+            out=options.out,
+            data=options.data,
+            announce=_ignore if options.quiet else _announce,
+        )
+        print(done.row())
+        print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
+        held = held and done.result.holds is not False
+    return 0 if held else 1
+
+
+def _expand(name: str) -> list[str]:
+    inside = [recipe for recipe in RECIPES if recipe.startswith(f"{name}/")]
+    return inside or [name]
+
+
+def _listing() -> str:
+    width = max(map(len, RECIPES))
+    lines = [f"{'recipe':<{width}}  {'mini':>7}  {'paper':>9}  what"]
+    for name in RECIPES:
+        recipe = RECIPES.get(name)
+        lines.append(
+            f"{name:<{width}}  {_duration(recipe.minutes['mini']):>7}  {_duration(recipe.minutes['paper']):>9}  "
+            f"{recipe.summary}"
+        )
+    lines.append("mini: on two CPU cores; paper: estimate for one large GPU, of the whole hyper-parameter grid")
+    return "\n".join(lines)
+
+
+def _duration(minutes: float) -> str:
+    if minutes >= 2 * 60 * 24:
+        return f"{minutes / (60 * 24):.0f} days"
+    return f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
+
+
+def _announce(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def _ignore(line: str) -> None:
+    del line

@@ -1,0 +1,126 @@
+"""LSTM language model: the baseline of Kim et al. (2021), figure 4."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from wellposed.errors import ShapeError
+from wellposed.models._build import ARCHITECTURES, Architecture
+from wellposed.models._config import WellposedConfig
+
+_NOT_FOR_LSTM = (
+    "attention", "attention_dropout", "qk_norm", "residual", "norm", "position", "feedforward", "activation", "pooling",
+    "init",
+)  # fmt: skip
+
+
+class LSTMConfig(WellposedConfig):
+    """Sizes of an LSTM, in the words of a Transformer: hidden_size is that of cell and state alike.
+
+    The number of heads and the feed-forward width are not read; what else an LSTM lacks must stay at its default.
+
+    Raises:
+        ConfigError: an option of Transformers that an LSTM cannot follow, or a value out of range.
+
+    >>> LSTMConfig(hidden_size=16, num_attention_heads=4).model_type
+    'wellposed_lstm'
+    """
+
+    model_type = "wellposed_lstm"
+
+    def check(self, problems: list[str] | None = None) -> None:
+        """Raise `ConfigError` naming every value that no LSTM can be built from."""
+        fields = type(self).__dataclass_fields__
+        refused = [
+            f"{name}: received {getattr(self, name)!r}; an LSTM has none, leave {fields[name].default!r}"
+            for name in _NOT_FOR_LSTM
+            if getattr(self, name) != fields[name].default
+        ]
+        super().check([*(problems or []), *refused])
+
+
+class LSTMForCausalLM(PreTrainedModel):
+    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings: exact causality, no attention.
+
+    Hochreiter and Schmidhuber (1997); dropout between layers. No text generation with a kept state: it has no cache.
+
+    Args:
+        config: sizes; `tie_word_embeddings` shares the embedding with the output.
+
+    >>> model = LSTMForCausalLM(LSTMConfig(vocab_size=7, hidden_size=8, num_attention_heads=2))
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 7])
+    """
+
+    config_class = LSTMConfig
+    base_model_prefix = "lstm"
+    _tied_weights_keys = {"lm_head.weight": "token.weight"}  # noqa: RUF012 (Hugging Face's rule)
+
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__(config)
+        between = config.dropout if config.num_hidden_layers > 1 else 0.0
+        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lstm = nn.LSTM(
+            config.hidden_size, config.hidden_size, config.num_hidden_layers, batch_first=True, dropout=between
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Give embeddings N(0, 1/D) and all other matrices Glorot's uniform; biases are zero."""
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, (nn.Linear, nn.LSTM)):
+            for name, parameter in module.named_parameters():
+                nn.init.zeros_(parameter) if "bias" in name else nn.init.xavier_uniform_(parameter)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.token
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        self.token = cast(nn.Embedding, value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Return the logits of the next token at every position and, with labels, their mean cross-entropy in nats.
+
+        Args:
+            input_ids: int (batch, tokens).
+            attention_mask: 1 = real token; padding must stand on the right, where no real token sees it.
+            inputs_embeds: (batch, tokens, hidden_size) in place of ids.
+            labels: int (batch, tokens), shifted inside; -100 is not counted.
+        """
+        if attention_mask is not None and bool((attention_mask.diff(dim=1) > 0).any()):
+            raise ShapeError(
+                "LSTMForCausalLM: received padding before a real token; expected padding on the right only"
+            )
+        embedded = self.token(input_ids) if inputs_embeds is None else inputs_embeds
+        states, _ = self.lstm(self.dropout(embedded))
+        logits = self.lm_head(self.dropout(states))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutput(loss=cast(Any, loss), logits=cast(Any, logits))
+
+
+ARCHITECTURES.register("lstm")(Architecture(LSTMConfig, {"causal_lm": LSTMForCausalLM}))
+AutoConfig.register(LSTMConfig.model_type, LSTMConfig)
+AutoModelForCausalLM.register(LSTMConfig, LSTMForCausalLM)

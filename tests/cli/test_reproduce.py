@@ -1,0 +1,53 @@
+"""``wellposed reproduce``: the list, one recipe with its files and row, and wrong names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli import main
+from wellposed.recipes import _recipe
+from wellposed.recipes.reproduce import RECIPES, Reproduction, Request
+
+
+def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == list(RECIPES)
+    assert all(" min" in line or " h" in line for line in lines[1:-1])
+
+
+def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "kim2021/figure-3", "--scale", "toy", "--out", str(tmp_path), "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert "paper says:" in captured.out
+    assert "we got:" in captured.out
+    assert captured.err == ""
+    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".svg", ".json"}
+
+
+def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_exit_status_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(recipe: _recipe.Recipe, request: Request) -> Reproduction:
+        request.announce("half way")
+        panel = _recipe.Panel("t", "x", "y")
+        return Reproduction([{"a": 1}], [panel], got="nothing", holds=recipe.function != "_kim2021_bounds:figure_7")
+
+    monkeypatch.setattr(_recipe.Recipe, "__call__", made)
+    assert main(["reproduce", "kim2021", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("verdict:    holds") == sum(name.startswith("kim2021/") for name in RECIPES) - 1
+    assert "DOES NOT HOLD" in captured.out
+    assert "kim2021/figure-2: about 1 min" in captured.err
+    assert "half way" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "name a recipe"), (["kim2021/figre-2"], "nearest: kim2021/figure-2"), (["kim2022"], "unknown recipe")],
+)
+def test_wrong_names_are_usage_errors(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *words]) == 2
+    assert says in capsys.readouterr().err
