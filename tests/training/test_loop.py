@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -183,8 +184,6 @@ def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(
 def test_a_full_disk_ends_the_run_and_loses_nothing(
     stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-
     config = stub.make_config(dropout=0.3)
     stub.run(config, tmp_path / "straight")
     write, count = _files.write_synced, 0
@@ -205,6 +204,25 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
     assert stub.run(config, out, resume="auto").status == "success"
     assert same(final(out), final(tmp_path / "straight"))
     assert rows(out) == rows(tmp_path / "straight")
+
+
+def test_a_disk_that_fills_up_at_the_very_end(
+    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = _files.write_synced
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name.endswith("result.json"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "write_synced", full)
+        with pytest.raises(CheckpointError, match=r"result\.json: cannot be written: No space left on device"):
+            stub.run(stub.make_config(), tmp_path / "run")
+    result = stub.run(stub.make_config(), tmp_path / "run", resume="auto")
+    assert result.status == "success"
+    assert [row["split"] for row in read_metrics(tmp_path / "run")].count("test") == 1
 
 
 def test_a_finished_run_is_returned_as_it_is(stub: ModuleType, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed.training._loop import train as train
     from wellposed.training._metrics import read_metrics as read_metrics
     from wellposed.training._result import RunResult as RunResult
     from wellposed.training._result import read_result as read_result
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from wellposed.training._save import load_run_model as load_run_model
     from wellposed.training._schedules import SCHEDULES as SCHEDULES
     from wellposed.training._schedules import learning_rate as learning_rate
+    from wellposed.training._train import train as train
     from wellposed.training.config import ModelOptions as ModelOptions
     from wellposed.training.config import PenaltyOptions as PenaltyOptions
     from wellposed.training.config import RunConfig as RunConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # public name -> module that defines it
 _EXPORTS = {
-    "train": "_loop",
+    "train": "_train",
     "read_metrics": "_metrics",
     "RunResult": "_result",
     "read_result": "_result",

@@ -91,7 +91,7 @@ def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
         older = newest_complete(run_folder)[0]
         kept = f"{older.name} is intact" if older else "there is no earlier one"
         raise CheckpointError(
-            f"{folder}: cannot write the checkpoint of {size / 1e6:.1f} MB: {error.strerror or error}; {kept}; "
+            f"{folder}: cannot write the checkpoint of {size / 1e6:.3g} MB: {error.strerror or error}; {kept}; "
             "free space on the disk, then continue with --resume auto"
         ) from error
     return folder

@@ -1,4 +1,4 @@
-"""The training loop: one run from its configuration to its result."""
+"""The training loop: the objects of one run and its steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import nn
 
 from wellposed.errors import DataError
 from wellposed.training import _checkpoint, _run_folder
 from wellposed.training._batches import Batch, MicroBatches, forward, to_device
-from wellposed.training._build import ModelFactory, build_penalty, build_run_model
+from wellposed.training._build import build_penalty
 from wellposed.training._divergence import NOT_REPEATED, Divergence, find_blame
 from wellposed.training._evaluate import Evaluation, evaluate
 from wellposed.training._metrics import MetricsFile
 from wellposed.training._optimizer import build_optimizer, set_learning_rate
 from wellposed.training._progress import Progress
-from wellposed.training._result import RunResult, Status, describe_result, read_result, write_result
+from wellposed.training._result import RunResult, Status, describe_result, write_result
 from wellposed.training._save import measure_model, save_final
 from wellposed.training._schedules import learning_rate
 from wellposed.training._signals import Cancelled, StopRequest
@@ -34,91 +33,6 @@ from wellposed.training.config import RunConfig
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
-
-
-def train(
-    config: RunConfig,
-    out: Path,
-    *,
-    resume: str | Path = "never",
-    progress: bool = True,
-    command: list[str] | None = None,
-    task: Task | None = None,
-    model: ModelFactory = build_run_model,
-) -> RunResult:
-    """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are those on *valid*.
-
-    Status: exact in what it promises of the course of a run. On a CPU, N steps, a kill at any moment, and
-    ``resume="auto"`` up to 2N steps give the same weights, bit for bit, as 2N steps straight; micro-batches depend on
-    task, batch size and seed alone, so that every variant of a seed sees the same ones; k accumulated micro-batches
-    give the gradient of one batch to rounding. SIGINT or SIGTERM finishes the step, saves a checkpoint and ends with
-    status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the layer where
-    it began, before the weights are touched. The test split is read once, at the end, with the best weights.
-
-    Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed.training.learning_rate`.
-
-    Args:
-        config: everything that identifies the run.
-        out: the run folder: ``config.toml``, ``env.json``, ``metrics.jsonl``, ``result.json``, ``checkpoint-<step>/``,
-            ``final/``, ``measure-initial.json``, ``measure-final.json``.
-        resume: ``"never"`` wants an empty ``out``; ``"auto"`` continues from the newest complete checkpoint, or
-            returns the result of a finished run; a path continues from that checkpoint of ``out``.
-        progress: draw a bar on a terminal, plain lines elsewhere, on standard error.
-        command: the words of the command, for ``env.json`` and ``result.json``.
-        task: the data; built from ``config`` where not given.
-        model: makes the model from ``(config, task)``.
-
-    Returns:
-        The result: status ``success``, ``cancelled`` or ``failed``, content of ``result.json``, exit code.
-
-    Raises:
-        ConfigError: ``out`` in use, a resume into a changed configuration (every field listed), an unknown name.
-        DataError: the data cannot be read, or is too small for one batch.
-        CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as they were.
-
-    Cost: a bare PyTorch loop and at most 5 % (``benchmarks/loop.py``), plus evaluations and checkpoints. Python's
-    random generator, NumPy's and torch's are seeded.
-
-    When not to use it: for a model in need of model parallelism; use the penalty and the constraints in your own loop.
-
-    >>> import tempfile
-    >>> from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
-    >>> small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
-    >>> data = {"limit_chars": 4000, "seq_len": 16}
-    >>> config = RunConfig("char_lm", data, model=small, train=TrainOptions(steps=2, batch_size=2, eval_batches=1))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     train(config, Path(folder) / "run", progress=False).status
-    'success'
-    """
-    resume = str(resume)
-    accelerator = Accelerator(mixed_precision="no")  # bf16 is an explicit autocast in the step
-    if accelerator.is_main_process:
-        _run_folder.check_run_folder(out, config, resume)
-    finished = read_result(out) if resume == "auto" else None
-    if finished is not None and finished.status == "success" and (out / "final").is_dir():
-        return finished
-    if task is None:
-        from wellposed.tasks import build_task
-
-        task = build_task(config.task, config.task_options)
-    set_seed(config.train.seed)
-    network = model(config, task)
-    run = Run(config, out, task, network, accelerator)
-    checkpoint, notes = run.enter(resume, command)
-    try:
-        with (
-            Progress(
-                enabled=progress and accelerator.is_main_process,
-                steps=config.train.steps,
-                description=f"{config.task} {config.variant} seed {config.train.seed}",
-            ) as shown,
-            StopRequest() as stop,
-        ):
-            for note in notes:
-                shown.say(note, warn="damaged" in note)
-            return run.go(checkpoint, shown, stop)
-    finally:
-        run.close()
 
 
 class Run:

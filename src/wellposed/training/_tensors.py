@@ -70,13 +70,13 @@ def load_optimizer_tensors(
 
 
 def random_tensors() -> tuple[Tensors, dict[str, Any]]:
-    """Return the state of the generators of torch (all devices), NumPy and Python."""
+    """Return the state of the generators of torch, NumPy and Python."""
     import numpy
 
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     tensors: Tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy.asarray(keys).astype("int64"))}
     if torch.cuda.is_available():
-        tensors |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+        tensors["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
     version, words, next_gauss = random.getstate()
     plain = {
         "numpy": [int(position), int(has_gauss), float(gauss)],
@@ -90,9 +90,8 @@ def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str,
     import numpy
 
     torch.set_rng_state(tensors["torch"])
-    devices = sorted((name for name in tensors if name.startswith("cuda.")), key=lambda name: int(name[5:]))
-    if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([tensors[name] for name in devices])
+    if torch.cuda.is_available() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
     position, has_gauss, gauss = plain["numpy"]
     numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype("uint32"), position, has_gauss, gauss))
     version, words, next_gauss = plain["python"]
@@ -100,10 +99,10 @@ def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str,
 
 
 def torch_states() -> list[torch.Tensor]:
-    """Return the state of torch's generators on all devices; cheap, without waiting for the device."""
+    """Return the state of torch's generators; cheap, without waiting for the device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
-        states.extend(torch.cuda.get_rng_state_all())
+        states.append(torch.cuda.get_rng_state())
     return states
 
 
@@ -111,7 +110,7 @@ def restore_torch_states(states: list[torch.Tensor]) -> None:
     """Undo the random draws since `torch_states`."""
     torch.set_rng_state(states[0])
     if states[1:]:
-        torch.cuda.set_rng_state_all(states[1:])
+        torch.cuda.set_rng_state(states[1])
 
 
 def gather_bytes(accelerator: Any, data: bytes) -> list[bytes]:

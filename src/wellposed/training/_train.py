@@ -1,0 +1,116 @@
+"""`train`: one run from its configuration to its result."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from wellposed.errors import CheckpointError
+from wellposed.training import _run_folder
+from wellposed.training._build import ModelFactory, build_run_model
+from wellposed.training._loop import Run
+from wellposed.training._progress import Progress
+from wellposed.training._result import RunResult, read_result
+from wellposed.training._signals import StopRequest
+from wellposed.training.config import RunConfig
+
+DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+
+def train(
+    config: RunConfig,
+    out: Path,
+    *,
+    resume: str | Path = "never",
+    progress: bool = True,
+    command: list[str] | None = None,
+    task: Task | None = None,
+    model: ModelFactory = build_run_model,
+) -> RunResult:
+    """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are those on *valid*.
+
+    Status: exact in what it promises of the course of a run. On a CPU, N steps, a kill at any moment, and
+    ``resume="auto"`` up to 2N steps give the same weights, bit for bit, as 2N steps straight; micro-batches depend on
+    task, batch size and seed alone, so that every variant of a seed sees the same ones; k accumulated micro-batches
+    give the gradient of one batch to rounding. SIGINT or SIGTERM finishes the step, saves a checkpoint and ends with
+    status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the layer where
+    it began, before the weights are touched. The test split is read once, at the end, with the best weights.
+
+    Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed.training.learning_rate`.
+
+    Args:
+        config: everything that identifies the run.
+        out: the run folder: ``config.toml``, ``env.json``, ``metrics.jsonl``, ``result.json``, ``checkpoint-<step>/``,
+            ``final/``, ``measure-initial.json``, ``measure-final.json``.
+        resume: ``"never"`` wants an empty ``out``; ``"auto"`` continues from the newest complete checkpoint, or
+            returns the result of a finished run; a path continues from that checkpoint of ``out``.
+        progress: draw a bar on a terminal, plain lines elsewhere, on standard error.
+        command: the words of the command, for ``env.json`` and ``result.json``.
+        task: the data; built from ``config`` where not given.
+        model: makes the model from ``(config, task)``.
+
+    Returns:
+        The result: status ``success``, ``cancelled`` or ``failed``, content of ``result.json``, exit code.
+
+    Raises:
+        ConfigError: ``out`` in use, a resume into a changed configuration (every field listed), an unknown name.
+        DataError: the data cannot be read, or is too small for one batch.
+        CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as they were.
+
+    Cost: a bare PyTorch loop and at most 5 % (``benchmarks/loop.py``), plus evaluations and checkpoints. Python's
+    random generator, NumPy's and torch's are seeded.
+
+    When not to use it: for a model in need of model parallelism; use the penalty and the constraints in your own loop.
+
+    >>> import tempfile
+    >>> from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
+    >>> small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    >>> data = {"limit_chars": 9000, "seq_len": 64}
+    >>> config = RunConfig("char_lm", data, model=small, train=TrainOptions(steps=2, batch_size=64, eval_batches=1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     train(config, Path(folder) / "run", progress=False).status
+    'success'
+    """
+    resume = str(resume)
+    accelerator = Accelerator(mixed_precision="no")  # bf16 is an explicit autocast in the step
+    if accelerator.is_main_process:
+        _run_folder.check_run_folder(out, config, resume)
+    finished = read_result(out) if resume == "auto" else None
+    if finished is not None and finished.status == "success" and (out / "final").is_dir():
+        return finished
+    if task is None:
+        from wellposed.tasks import build_task
+
+        task = build_task(config.task, config.task_options)
+    set_seed(config.train.seed)
+    network = model(config, task)
+    run = Run(config, out, task, network, accelerator)
+    try:
+        checkpoint, notes = run.enter(resume, command)
+        with (
+            Progress(
+                enabled=progress and accelerator.is_main_process,
+                steps=config.train.steps,
+                description=f"{config.task} {config.variant} seed {config.train.seed}",
+            ) as shown,
+            StopRequest() as stop,
+        ):
+            for note in notes:
+                shown.say(note, warn="damaged" in note)
+            return run.go(checkpoint, shown, stop)
+    except OSError as error:
+        if error.errno not in DISK_PROBLEMS:
+            raise
+        raise CheckpointError(
+            f"{error.filename or out}: cannot be written: {error.strerror}; complete checkpoints are intact; "
+            "make room or give access, then continue with --resume auto"
+        ) from error
+    finally:
+        run.close()
