@@ -28,7 +28,7 @@ class _CosineAttention(nn.Module):
         *,
         eps: float,
         tau: float | None,
-        nu: float | None,
+        nu: float,
         learn_scales: bool,
         dropout: float,
         bias: bool,
@@ -45,7 +45,7 @@ class _CosineAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.eps = eps
         self.dropout = dropout
-        self._start = (math.sqrt(self.head_dim) if tau is None else tau, math.sqrt(self.head_dim) if nu is None else nu)
+        self._start = (math.sqrt(self.head_dim) if tau is None else tau, nu)
         _check_options(name, eps, self._start[0], dropout)
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
@@ -107,7 +107,7 @@ class CosineSelfAttention(_CosineAttention):
         eps: > 0.
         tau: temperature at the start, one per head; `sqrt(d)` where not given, so that random directions give logits of
             variance one.
-        nu: output scale at the start, one per head; `sqrt(d)` where not given, so that values have entries of order 1.
+        nu: output scale at the start, one per head: no head output is longer. The bound is proportional to it.
         learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are buffers.
         dropout: probability of dropping an attention weight in training, in [0, 1); the bound is for none dropped.
         bias: whether projections have a bias. Biases inside `n` cost nothing in the bound.
@@ -131,7 +131,7 @@ class CosineSelfAttention(_CosineAttention):
         *,
         eps: float = 0.01,
         tau: float | None = None,
-        nu: float | None = None,
+        nu: float = 1.0,
         learn_scales: bool = True,
         dropout: float = 0.0,
         bias: bool = True,
@@ -205,7 +205,7 @@ class CosineCrossAttention(_CosineAttention):
         memory_dim: int | None = None,
         eps: float = 0.01,
         tau: float | None = None,
-        nu: float | None = None,
+        nu: float = 1.0,
         learn_scales: bool = True,
         dropout: float = 0.0,
         bias: bool = True,
