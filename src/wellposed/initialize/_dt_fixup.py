@@ -19,7 +19,7 @@ from wellposed.initialize._report import DTFixupReport
 from wellposed.initialize._rule import dt_fixup_factor
 from wellposed.initialize._towers import Tower, find_towers
 from wellposed.initialize._trace import hooks, quiet, real_tokens, run, token_norms
-from wellposed.initialize._write import write
+from wellposed.initialize._write import largest_bias, write, zero_biases_
 from wellposed.roles import find_roles
 
 
@@ -31,6 +31,7 @@ def dt_fixup_(
     mu: Literal["max", "quantile"] = "max",
     quantile: float = 0.99,
     max_batches: int | None = None,
+    zero_biases: bool = False,
     keep: str | Sequence[str] = (),
     leave: str | Sequence[str] = (),
     patterns: Mapping[str, str | Sequence[str]] | None = None,
@@ -57,6 +58,7 @@ def dt_fixup_(
         mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the quantile does not.
         quantile: level of the quantile that is reported beside the maximum, in (0, 1].
         max_batches: stop after so many.
+        zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not 0.
         keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
         leave: pattern(s) on names, inside the new layers, of matrices that are left as they are.
         patterns: as in `find_roles`, inside the new layers.
@@ -103,6 +105,8 @@ def dt_fixup_(
     steps += [replace(step, draw="xavier_normal") for step in head_steps(target, steps, inside)]
     removed = remove_norms_(target, keep=keep)
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
+    if zero_biases:
+        zero_biases_(steps)
     prefix = f"{layers}." if layers else ""
     rows = [replace(row, name=prefix + row.name) for row in write(steps, generator)]
     return DTFixupReport(
@@ -110,6 +114,7 @@ def dt_fixup_(
         rows=tuple(rows),
         norms_removed=tuple(prefix + path for path in removed),
         factors={"new layers": factor},
+        largest_bias=largest_bias(steps),
         entering={"new layers": norms.double().mean().item()},
         dry_run=dry_run,
         mu=chosen,

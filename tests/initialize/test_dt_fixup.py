@@ -1,0 +1,186 @@
+"""DT-Fixup: mu is the largest norm of a real token at the door of the new layers, and the factor follows from it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ConvergenceError, DataError, RoleNotFoundError
+from wellposed.initialize import dt_fixup_
+
+from .zoo import batch_for, bert, gpt2
+
+
+class OnTop(nn.Module):
+    """A pretrained encoder and new layers."""
+
+    def __init__(self, layers: int = 3, pretrained: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = bert() if pretrained is None else pretrained
+        new = [nn.TransformerEncoderLayer(16, 4, 24, batch_first=True) for _ in range(layers)]
+        self.new = nn.ModuleList(new)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden = self.body(input_ids=input_ids, attention_mask=attention_mask)[0]
+        for layer in self.new:
+            hidden = layer(hidden)
+        return hidden
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def stack(layers: int, width: int = 4) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(width, 2, 8, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(("mu", "layers", "factor"), [(10.0, 24, 0.009937), (10.0, 8, 0.017211), (1.0, 8, 0.125)])
+def test_values_of_the_formula_from_data(mu: float, layers: int, factor: float) -> None:
+    tokens = torch.zeros(2, 3, 4)
+    tokens[1, 2, 3] = mu
+    tokens[0, 0, 0] = mu / 2
+    report = dt_fixup_(stack(layers), [tokens[:1], tokens[1:]])
+    assert report.mu == pytest.approx(mu)
+    assert report.tokens == 6
+    assert report.factors["new layers"] == pytest.approx(factor, abs=5.1e-7)
+    scaled = [row for row in report.rows if row.drawn]
+    assert len(scaled) == 4 * layers
+    assert all(row.std_after / row.std_before == pytest.approx(factor, abs=1e-6) for row in scaled)
+
+
+def test_only_the_new_layers_change_and_query_key_biases_do_not() -> None:
+    model = OnTop()
+    body, new = state(model.body), state(model.new)
+    report = dt_fixup_(model, [batch_for(model.body)], layers="new")
+    assert same(body, state(model.body))
+    after = state(model.new)
+    assert len(report.norms_removed) == 6
+    assert all(name.startswith("new.") for name in (*report.norms_removed, *(row.name for row in report.rows)))
+    assert not any("norm" in key for key in after)
+    for index in range(3):
+        fused = f"{index}.self_attn.in_proj_weight"
+        assert torch.equal(new[fused][:32], after[fused][:32])
+        assert not torch.equal(new[fused][32:], after[fused][32:])
+    assert all(torch.equal(new[key], value) for key, value in after.items() if key.endswith("bias"))
+
+
+def test_it_is_idempotent_and_seeded() -> None:
+    model = OnTop()
+    loader = [batch_for(model.body) for _ in range(2)]
+    rng = torch.get_rng_state()
+    first = dt_fixup_(model, loader, layers="new")
+    weights = state(model)
+    second = dt_fixup_(model, loader, layers="new")
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert first.mu == second.mu
+    assert same(weights, state(model))
+    dt_fixup_(model, loader, layers="new", seed=7)
+    assert not same(weights, state(model))
+
+
+def test_mu_is_the_largest_norm_of_a_real_token() -> None:
+    model = OnTop()
+    batches = [batch_for(model.body) for _ in range(3)]
+    for index, batch in enumerate(batches):
+        batch["attention_mask"][0, 3 + index :] = 0
+    norms = []
+    model.body.eval()
+    with torch.no_grad():
+        for batch in batches:
+            hidden = model.body(**batch)[0]
+            norms += [
+                hidden[row, column].double().norm().item()
+                for row in range(2)
+                for column in range(6)
+                if batch["attention_mask"][row, column]
+            ]
+    report = dt_fixup_(model.train(), batches, layers="new", quantile=0.5)
+    assert report.tokens == len(norms)
+    assert report.mu == report.largest == pytest.approx(max(norms), rel=1e-6)
+    assert report.quantile == pytest.approx(sorted(norms)[math.ceil(0.5 * len(norms)) - 1], rel=1e-6)
+    assert model.training
+    assert model.new.training
+    few = dt_fixup_(model, batches, layers="new", max_batches=1)
+    assert few.tokens == 9
+    robust = dt_fixup_(model, batches, layers="new", mu="quantile", quantile=0.5)
+    assert robust.mu == robust.quantile < robust.largest
+    assert robust.factors["new layers"] > report.factors["new layers"]
+
+
+def test_no_gradient_is_kept_and_dry_run_changes_nothing() -> None:
+    model = OnTop()
+    before = state(model)
+    loader = [batch_for(model.body)]
+    dry = dt_fixup_(model, loader, layers="new", dry_run=True)
+    assert same(before, state(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    real = dt_fixup_(model, loader, layers="new")
+    assert dry.rows == real.rows
+    assert dry.dry_run
+    assert f"mu = {real.mu:.4g}" in real.table()
+
+
+def test_a_causal_pretrained_model_works_too() -> None:
+    model = OnTop(pretrained=gpt2().transformer)
+    assert dt_fixup_(model, [batch_for(model.body)], layers="new").mu > 0
+
+
+def test_one_step_moves_the_output_alike_at_every_depth() -> None:
+    """The factor divides out both the depth and the size of what enters: the change of one step stays of order lr."""
+    changes = []
+    for layers in (2, 8, 32):
+        torch.manual_seed(1)
+        model = stack(layers, 16).double()
+        x = torch.randn(2, 5, 16, dtype=torch.float64) * 3
+        dt_fixup_(model, [x], zero_biases=True)
+        model.eval()
+        before = model(x)
+        direction = torch.randn_like(before)
+        (before * direction / direction.norm()).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2 and parameter.grad is not None:
+                    parameter -= 1e-5 * parameter.grad
+            changes.append((model(x) - before).norm().item() / 1e-5)
+    assert max(changes) <= 2 * min(changes), changes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"layers": "head"}, ConfigError, "has no module 'head'"),
+        ({"layers": None}, ConfigError, "one stack"),
+        ({"layers": "new", "quantile": 0.0}, ConfigError, "quantile: received 0.0"),
+        ({"layers": "new", "max_batches": 0}, ConfigError, "max_batches: received 0"),
+        ({"layers": "new", "keep": "nothing"}, ConfigError, "no norm matches"),
+    ],
+)
+def test_unusable_arguments(options: dict[str, object], error: type[Exception], match: str) -> None:
+    model = OnTop()
+    before = state(model)
+    with pytest.raises(error, match=match):
+        dt_fixup_(model, [batch_for(model.body)], **options)
+    assert same(before, state(model))
+
+
+def test_unusable_data_and_models() -> None:
+    with pytest.raises(DataError, match="no token entered"):
+        dt_fixup_(stack(2), [])
+    with pytest.raises(ConvergenceError, match="input of the new layers"):
+        dt_fixup_(stack(2), [torch.full((1, 2, 4), math.nan)])
+    odd = stack(2)
+    odd.layers[0].extra = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RoleNotFoundError, match=r"layers\.0\.extra"):
+        dt_fixup_(odd, [torch.ones(1, 2, 4)])
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 2)
+    with pytest.raises(ConfigError, match="cross-attention"):
+        dt_fixup_(decoder, [(torch.ones(1, 2, 4), torch.ones(1, 2, 4))])

@@ -1,0 +1,136 @@
+"""The signal keeps its size at any depth, one step moves the output alike at any depth; plain Xavier does neither."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.errors import ConfigError, ConvergenceError
+from wellposed.initialize import remove_norms_, signal_propagation, t_fixup_
+from wellposed.models import WellposedConfig, WellposedModel
+
+from .zoo import bart, batch_for, bert
+
+
+def encoder(layers: int, width: int = 512, inner: int = 1024) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(width, 8, inner, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def plain_xavier_(model: nn.Module) -> None:
+    """Xavier on every matrix, N(0, 1/d) embeddings, no norm: T-Fixup without its factors."""
+    remove_norms_(model)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        else:
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 2:
+                    nn.init.xavier_uniform_(parameter)
+
+
+def encoder_ratio(layers: int, input_scale: float | None) -> float:
+    model = encoder(layers)
+    t_fixup_(model, input_scale=input_scale, zero_biases=True)
+    return signal_propagation(model, torch.randn(2, 16, 512)).ratios()[-1]
+
+
+def test_signal_of_six_layers_keeps_its_size_and_plain_xavier_does_not() -> None:
+    assert 1.0 <= encoder_ratio(6, None) <= 1.1
+    assert 1.0 <= encoder_ratio(6, (9 * 6) ** -0.25) <= 1.1
+    control = encoder(6)
+    plain_xavier_(control)
+    assert signal_propagation(control, torch.randn(2, 16, 512)).ratios()[-1] > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [20, 100])
+def test_signal_of_deep_encoders_keeps_its_size(layers: int) -> None:
+    # the factor 0.67 N^-1/4 that an encoder has in front of a decoder
+    assert 1.0 <= encoder_ratio(layers, (9 * layers) ** -0.25) <= 1.1
+
+
+def test_signal_of_a_hundred_narrow_layers() -> None:
+    model = encoder(100, 32, 64)
+    t_fixup_(model, zero_biases=True)
+    assert 1.0 <= signal_propagation(model, torch.randn(2, 16, 32)).ratios()[-1] <= 1.15  # a narrow net fluctuates
+    control = encoder(40, 32, 64)
+    plain_xavier_(control)
+    assert signal_propagation(control, torch.randn(2, 16, 32)).ratios()[-1] > 1e3
+
+
+def test_rows_are_the_hidden_states_of_the_model() -> None:
+    model = bert(3)
+    t_fixup_(model)
+    batch = batch_for(model)
+    batch["attention_mask"][0, 4:] = 0
+    rows = signal_propagation(model, batch).rows
+    with torch.no_grad():
+        states = model.eval()(**batch, output_hidden_states=True).hidden_states
+    real = batch["attention_mask"].bool()
+    sizes = [state[real].square().sum(-1).mean().sqrt().item() for state in states]
+    assert [row.norm_in for row in rows] == pytest.approx(sizes[:-1], rel=1e-5)
+    assert [row.norm_out for row in rows] == pytest.approx(sizes[1:], rel=1e-5)
+    assert [row.ratio for row in rows] == pytest.approx([size / sizes[0] for size in sizes[1:]], rel=1e-5)
+    assert [(row.path, row.depth) for row in rows] == [(f"encoder.layer.{i}", i + 1) for i in range(3)]
+
+
+def test_encoder_and_decoder_are_told_apart_and_the_model_is_left_as_it_was() -> None:
+    model = bart(2, 3).train()
+    model.model.encoder.eval()
+    signal = signal_propagation(model, batch_for(model))
+    assert (len(signal.ratios("encoder")), len(signal.ratios("decoder"))) == (2, 3)
+    assert (model.training, model.model.encoder.training) == (True, False)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert signal.table().splitlines()[1].startswith("model.encoder.layers.0")
+
+
+def test_overflow_names_the_layer() -> None:
+    model = encoder(3, 16, 16).double()
+    model.layers[1].linear2.bias.data.fill_(float("inf"))
+    remove_norms_(model)
+    with pytest.raises(ConvergenceError, match=r"output of layers\.1"):
+        signal_propagation(model, torch.randn(1, 2, 16, dtype=torch.float64))
+
+
+def test_a_batch_that_cannot_be_called() -> None:
+    with pytest.raises(ConfigError, match="received int"):
+        signal_propagation(encoder(1, 16, 16), 3)
+
+
+def change_per_step(layers: int, *, fixup: bool) -> float:
+    """Return |f(W - lr dL/dW) - f(W)| / lr of one step on the matrices, with |dL/df| = 1, in float64.
+
+    The argument of huang2020 is on matrices: each bias after them moves the output by order one by itself.
+    """
+    torch.manual_seed(layers)
+    config = WellposedConfig(
+        vocab_size=40, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=8, norm="none", scale_embeddings=False, is_causal=False,
+    )  # fmt: skip
+    model = WellposedModel(config).double().eval()
+    if fixup:
+        t_fixup_(model)
+    else:
+        plain_xavier_(model)
+    ids = torch.randint(0, 40, (2, 6))
+    before = model(input_ids=ids).last_hidden_state
+    direction = torch.randn_like(before)
+    (before * direction / direction.norm()).sum().backward()
+    lr = 1e-5 if fixup else 1e-11
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2 and parameter.grad is not None:
+                parameter -= lr * parameter.grad
+        return (model(input_ids=ids).last_hidden_state - before).norm().item() / lr
+
+
+def test_one_step_moves_the_output_alike_at_every_depth() -> None:
+    sizes = [change_per_step(layers, fixup=True) for layers in (2, 8, 32)]
+    assert max(sizes) <= 2 * min(sizes), sizes
+
+
+def test_one_step_of_plain_xavier_grows_with_depth() -> None:
+    shallow, deep = (change_per_step(layers, fixup=False) for layers in (2, 8))
+    assert deep > 100 * shallow

@@ -1,0 +1,322 @@
+"""T-Fixup on every family: factors, what is left alone, norms, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
+from wellposed.initialize import remove_norms_, t_fixup_
+from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed.roles import find_roles
+
+from .zoo import ALL, ENCODER_DECODER, ENCODER_ONLY, SPECIAL, D, bart, batch_for, bert, gpt2, ours
+
+SCALED = {"value", "output", "feedforward_in", "feedforward_out"}
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_query_key_and_biases_are_untouched_bit_for_bit(name: str) -> None:
+    model = ALL[name]()
+    kept = {
+        weight.view.parameter_name + str(weight.view.rows): weight.view.tensor().detach().clone()
+        for weight in find_roles(model).weights()
+        if weight.role in ("query", "key")
+    }
+    before = snapshot(model)
+    t_fixup_(model)
+    after = {
+        weight.view.parameter_name + str(weight.view.rows): weight.view.tensor().detach()
+        for weight in find_roles(model).weights()
+        if weight.role in ("query", "key")
+    }
+    assert kept
+    assert all(torch.equal(kept[key], after[key]) for key in kept)
+    biases = [key for key, value in model.state_dict().items() if key.endswith("bias") and value.ndim == 1]
+    assert biases or name == "ours"
+    assert all(torch.equal(before[key], model.state_dict()[key]) for key in biases)
+
+
+@pytest.mark.parametrize("name", ENCODER_ONLY)
+def test_one_stack_has_one_factor_and_every_ratio_is_it(name: str) -> None:
+    expected = (6 * 3) ** -0.25
+    report = t_fixup_(ENCODER_ONLY[name](3))
+    rows = [row for row in report.rows if row.role in SCALED]
+    assert len(rows) == 3 * 4
+    assert all(row.factor == pytest.approx(expected, abs=1e-6) for row in rows)
+    # float32 rounding of each entry, averaged: far below 1e-6
+    assert all(row.std_after / row.std_before == pytest.approx(expected, abs=1e-6) for row in rows)
+    tables = [row for row in report.rows if row.role.endswith("embedding") and row.drawn]
+    assert tables
+    assert all(row.factor == pytest.approx(expected, abs=1e-6) for row in tables if row.role != "output_embedding")
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODER)
+def test_encoder_and_decoder_have_factors_of_their_own_depth(name: str) -> None:
+    report = t_fixup_(ENCODER_DECODER[name](2, 5))
+    for row in report.rows:
+        if row.role in SCALED:
+            expected = 0.67 * 2**-0.25 if row.stack == "encoder" else (9 * 5) ** -0.25
+            assert row.factor == pytest.approx(expected, abs=1e-6)
+            assert row.std_after / row.std_before == pytest.approx(expected, abs=1e-6)
+    layers = {(row.stack, row.role) for row in report.rows if row.role in SCALED}
+    assert len(layers) == 8
+    cross = [row for row in report.rows if "encoder_attn.v_proj" in row.name]
+    assert len(cross) == 5
+
+
+def test_torch_transformer_with_unequal_depths() -> None:
+    model = nn.Transformer(16, 4, 2, 3, 24, batch_first=True)
+    report = t_fixup_(model)
+    assert report.factors["encoder"] == pytest.approx(0.67 * 2**-0.25, abs=1e-6)
+    assert report.factors["decoder"] == pytest.approx((9 * 3) ** -0.25, abs=1e-6)
+    assert not any("norm" in name for name, _ in model.named_parameters())
+    # trains, and evaluates without the fused path that would read the norms
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for mode in (True, False):
+        assert model.train(mode)(x, x, src_key_padding_mask=padding).isfinite().all()
+    with torch.no_grad():
+        assert model(x, x, src_key_padding_mask=padding).isfinite().all()
+
+
+def test_tied_embedding_is_scaled_once_and_shared_takes_the_encoders_depth() -> None:
+    model = bart(2, 5)
+    report = t_fixup_(model)
+    shared = [row for row in report.rows if row.role == "token_embedding"]
+    assert [row.name for row in shared] == ["model.shared.weight"]
+    assert shared[0].factor == pytest.approx((9 * 2) ** -0.25, abs=1e-6)
+    table = model.model.shared.weight
+    assert table is model.lm_head.weight
+    assert table is model.model.decoder.embed_tokens.weight
+    assert table[3:].std().item() == pytest.approx(shared[0].factor * D**-0.5, rel=0.15)  # 432 draws
+
+
+def test_separate_embeddings_take_their_own_depth() -> None:
+    model = bart(2, 5)
+    model.model.decoder.embed_tokens = nn.Embedding(30, D, padding_idx=0)
+    factors = {row.name: row.factor for row in t_fixup_(model).rows if row.role == "token_embedding"}
+    assert factors["model.shared.weight"] == pytest.approx((9 * 2) ** -0.25)
+    assert factors["model.decoder.embed_tokens.weight"] == pytest.approx((9 * 5) ** -0.25)
+
+
+def test_padding_rows_stay_zero_and_frozen_sinusoids_stay() -> None:
+    model = ENCODER_DECODER["marian"]()
+    sinusoids = model.model.encoder.embed_positions.weight.clone()
+    t_fixup_(model)
+    assert model.model.shared.weight[SPECIAL["pad_token_id"]].abs().max() == 0
+    assert torch.equal(model.model.encoder.embed_positions.weight, sinusoids)
+
+
+def test_standard_deviations_are_those_of_the_definition() -> None:
+    width, inner = 192, 384
+    model = nn.Transformer(width, 4, 1, 1, inner, batch_first=True)
+    report = t_fixup_(model)
+    for row in report.rows:
+        if row.drawn:
+            xavier = (2 / (row.shape[0] + row.shape[1])) ** 0.5
+            assert row.std_after == pytest.approx(row.factor * xavier, rel=0.01)
+    first = model.encoder.layers[0].self_attn
+    value = first.in_proj_weight[2 * width :]
+    # Xavier of each projection by itself, not of the fused 3d x d matrix: bound sqrt(6 / 2d)
+    assert value.abs().max().item() == pytest.approx(0.67 * (3 / width) ** 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_norms_are_gone_with_their_parameters_and_the_model_still_runs(name: str) -> None:
+    model = ALL[name]()
+    report = t_fixup_(model)
+    assert report.norms_removed
+    assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    batch = batch_for(model)
+    outputs = model(**batch)
+    (outputs[0].square().mean()).backward()
+    unused = [key for key, value in model.named_parameters() if value.requires_grad and value.grad is None]
+    assert [key for key in unused if "pooler" not in key] == []
+
+
+@pytest.mark.parametrize("name", ["bert", "bart", "gpt2"])
+def test_saved_weights_load_into_a_model_whose_norms_were_removed(name: str) -> None:
+    model = ALL[name]()
+    t_fixup_(model)
+    fresh = type(model)(model.config)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        fresh.load_state_dict(model.state_dict())
+    remove_norms_(fresh)
+    fresh.load_state_dict(model.state_dict())
+    batch = batch_for(model)
+    assert torch.equal(model.eval()(**batch)[0], fresh.eval()(**batch)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "pre"}, {"qk_norm": True}, {"norm": "pre", "qk_norm": True}])
+def test_our_models_save_and_load_without_their_norms(options: dict[str, object], tmp_path) -> None:
+    model = ours(**options)
+    t_fixup_(model)
+    model.save_pretrained(tmp_path)
+    loaded = WellposedForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.config.norm, loaded.config.qk_norm) == ("none", False)
+    assert snapshot(loaded).keys() == snapshot(model).keys()
+    batch = batch_for(model)
+    assert torch.equal(model.eval()(**batch).logits, loaded.eval()(**batch).logits)
+
+
+def test_dry_run_tells_the_same_numbers_and_changes_nothing() -> None:
+    model = bart()
+    before = snapshot(model)
+    state = torch.get_rng_state()
+    dry = t_fixup_(model, dry_run=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[key], value) for key, value in snapshot(model).items())
+    real = t_fixup_(model)
+    assert dry.rows == real.rows
+    assert (dry.dry_run, real.dry_run) == (True, False)
+    assert "dry run" in dry.table()
+    assert "dry run" not in real.table()
+
+
+def test_batch_measures_what_enters() -> None:
+    model = ours(scale_embeddings=True)
+    batch = batch_for(model)
+    report = t_fixup_(model, batch=batch)
+    with torch.no_grad():
+        entering = model.eval()(**batch, output_hidden_states=True).hidden_states[0].norm(dim=-1).mean()
+    assert report.entering[next(iter(report.entering))] == pytest.approx(entering.item(), rel=1e-5)
+    query = next(row for row in report.rows if row.role == "query")
+    assert query.input_norm == pytest.approx(entering.item(), rel=1e-5)
+    assert "in the derivation" in report.table()
+
+
+def test_batch_does_not_count_padding() -> None:
+    model = ours()
+    ids = torch.tensor([[5, 6, 7, 7, 7, 7]])
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
+    report = t_fixup_(model, batch={"input_ids": ids, "attention_mask": mask})
+    with torch.no_grad():
+        alone = model.eval()(input_ids=ids[:, :2], output_hidden_states=True).hidden_states[0].norm(dim=-1).mean()
+    assert next(iter(report.entering.values())) == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_value_of_torch_cross_attention_is_measured_on_the_memory() -> None:
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+    report = t_fixup_(model, batch=(torch.randn(2, 3, 8), torch.zeros(2, 4, 8)))
+    cross = {row.role: row for row in report.rows if row.name.startswith("decoder.layers.0.multihead_attn")}
+    assert cross["value"].input_norm > 1.0
+    assert cross["query"].input_norm < cross["value"].input_norm
+
+
+def test_input_scale_is_the_factor_of_embeddings() -> None:
+    report = t_fixup_(bert(6), input_scale=(9 * 6) ** -0.25)
+    assert report.factors["embeddings"] == pytest.approx(0.3688940, abs=1e-6)
+    assert report.factors["encoder"] == pytest.approx(0.6696274 * 6**-0.25, abs=1e-6)
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        t_fixup_(bart(), input_scale=1.0)
+
+
+def test_zero_biases() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    assert t_fixup_(copy.deepcopy(model)).largest_bias > 0
+    assert t_fixup_(model, zero_biases=True).largest_bias == 0
+    assert model.layers[1].linear2.bias.abs().max() == 0
+
+
+class Extra(nn.Module):
+    """A stack with a matrix that no family knows, and a norm that is no LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
+        self.layers[1].mystery = nn.Parameter(torch.ones(3, 4))
+        self.batch_norm = nn.BatchNorm1d(8)
+
+
+def refused(model: nn.Module, error: type[Exception], match: str, **options: object) -> None:
+    before = snapshot(model)
+    with pytest.raises(error, match=match):
+        t_fixup_(model, **options)
+    after = snapshot(model)
+    assert before.keys() == after.keys(), "a refusal must leave the norms in place"
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_unmatched_weights_are_listed() -> None:
+    refused(Extra(), RoleNotFoundError, r"layers\.1\.mystery \(3, 4\)")
+
+
+def test_norms_that_stay_are_listed() -> None:
+    refused(Extra(), ConfigError, r"batch_norm \(BatchNorm1d\)", leave="*.mystery")
+    refused(ours(), ConfigError, "final_norm|attention_norm", remove_norms=False)
+    report = t_fixup_(Extra(), leave="*.mystery", keep="batch_norm")
+    assert len(report.norms_removed) == 4
+
+
+def test_a_pattern_that_keeps_nothing_is_an_error() -> None:
+    refused(bert(), ConfigError, "no norm matches", keep="*.nrom")
+
+
+def test_frozen_parametrized_and_meta_weights_are_refused() -> None:
+    frozen = bert()
+    frozen.encoder.layer[0].attention.self.value.weight.requires_grad_(False)
+    refused(frozen, ConfigError, "frozen")
+    parametrized = bert()
+    torch.nn.utils.parametrizations.orthogonal(parametrized.encoder.layer[0].attention.self.value)
+    refused(parametrized, ConfigError, "parametrized")
+    with torch.device("meta"), pytest.raises(ConfigError, match="meta device"):
+        t_fixup_(nn.TransformerEncoderLayer(8, 2, 16))
+
+
+def test_gated_networks_two_stacks_and_shared_layers_are_refused() -> None:
+    import transformers as hf
+
+    llama = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=D, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24, vocab_size=30, **SPECIAL
+        )
+    )
+    refused(llama, ConfigError, "gated")
+    pair = nn.ModuleDict({"a": bert(), "b": bert(3)})
+    refused(pair, ConfigError, "found 2 stacks")
+    shallow = bert(2)
+    shallow.config.num_hidden_layers = 12
+    refused(shallow, ConfigError, "num_hidden_layers=12")
+
+
+def test_overflow_in_half_precision_is_named() -> None:
+    model = gpt2().half()
+    model.transformer.h[0].mlp.c_proj.bias.data.fill_(60000.0)
+    with pytest.raises(ConvergenceError, match="not finite"):
+        t_fixup_(model, batch=batch_for(model))
+
+
+def test_half_precision_weights_are_drawn() -> None:
+    report = t_fixup_(gpt2().bfloat16())
+    for row in report.rows:
+        if row.drawn:
+            assert row.std_after / row.std_before == pytest.approx(row.factor, rel=2**-8)
+
+
+def test_init_t_fixup_of_our_models() -> None:
+    torch.manual_seed(3)
+    built = ours(3, norm="none", init="t_fixup")
+    torch.manual_seed(3)
+    plain = ours(3, norm="none", init="xavier")
+    ratio = built.model.layers[1].attention.v_proj.weight.std() / plain.model.layers[1].attention.v_proj.weight.std()
+    assert ratio.item() == pytest.approx((6 * 3) ** -0.25, rel=0.15)
+    assert built.lm_head.weight is built.model.embeddings.token.weight
+    with pytest.raises(ConfigError, match="norm='none'"):
+        ours(init="t_fixup")
+    assert ours(norm="none", init="t_fixup", qk_norm=True).model.layers[0].attention.q_norm is not None
+
+
+def test_init_t_fixup_leaves_a_loaded_checkpoint_alone(tmp_path) -> None:
+    model = ours(norm="none", init="t_fixup")
+    model.save_pretrained(tmp_path)
+    loaded = WellposedForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, snapshot(loaded)[key]) for key, value in snapshot(model).items())
+    assert isinstance(loaded.config, WellposedConfig)
