@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "train": "train one model on a task",
     "compare": "train variants on the same batches and report the differences with their uncertainty",
     "reproduce": "make a table or figure of a paper again: CSV, SVG, paper says / we got",
+    "sweep": "run a paper's grid of settings with several seeds; stop, resume, share it between processes",
     "report": "write one offline HTML page about finished runs",
     "certify": "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an attack",
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
