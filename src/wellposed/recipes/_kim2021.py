@@ -99,7 +99,7 @@ _register(
 )
 _register(
     "figure-11",
-    "training curves at a fixed learning rate, 2 to 18 layers",
+    "training curves at a fixed learning rate by depth (mini: 2, 6, 12 layers, three seeds; paper: 2 to 18)",
     "dot product fails to train beyond 10 layers; tied and contractive L2 train stably up to 18",
     "_kim2021_training:figure_11",
     mini=30,

@@ -7,7 +7,7 @@ With H = D = 1 and unit weights the layer is ``f_i = sum_j P_ij x_j``, ``P_i = s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -214,21 +214,14 @@ def figure_8(request: Request) -> Reproduction:
     """The Jacobian norm of trained dot-product attention while its input is ascended."""
     from wellposed.recipes._kim2021_training import trained_attention
 
-    tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 8, 40), paper=(64, 20, 200))
+    tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 12, 20), paper=(64, 20, 200))
     rows: list[dict[str, Any]] = []
     bounds = {}
     for kind, label in (("dot_product", "dot product"), ("kim2021_l2_tied", "tied L2")):
         layer = trained_attention(request, kind)
-        width = layer.o_proj.out_features
         bounds[kind] = certify(layer, seq_len=tokens, norm="inf").total
-        start = None
-        for number in range(1, rounds + 1):
-            request.announce(f"{label}: {number * steps} steps")
-            found = lipschitz_lower_bound(
-                layer, (tokens, width), norm="inf", restarts=1, steps=steps, start=start, learning_rate=0.1
-            )
-            start = found.input[None]
-            rows.append({"attention": label, "step": number * steps, "jacobian_inf_norm": found.value})
+        for number, value in enumerate(_climb(request, layer, label, tokens, (rounds, steps)), start=1):
+            rows.append({"attention": label, "step": number * steps, "jacobian_inf_norm": value})
     curves = {
         label: [row["jacobian_inf_norm"] for row in rows if row["attention"] == label]
         for label in ("dot product", "tied L2")
@@ -246,8 +239,36 @@ def figure_8(request: Request) -> Reproduction:
         f"{curves['tied L2'][-1]:.3g}, below its certified {bounds['kim2021_l2_tied']:.3g}; "
         f"the certificate of dot product is {bounds['dot_product']}",
         holds=None if request.scale == "toy" else growth > 1.5 and bounded and math.isinf(bounds["dot_product"]),
-        notes=(f"{tokens} tokens; one restart; the paper shows dot product only",),
+        notes=(
+            f"{tokens} tokens; each round of {steps} steps also starts from the proof's input: the best one doubled, "
+            "the query of its first token 0; the paper ascends only, and shows dot product only",
+        ),
     )
+
+
+def _climb(request: Request, layer: Any, label: str, tokens: int, effort: tuple[int, int]) -> Iterator[float]:
+    """Yield the largest ``|J|_inf`` met so far after each round of ascent.
+
+    A round goes on from the best input, and from that input doubled with a first token whose query is 0: there the
+    proof of Theorem 3.1 (appendix D with biases) has the Jacobian of dot product grow with the square of the size, past
+    plateaus of the ascent.
+    """
+    rounds, steps = effort
+    shape = (tokens, layer.o_proj.out_features)
+    weight, bias = layer.q_proj.weight.double(), layer.q_proj.bias.double()
+    silent = -torch.linalg.lstsq(weight, bias[:, None]).solution[:, 0]
+    start: Tensor | None = None
+    best = 0.0
+    for number in range(1, rounds + 1):
+        request.announce(f"{label}: {number * steps} steps")
+        found = lipschitz_lower_bound(
+            layer, shape, norm="inf", restarts=2, steps=steps, start=start, learning_rate=0.1, seed=number
+        )
+        best = max(best, found.value)
+        spread = 2 * found.input
+        spread[0] = silent
+        start = torch.stack((found.input, spread))
+        yield best
 
 
 def _slope_in_log(rows: Sequence[dict[str, Any]], name: str) -> float:

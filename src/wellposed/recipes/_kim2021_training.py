@@ -70,7 +70,7 @@ def _fixed(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(16, 16, 4, 4, (1, 2), fixed_rate=1e-3, limit_chars=4000, eval_batches=2),
         mini=Sizes(
-            64, 64, 16, 200, (2, 6, 12, 18), fixed_rate=1e-3, limit_chars=400_000, eval_batches=20
+            64, 64, 16, 150, (2, 6, 12), fixed_rate=1e-3, seeds=3, limit_chars=400_000, eval_batches=20
         ),
         paper=Sizes(512, 288, 64, 20 * _EPOCH, (2, 4, 6, 8, 10, 12, 14, 16, 18), fixed_rate=1e-4),
     )  # fmt: skip
