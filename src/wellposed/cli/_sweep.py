@@ -1,0 +1,115 @@
+"""``wellposed sweep STUDY``: a paper's grid of settings, each with several seeds, in as many processes as wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from wellposed.errors import ConfigError, unknown_name
+from wellposed.recipes._mcgrath2024 import SCALES, chosen_cells, grid
+from wellposed.recipes._mcgrath2024_sweep import SweepSettings, finished_results, open_sweep, run_sweep
+
+STUDIES = {"mcgrath2024": "orthogonality penalties on key and query weights, three tasks at once"}
+MAX_JOBS = 8
+
+
+@dataclass(frozen=True)
+class SweepArguments:
+    """Options of a sweep."""
+
+    data: Path
+    """Folder of ids-sst-train.csv, quora-train.csv, sts-train.csv and their dev files, plain or gzip."""
+    scale: str = "mini"
+    """mini: a small BERT from scratch, under twenty minutes on two cores; paper: BERT base on every row."""
+    out: Path | None = None
+    """Folder of the sweep; runs/mcgrath2024-SCALE where not given."""
+    resume: str = "never"
+    """never | auto: keep finished trainings of --out and go on; also how a further process joins in."""
+    seeds: int = 3
+    """Trainings of every cell, seeds 0, 1, ...; more may be added with --resume auto."""
+    jobs: int | None = None
+    """Processes; by default one for each CPU core at mini scale, else one."""
+    cells: str = ""
+    """Only these cells, comma separated (key:1e-2, householder:1e-6); the baseline is always among them."""
+    encoder: str | None = None
+    """Folder or hub name of a pretrained encoder, in place of the one of the scale."""
+    steps: int | None = None
+    """Optimizer steps, in place of those of the scale."""
+    device: str = "cpu"
+    """Where to train: cpu, cuda, cuda:1, ..."""
+    quiet: bool = False
+    """Print the tables and the conclusion only."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run or resume a sweep; print tables and conclusion and return the exit status."""
+    if not words or words[0] in {"-h", "--help"}:
+        print(_usage())
+        return 0
+    if words[0] not in STUDIES:
+        raise unknown_name("study", words[0], STUDIES)
+    options = tyro.cli(
+        SweepArguments, args=list(words[1:]), prog=f"wellposed sweep {words[0]}", description=__doc__ or ""
+    )
+    settings = _settings(options)
+    open_sweep(settings, options.resume)
+    total = len(settings.trainings())
+    jobs = options.jobs if options.jobs is not None else _default_jobs(options.scale)
+    if not options.quiet:
+        print(
+            f"{len(settings.cells)} cells x {len(settings.seeds)} seeds = {total} trainings in {settings.out}",
+            flush=True,
+        )
+    announce = (lambda _: None) if options.quiet else (lambda line: print(line, flush=True))
+    finished = run_sweep(settings, jobs=jobs, announce=announce)
+    if not finished:
+        again = [*words, *([] if "--resume" in words else ["--resume", "auto"])]
+        print(f"interrupted; continue with: wellposed sweep {shlex.join(again)}", file=sys.stderr)
+        return 130
+    results = finished_results(settings)
+    if len(results) < total:
+        print(f"{len(results)} of {total} trainings are done; another process has the rest and writes the tables")
+        return 0
+
+    from wellposed.recipes._mcgrath2024_output import write_outputs
+
+    print(write_outputs(settings))
+    print(f"written: {settings.out}/results.md, table-1.csv, figure-1.svg, figure-3.svg, sweep.csv, ...")
+    return 1 if any(result["status"] != "success" for result in results) else 0
+
+
+def _settings(options: SweepArguments) -> SweepSettings:
+    if options.scale not in SCALES:
+        raise unknown_name("scale", options.scale, SCALES)
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds {options.seeds}: expected at least 1")
+    changes = {name: value for name in ("encoder", "steps") if (value := getattr(options, name)) is not None}
+    return SweepSettings(
+        data=str(options.data),
+        out=str(options.out or Path("runs") / f"mcgrath2024-{options.scale}"),
+        scale=options.scale,
+        options=dataclasses.replace(SCALES[options.scale], **changes),
+        cells=chosen_cells([name.strip() for name in options.cells.split(",") if name.strip()]),
+        seeds=tuple(range(options.seeds)),
+        device=options.device,
+    )
+
+
+def _default_jobs(scale: str) -> int:
+    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name}  {summary}" for name, summary in STUDIES.items())
+    return (
+        f"usage: wellposed sweep STUDY --data DIR [OPTIONS]\n\nstudies:\n{rows}\n\ncells of mcgrath2024:\n  "
+        + "\n  ".join(cell.name for cell in grid())
+        + "\n\n`wellposed sweep STUDY --help` lists the options."
+    )

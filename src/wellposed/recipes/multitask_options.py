@@ -1,0 +1,84 @@
+"""Options and scores of multi-task training; free of torch, so that a command can show its help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from wellposed.errors import ConfigError, listed
+
+SETS = ("sst", "para", "sts")
+METRICS = {"sst": "accuracy", "para": "accuracy", "sts": "Pearson"}
+STS_LOSSES = ("squared_error", "cosine")
+
+
+@dataclass(frozen=True)
+class MultiTaskOptions:
+    """How one encoder with three heads is built and trained."""
+
+    encoder: str | None = None
+    """Folder or hub name of a pretrained encoder with its tokenizer; None trains the small BERT below from scratch."""
+    hidden_size: int = 64
+    """Width of the small BERT; its feed-forward layers are four times as wide."""
+    num_hidden_layers: int = 2
+    """Layers of the small BERT."""
+    num_attention_heads: int = 4
+    """Heads of the small BERT."""
+    vocab_size: int = 4000
+    """Word pieces learned from the train rows for the small BERT."""
+    max_length: int = 48
+    """Longest row in tokens, pairs together; longer rows are cut and counted."""
+    dropout: float = 0.1
+    """Dropout of the small BERT's hidden states, and before the heads."""
+    train_rows: int | None = None
+    """Train on the first so many rows of each set; None is all."""
+    batch_size: int = 16
+    """Rows of each of the three sets per step."""
+    steps: int = 400
+    """Optimizer steps; each takes one batch of every set and the sum of the three losses."""
+    learning_rate: float = 1e-3
+    """Peak learning rate of AdamW, reached after a tenth of the steps, then falling linearly to zero."""
+    weight_decay: float = 0.01
+    """Decay of matrices."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    measure_every: int = 40
+    """Steps between measurements of orthogonality."""
+    sts_loss: str = "squared_error"
+    """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as vectors."""
+
+    def __post_init__(self) -> None:
+        whole = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_length", "batch_size",
+                 "steps", "measure_every")  # fmt: skip
+        problems = [
+            f"{name} = {getattr(self, name)!r}, expected at least 1" for name in whole if getattr(self, name) < 1
+        ]
+        if self.train_rows is not None and self.train_rows < 1:
+            problems.append(f"train_rows = {self.train_rows!r}, expected at least 1, or none for all")
+        if not self.learning_rate > 0:
+            problems.append(f"learning_rate = {self.learning_rate!r}, expected a positive number")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout = {self.dropout!r}, expected 0 <= dropout < 1")
+        if self.sts_loss not in STS_LOSSES:
+            problems.append(f"sts_loss = {self.sts_loss!r}, expected one of {', '.join(STS_LOSSES)}")
+        if self.encoder is None and self.hidden_size % self.num_attention_heads:
+            problems.append(f"hidden_size = {self.hidden_size} is not a multiple of {self.num_attention_heads} heads")
+        if problems:
+            raise ConfigError("these options of multi-task training cannot be used:\n" + listed(problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def overall_score(scores: Mapping[str, float]) -> float:
+    """Return ``(sst + para + (sts + 1) / 2) / 3``: accuracies as they are, the correlation moved to 0..1.
+
+    Status: exact. Source: the score of the CS224N project, which reproduces every row of McGrath (2024, Table 1) to
+    its last printed digit.
+
+    >>> round(overall_score({"sst": 0.485, "para": 0.876, "sts": 0.8358}), 4)
+    0.7596
+    """
+    return (scores["sst"] + scores["para"] + (scores["sts"] + 1) / 2) / 3

@@ -1,0 +1,380 @@
+"""The study of McGrath (2024) at toy size: the recipe, and a sweep that is stopped, shared and resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import BertConfig, BertModel
+
+from wellposed.cli import main
+from wellposed.errors import ConfigError, ConvergenceError
+from wellposed.functional import gram_penalty, orthogonality_error
+from wellposed.recipes import _mcgrath2024 as study
+from wellposed.recipes import _mcgrath2024_sweep as sweep
+from wellposed.recipes import multitask
+from wellposed.recipes.multitask_options import MultiTaskOptions, overall_score
+from wellposed.tasks._minbert import read_minbert
+
+TINY = MultiTaskOptions(
+    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=120, max_length=16, batch_size=4, steps=3,
+    measure_every=2,
+)  # fmt: skip
+WORDS = ["good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "where", "old", "new"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty rows of each set in which the label can be read off the words."""
+    folder = tmp_path_factory.mktemp("minbert")
+    draw = random.Random(0)
+
+    def words() -> str:
+        return " ".join(draw.choices(WORDS, k=5))
+
+    for split, count in (("train", 40), ("dev", 24)):
+        sst, para, sts = [], [], []
+        for index in range(count):
+            text, other = words(), words()
+            sst.append(f"{index}\tx\t{text}\t{min(4, text.count('good') * 2)}")
+            para.append(f"{index}\tx\t{text}\t{text if index % 2 else other}\t{float(index % 2)}")
+            sts.append(f"{index}\tx\t{text}\t{other}\t{min(5, len(set(text.split()) & set(other.split()))):.1f}")
+        for name, label, rows in (
+            ("ids-sst", "sentiment", sst),
+            ("quora", "is_duplicate", para),
+            ("sts", "similarity", sts),
+        ):
+            columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
+            (folder / f"{name}-{split}.csv").write_text(f"\tid\t{columns}\t{label}\n" + "\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sets(data: Path) -> multitask.EncodedSets:
+    return multitask.encode_sets(read_minbert(data), TINY)
+
+
+def settings(data: Path, out: Path, *names: str, seeds: int = 1) -> sweep.SweepSettings:
+    return sweep.SweepSettings(
+        data=str(data), out=str(out), scale="mini", options=TINY, cells=study.chosen_cells(names),
+        seeds=tuple(range(seeds)),
+    )  # fmt: skip
+
+
+def test_the_overall_score_gives_every_row_of_his_table() -> None:
+    for row in study.PAPER_TABLE.values():
+        assert overall_score(row) == pytest.approx(row["overall"], abs=6e-5)
+
+
+def test_the_grid_is_his_sweep_and_the_qr_forms() -> None:
+    cells = study.grid()
+    assert len(cells) == 1 + 3 * 3 + 2 * 3
+    assert len({cell.name for cell in cells}) == len({cell.folder for cell in cells}) == 16
+    by_name = {cell.name: cell for cell in cells}
+    assert by_name["baseline"].penalty() is None
+    assert by_name["key+query:1e-4"].penalty() == {"key": 1e-4, "query": 1e-4, "form": "gram"}
+    assert by_name["gram_schmidt:1e-6"].penalty() == {
+        "key": 1e-6, "query": 1e-6, "form": "qr", "qr_method": "gram_schmidt",
+    }  # fmt: skip
+    assert [cell.name for cell in study.chosen_cells(["query:1e-2"])] == ["baseline", "query:1e-2"]
+    with pytest.raises(ConfigError, match="nearest: query:1e-2"):
+        study.chosen_cells(["qury:1e-2"])
+
+
+def test_losses_are_those_of_the_paper() -> None:
+    logits = torch.randn(6, 5)
+    labels = torch.tensor([0.0, 1, 2, 3, 4, 0])
+    torch.testing.assert_close(multitask.task_loss("sst", logits, labels), F.cross_entropy(logits, labels.long()))
+    output, duplicate = torch.randn(6, 1), torch.tensor([1.0, 0, 1, 1, 0, 0])
+    expected = -(duplicate * F.logsigmoid(output[:, 0]) + (1 - duplicate) * F.logsigmoid(-output[:, 0])).mean()
+    torch.testing.assert_close(multitask.task_loss("para", output, duplicate), expected)
+    expected = (5 / (1 + torch.exp(-output[:, 0])) - labels).square().mean()
+    torch.testing.assert_close(multitask.task_loss("sts", output, labels), expected)
+    cosine = multitask.task_loss("sts", 3 * labels[:, None], labels, sts_loss="cosine")
+    assert cosine.item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_cosine_of_one_output_node_has_no_gradient() -> None:
+    output = torch.randn(6, 1, requires_grad=True)
+    F.cosine_embedding_loss(output, torch.rand(6, 1) + 0.1, torch.ones(6)).backward()
+    assert output.grad is not None
+    assert output.grad.abs().max() < 1e-6
+    multitask.task_loss("sts", output, torch.rand(6), sts_loss="cosine").backward()
+    assert output.grad.abs().max() > 1e-3
+
+
+def test_pearson_agrees_with_numpy_and_a_constant_orders_nothing() -> None:
+    x, y = torch.randn(50), torch.randn(50)
+    assert multitask.pearson(x, y) == pytest.approx(
+        torch.corrcoef(torch.stack([x, y]).double())[0, 1].item(), abs=1e-12
+    )
+    assert multitask.pearson(torch.full((50,), 0.3), y) == 0.0
+
+
+def test_batches_hold_every_row_once_a_pass() -> None:
+    stream = multitask.endless_batches(10, 4, seed=1)
+    drawn = [index for _ in range(5) for index in next(stream)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    again = multitask.endless_batches(10, 4, seed=1)
+    assert [next(again) for _ in range(2)] == [drawn[:4], drawn[4:8]]
+
+
+def test_affinity_errors_leave_padding_out(sets: multitask.EncodedSets) -> None:
+    torch.manual_seed(0)
+    model = multitask.build_multitask_model(TINY, sets.tokenizer).eval()
+    rows = sets.valid["sst"]
+    short, _ = multitask.batch_of(rows, [0], sets.tokenizer.pad_token_id)
+    padded = {name: F.pad(column, (0, 4), value=0) for name, column in short.items()}
+    found = multitask.affinity_errors(model, short)
+    assert list(found) == ["affinity.0"]
+    assert multitask.affinity_errors(model, padded) == pytest.approx(found, rel=1e-5)
+    assert model.encoder.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+
+
+def test_training_lowers_the_loss_and_reaches_the_reference_scores(data: Path) -> None:
+    import dataclasses
+
+    options = dataclasses.replace(TINY, steps=30, learning_rate=2e-2, batch_size=8, dropout=0.0)
+    found = multitask.train_multitask(multitask.encode_sets(read_minbert(data), options), options)
+    assert found["train_loss"] < 3  # from ln 5 + ln 2 + the variance of the scores, about 4
+    assert found["errors"][0]["step"] == 0
+    assert found["errors"][-1]["step"] == 30
+    assert {"encoder.0.query", "encoder.0.key", "encoder.0.value", "token_embedding", "affinity.0"} <= found["errors"][
+        0
+    ].keys()
+
+
+def test_a_seed_decides_weights_and_batches_whatever_the_penalty(
+    sets: multitask.EncodedSets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[int]] = []
+    real = multitask.batch_of
+    monkeypatch.setattr(
+        multitask, "batch_of", lambda rows, which, pad: drawn.append(list(which)) or real(rows, which, pad)
+    )
+    baseline = multitask.train_multitask(sets, TINY, seed=1)
+    plain = list(drawn)
+    drawn.clear()
+    penalised = multitask.train_multitask(sets, TINY, seed=1, penalty={"key": 10.0, "form": "gram"})
+    assert drawn == plain
+    assert penalised["errors"][0] == baseline["errors"][0]
+    assert penalised["errors"][-1] != baseline["errors"][-1]
+    assert penalised["penalty"] > 0 == baseline["penalty"]
+    again = multitask.train_multitask(sets, TINY, seed=1)
+    assert again["scores"] == baseline["scores"]
+    assert again["errors"] == baseline["errors"]
+
+
+def test_the_penalty_of_a_cell_is_his_equation(sets: multitask.EncodedSets) -> None:
+    from wellposed import OrthogonalityPenalty
+
+    model = multitask.build_multitask_model(TINY, sets.tokenizer)
+    key = model.encoder.encoder.layer[0].attention.self.key.weight  # type: ignore[union-attr, index]
+    cell = study.chosen_cells(["key:1e-2"])[1]
+    expected = 1e-2 * torch.linalg.matrix_norm(key @ key.T - torch.eye(16))  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(OrthogonalityPenalty(model.encoder, **cell.penalty())(), expected)  # type: ignore[arg-type]
+    assert gram_penalty(key, squared=False, side="rows").item() > 0  # type: ignore[arg-type]
+    assert orthogonality_error(key).item() > 0  # type: ignore[arg-type]
+
+
+def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: multitask.EncodedSets, tmp_path: Path) -> None:
+    import dataclasses
+
+    torch.manual_seed(5)
+    encoder = BertModel(
+        BertConfig(vocab_size=len(sets.tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                   intermediate_size=16, max_position_embeddings=16)
+    )  # fmt: skip
+    encoder.save_pretrained(tmp_path / "encoder")
+    sets.tokenizer.save_pretrained(tmp_path / "encoder")
+    options = dataclasses.replace(TINY, encoder=str(tmp_path / "encoder"), steps=1)
+    loaded = multitask.encode_sets(read_minbert(data), options)
+    assert loaded.train["sts"].columns == sets.train["sts"].columns
+    model = multitask.build_multitask_model(options, loaded.tokenizer)
+    torch.testing.assert_close(
+        model.encoder.embeddings.word_embeddings.weight,
+        encoder.embeddings.word_embeddings.weight,  # type: ignore[union-attr]
+    )
+    assert multitask.train_multitask(loaded, options)["scores"].keys() == {"sst", "para", "sts", "overall"}
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        multitask.encode_sets(read_minbert(data), dataclasses.replace(TINY, encoder=str(tmp_path / "nothing")))
+
+
+def test_bad_options_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)steps = 0.*learning_rate = -1.*sts_loss = 'l1'"):
+        MultiTaskOptions(steps=0, learning_rate=-1, sts_loss="l1")
+
+
+def test_a_sweep_stopped_in_the_middle_goes_on_and_ends_as_if_it_had_not(data: Path, tmp_path: Path) -> None:
+    whole = settings(data, tmp_path / "whole", "key:1e-2")
+    sweep.open_sweep(whole, "never")
+    assert sweep.run_sweep(whole, jobs=1, announce=lambda _: None)
+
+    parts = settings(data, tmp_path / "parts", "key:1e-2")
+    sweep.open_sweep(parts, "never")
+    asked: list[int] = []
+    with pytest.raises(sweep.Cancelled):
+        sweep.work(parts, announce=lambda _: None, stop=lambda: asked.append(1) or len(asked) > 5)
+    assert len(sweep.finished_results(parts)) == 1
+    with pytest.raises(ConfigError, match="--resume auto"):
+        sweep.open_sweep(parts, "never")
+    sweep.open_sweep(parts, "auto")
+    assert sweep.work(parts, announce=lambda _: None, stop=lambda: False) == 1
+    timeless = [
+        [{k: v for k, v in run.items() if "seconds" not in k} for run in sweep.finished_results(one)]
+        for one in (whole, parts)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_trial_whose_process_died_is_trained_again_and_a_living_one_is_not(data: Path, tmp_path: Path) -> None:
+    one = settings(data, tmp_path / "out", "key:1e-2")
+    sweep.open_sweep(one, "never")
+    taken = sweep._take(one)
+    assert taken is not None
+    sweep.open_sweep(one, "auto")  # its lock is held: it is at work
+    assert waiting(one) == 1
+    taken[2].close()  # as the system does when the process dies
+    sweep.open_sweep(one, "auto")
+    assert waiting(one) == 2
+    sweep.open_sweep(one, "auto")  # nothing is enqueued twice
+    assert waiting(one) == 2
+
+
+def waiting(one: sweep.SweepSettings) -> int:
+    from optuna.trial import TrialState
+
+    return len(sweep._study(one).get_trials(states=(TrialState.WAITING,)))
+
+
+def test_other_settings_and_foreign_folders_are_refused_and_seeds_may_be_added(data: Path, tmp_path: Path) -> None:
+    import dataclasses
+
+    one = settings(data, tmp_path / "out", "key:1e-2")
+    sweep.open_sweep(one, "never")
+    other = dataclasses.replace(one, options=dataclasses.replace(TINY, steps=9))
+    with pytest.raises(ConfigError, match="steps: 3 then, 9 now"):
+        sweep.open_sweep(other, "auto")
+    sweep.open_sweep(dataclasses.replace(one, seeds=(0, 1)), "auto")
+    assert waiting(one) == 4
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(ConfigError, match="is no sweep to resume"):
+        sweep.open_sweep(dataclasses.replace(one, out=str(tmp_path / "mine")), "auto")
+
+
+def test_a_training_that_diverges_is_a_result(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*_: Any, penalty: Any, **__: Any) -> dict[str, Any]:
+        if penalty is not None:
+            raise ConvergenceError("step 2: not finite")
+        scores = {"sst": 0.3, "para": 0.6, "sts": 0.1, "overall": 0.48}
+        return {"scores": scores, "errors": [{"step": 0, "encoder.0.key": 1.0}], "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(multitask, "train_multitask", diverge)
+    monkeypatch.setitem(study.SCALES, "mini", TINY)  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    words = [
+        "sweep",
+        "mcgrath2024",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--cells",
+        "key:1e-2",
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+    ]
+    assert main(words) == 1
+    assert "Failed: key:1e-2 seed 0: step 2: not finite" in (out / "results.md").read_text()
+
+
+def test_the_command_writes_his_figures_and_table(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(study.SCALES, "mini", TINY)  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    cells = "key:1e-2,householder:1e-6"
+    words = [
+        "sweep",
+        "mcgrath2024",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--seeds",
+        "2",
+        "--jobs",
+        "1",
+        "--cells",
+        cells,
+    ]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    for said in ("paper says", "we got (key:1e-2)", "Holm over every cell", "QR loss by householder", "Drift of the"):
+        assert said in printed
+    with (out / "table-1.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["row"], row["source"]) for row in table][:4] == [
+        ("baseline", "paper"), ("baseline", "ours"), ("key", "paper"), ("key", "ours"),
+    ]  # fmt: skip
+    runs = [json.loads((out / "trials" / "key-1e-2" / f"seed-{seed}.json").read_text()) for seed in (0, 1)]
+    scores = [run["scores"]["overall"] for run in runs]
+    assert float(table[3]["overall"]) == pytest.approx(sum(scores) / 2)
+    assert float(table[3]["overall_se"]) == pytest.approx(abs(scores[0] - scores[1]) / 2)
+    with (out / "figure-3.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row["error_over_initial"]) == 1 for row in rows if row["step"] == "0")
+    assert {row["step"] for row in rows} == {"0", "2", "3"}
+    for name in ("figure-1.svg", "figure-3.svg", "table-1.svg", "sweep.csv", "results.md"):
+        assert (out / name).stat().st_size > 200
+    assert main([*words, "--resume", "auto"]) == 0  # nothing is left to train: the tables are written again
+    assert main(words) == 2
+
+
+@pytest.mark.slow
+def test_interrupt_then_resume_in_two_processes(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import sys; from wellposed.recipes import _mcgrath2024 as study; from wellposed.cli import main\n"
+        "from wellposed.recipes.multitask_options import MultiTaskOptions\n"
+        f"study.SCALES['mini'] = MultiTaskOptions(**{TINY.to_dict()!r} | {{'steps': 60}})\n"
+        "if __name__ == '__main__': raise SystemExit(main(sys.argv[1:]))\n"
+    )
+    script = tmp_path / "command.py"
+    script.write_text(code)
+    words = ["sweep", "mcgrath2024", "--data", str(data), "--out", str(out), "--seeds", "2", "--cells", "key:1e-2"]
+    started = subprocess.Popen(
+        [sys.executable, str(script), *words, "--jobs", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 200
+    while not list(out.glob("trials/*/seed-*.lock")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(started.pid, signal.SIGINT)
+    _, complaint = started.communicate(timeout=200)
+    assert started.returncode == 130, complaint
+    assert "--resume auto" in complaint
+    done = len(list(out.glob("trials/*/seed-*.json")))
+    assert done < 4
+    again = subprocess.run(
+        [sys.executable, str(script), *words, "--resume", "auto", "--jobs", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert len(list(out.glob("trials/*/seed-*.json"))) == 4
+    assert (out / "table-1.svg").exists()

@@ -1,0 +1,129 @@
+"""Readers of the minBERT sets: every row is read, every bad row is named."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+
+import pytest
+
+from wellposed.errors import DataError
+from wellposed.tasks._minbert import encode_rows, read_minbert, train_word_pieces
+
+HEADERS = {
+    "ids-sst": "\tid\tsentence\tsentiment\n",
+    "quora": "\tid\tsentence1\tsentence2\tis_duplicate\n",
+    "sts": "\tid\tsentence1\tsentence2\tsimilarity\n",
+}
+ROWS = {
+    "ids-sst": '0\ta\t good film \t4\n1\tb\t"""quoted"" film"\t0\n',
+    "quora": "0\ta\twhat is it?\twhat's it?\t1.0\n1\tb\twho?\twhere?\t0.0\n",
+    "sts": "0\ta\ta cat\ta dog\t0.8\n",
+}
+
+
+def folder_of(path: Path, **changes: str) -> Path:
+    for stem, header in HEADERS.items():
+        for split in ("train", "dev"):
+            name = f"{stem}-{split}"
+            text = changes.get(name.replace("-", "_"), header + ROWS[stem])
+            (path / f"{name}.csv").write_text(text, encoding="utf-8")
+    return path
+
+
+def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    (tmp_path / "quora-train-extra.csv.gz").write_bytes(
+        gzip.compress((HEADERS["quora"] + "7\tz\tone\ttwo\t1.0\n").encode())
+    )
+    (tmp_path / "ids-sst-test-student.csv").write_text("no labels here\n")
+    sets = read_minbert(tmp_path)
+    assert list(sets) == ["sst", "para", "sts"]
+    assert sets["sst"].train.sentences == (("good film",), ('"quoted" film',))
+    assert sets["sst"].train.labels == (4.0, 0.0)
+    assert sets["para"].train.sentences[0] == ("one", "two")  # files in the order of their names
+    assert len(sets["para"].train) == 3
+    assert len(sets["para"].valid) == 2
+    assert sets["sts"].valid.labels == (0.8,)
+    assert [file["rows"] for file in sets["para"].files] == [1, 2, 2]
+    assert len(sets["para"].train.first(2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        (
+            "ids_sst_train",
+            HEADERS["ids-sst"] + "0\ta\tfilm\t4\n1\tb\tfilm\t7\n",
+            "ids-sst-train.csv:3: sentiment is '7'",
+        ),
+        ("ids_sst_dev", HEADERS["ids-sst"] + "0\ta\tfilm\t1.5\n", "ids-sst-dev.csv:2: .*whole number in 0..4"),
+        ("quora_train", HEADERS["quora"] + "0\ta\tone\ttwo\t\n", "quora-train.csv:2: is_duplicate is ''"),
+        ("quora_dev", HEADERS["quora"] + "0\ta\tone\t1.0\n", "quora-dev.csv:2: 4 fields, expected 5"),
+        ("sts_train", HEADERS["sts"] + "0\ta\t \ttwo\t1.0\n", "sts-train.csv:2: sentence1 is empty"),
+        ("sts_train", HEADERS["sts"] + "0\ta\tone\ttwo\tnan\n", "sts-train.csv:2: similarity is 'nan'"),
+        ("sts_dev", "\tid\tsentence1\tsentence2\n0\ta\tone\ttwo\n", "sts-dev.csv:1: the header lacks similarity"),
+        ("sts_dev", HEADERS["sts"], "a header and no row"),
+        ("sts_dev", HEADERS["sts"] + '0\ta\t"one\ttwo\t1.0\n', "sts-dev.csv:2: not tab-separated values"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, file: str, text: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        read_minbert(folder_of(tmp_path, **{file: text}))
+
+
+def test_a_row_over_two_lines_does_not_shift_the_line_numbers(tmp_path: Path) -> None:
+    text = HEADERS["ids-sst"] + '0\ta\t"two\nlines"\t1\n1\tb\tfilm\tgood\n'
+    with pytest.raises(DataError, match=r"ids-sst-train.csv:4: sentiment is 'good'"):
+        read_minbert(folder_of(tmp_path, ids_sst_train=text))
+
+
+def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
+    text = HEADERS["sts"] + "0\ta\tone\ttwo\t9\n1\tb\tone\ttwo\tx\n2\tc\tone\ttwo\t1.0\n"
+    with pytest.raises(DataError, match=r"(?s)2 malformed rows.*:2: .*:3: "):
+        read_minbert(folder_of(tmp_path, sts_train=text))
+
+
+def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    (tmp_path / "sts-dev.csv").unlink()
+    (tmp_path / "quora-train.csv").unlink()
+    with pytest.raises(DataError, match=r"(?s)para, train.*sts, valid.*it holds"):
+        read_minbert(tmp_path)
+    folder_of(tmp_path)
+    (tmp_path / "sts-dev.csv.gz").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(DataError, match=r"both plain and gzip"):
+        read_minbert(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        read_minbert(tmp_path / "elsewhere")
+
+
+def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> None:
+    sets = read_minbert(folder_of(tmp_path))
+    texts = [text for data in sets.values() for row in data.train.sentences for text in row]
+    tokenizer = train_word_pieces(texts, vocab_size=80, max_length=8)
+    again = train_word_pieces(texts, vocab_size=80, max_length=8)
+    assert tokenizer.get_vocab() == again.get_vocab()
+    pair = tokenizer("a cat", "a dog")
+    assert tokenizer.decode(pair["input_ids"]) == "[CLS] a cat [SEP] a dog [SEP]"
+    first = pair["input_ids"].index(tokenizer.sep_token_id)
+    assert pair["token_type_ids"] == [0] * (first + 1) + [1] * (len(pair["input_ids"]) - first - 1)
+    rows = encode_rows(sets["para"].train, tokenizer, max_length=6)
+    assert rows.cut == sum(len(tokenizer(*row)["input_ids"]) > 6 for row in sets["para"].train.sentences) > 0
+    assert all(len(row) <= 6 and row[-1] == tokenizer.sep_token_id for row in rows.columns["input_ids"])
+    assert rows.labels == sets["para"].train.labels
+
+
+@pytest.mark.data
+def test_the_shared_files_are_read_whole(shared_data: Path) -> None:
+    sets = read_minbert(shared_data / "minbert")
+    assert {name: (len(data.train), len(data.valid)) for name, data in sets.items()} == {
+        "sst": (8544, 1101),
+        "para": (28017, 2000),
+        "sts": (6040, 863),
+    }
+    # The same rows by the csv module's own dictionary reader.
+    with gzip.open(shared_data / "minbert" / "quora-valid-2k.csv.gz", "rt", encoding="utf-8", newline="") as file:
+        wanted = [(r["sentence1"].strip(), r["sentence2"].strip()) for r in csv.DictReader(file, delimiter="\t")]
+    assert list(sets["para"].valid.sentences) == wanted
