@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from wellposed.errors import ShapeError as ShapeError
     from wellposed.errors import WellposedError as WellposedError
     from wellposed.initialize import dt_fixup_ as dt_fixup_
+    from wellposed.initialize import remove_norms_ as remove_norms_
     from wellposed.initialize import signal_propagation as signal_propagation
     from wellposed.initialize import t_fixup_ as t_fixup_
     from wellposed.measurement import Measurement as Measurement
@@ -59,6 +60,7 @@ _EXPORTS: dict[str, str] = {
     "measure": "measurement",
     "orthogonal": "constrain",
     "register_rule": "certification",
+    "remove_norms_": "initialize",
     "signal_propagation": "initialize",
     "t_fixup_": "initialize",
     "CheckpointError": "errors",
