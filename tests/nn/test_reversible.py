@@ -53,11 +53,11 @@ def gradients(stack: ReversibleSequential, x: Tensor, *, plain: bool, **options:
 
 @pytest.mark.parametrize("kind", list(BLOCKS))
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"padded": True}])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
 def test_gradients_equal_ordinary_backpropagation(
     kind: str, options: dict[str, bool], dtype: torch.dtype, tolerance: float
 ) -> None:
-    stack = ReversibleSequential(BLOCKS[kind](12)).to(dtype)
+    stack = ReversibleSequential(BLOCKS[kind](5)).to(dtype)
     x = draw(2, N, D, dtype=dtype)
     keywords: dict[str, Any] = {"is_causal": True} if "is_causal" in options else {}
     if "padded" in options:
@@ -130,13 +130,13 @@ def test_training_lowers_the_loss_and_survives_save_and_load(tmp_path: Any) -> N
     x, target = draw(4, N, D), draw(4, N, D, seed=2)
     optimizer = torch.optim.Adam(stack.parameters(), lr=0.05)
     losses = []
-    for _ in range(8):
+    for _ in range(5):
         loss = (stack(x) - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
     torch.save(stack.state_dict(), tmp_path / "stack.pt")
     fresh = ReversibleSequential(residual_blocks(3, contractive=0.9))
     assert not torch.equal(fresh(x), stack(x))
