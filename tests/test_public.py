@@ -19,6 +19,7 @@ PUBLIC = {
 
 def test_the_public_names_are_these() -> None:
     assert set(wellposed.__all__) == PUBLIC
+    assert set(wellposed._EXPORTS) == PUBLIC
 
 
 def test_every_export_resolves_to_its_own_module() -> None:

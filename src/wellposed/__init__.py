@@ -74,7 +74,33 @@ _EXPORTS: dict[str, str] = {
     "WellposedError": "errors",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = [
+    "Certificate",
+    "CheckpointError",
+    "ConfigError",
+    "ConvergenceError",
+    "DataError",
+    "Measurement",
+    "Monitor",
+    "NotContractiveError",
+    "NotLipschitzError",
+    "OrthogonalityPenalty",
+    "RoleNotFoundError",
+    "Roles",
+    "ShapeError",
+    "WellposedError",
+    "certify",
+    "constrain_",
+    "dt_fixup_",
+    "find_roles",
+    "lipschitz_lower_bound",
+    "measure",
+    "orthogonal",
+    "register_rule",
+    "remove_norms_",
+    "signal_propagation",
+    "t_fixup_",
+]
 
 
 def __getattr__(name: str) -> Any:
