@@ -59,6 +59,7 @@ def test_every_recipe_leaves_table_figure_and_claim(name: str, text: str, shared
         rows = list(csv.DictReader(file))
     assert len(rows) == len(done.result.rows) > 0
     assert figure.read_text().count("<svg") == 1
+    assert "mathdefault" not in figure.read_text()
     values = json.loads(claim.read_text())
     assert values["holds"] is None
     assert values["paper_says"] == RECIPES.get(name).says

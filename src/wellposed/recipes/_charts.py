@@ -76,6 +76,11 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     else:
         axes.set_xscale(panel.x_scale)
     axes.set_yscale(panel.y_scale)
+    for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):
+        if scale != "linear":
+            # Powers are plain text: the house style does not parse mathematics.
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter("")
     axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
     if panel.legend and len(panel.series) > 0:
         axes.legend(fontsize=7.5, handlelength=2.4)

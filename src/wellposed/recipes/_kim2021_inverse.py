@@ -139,7 +139,7 @@ def _reproduction(request: Request, rows: list[dict[str, Any]], title: str) -> R
     sizes = list(dict.fromkeys((row["N"], row["D"]) for row in rows))
     panels = [
         Panel(
-            f"{name}, N = {tokens}, D = {width}" if len(sizes) > 1 else f"{name}: {title}",
+            f"{name}\nN = {tokens}, D = {width}" if len(sizes) > 1 else f"{name}\n{title}",
             "fixed point iterations",
             "max reconstruction error",
             [_curve(rows, name, tokens, width, c) for c in CONSTANTS],
