@@ -132,6 +132,8 @@ def _about_scores(cells: Sequence[CellResult]) -> str:
     best, against = max(tested, key=lambda pair: pair[0].mean("overall")[0])
     different = [f"{result.cell.name} is {test.verdict}" for result, test in tested if test.significant]
     said = "; ".join(different) or f"none of the {len(tested)} penalised cells differs significantly from the baseline"
+    if all(test.p_value is None for _, test in tested):
+        said = "nothing can be tested with so few seeds"
     error = against.standard_error
     width = "" if error is None else f" +- {error:.4f}"
     seen = f" His gain of 0.0024, of one run each, is {0.0024 / error:.1f} of these standard errors." if error else ""
