@@ -22,7 +22,6 @@ from wellposed.recipes._mcgrath2024 import STRENGTHS, Cell
 from wellposed.recipes.multitask_options import MultiTaskOptions
 from wellposed.tasks._minbert import read_minbert
 from wellposed.training._files import replace_file, to_json
-from wellposed.training._run_folder import now, versions
 from wellposed.training._signals import Cancelled, StopRequest
 
 STUDY = "mcgrath2024"
@@ -83,6 +82,8 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     if not settings.seeds:
         raise ConfigError("seeds: expected at least 1")
     read_minbert(settings.data)
+    from wellposed.training._run_folder import now, versions
+
     if out.is_dir() and any(out.iterdir()):
         if resume == "never":
             raise ConfigError(
