@@ -18,7 +18,7 @@ $(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-develop: $(VENV)/.installed-run
-	$(PIP) --editable '.[test,lint,docs,sweep]'
+	$(PIP) --editable '.[test,lint,docs,sweep,lightning]'
 	touch $@
 
 demo: $(VENV)/.installed-run

@@ -45,7 +45,8 @@ def test_orthogonality_levels_are_nested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"), [("post_nl", "nearest: post_ln"), ("post_ln:3", "takes no value"), ("oc3:much", "must be a number")]
+    ("spec", "says"),
+    [("post_nl", "nearest: post_ln"), ("post_ln:3", "takes no value"), ("oc3:much", "must be a number")],
 )
 def test_bad_variants_are_refused(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

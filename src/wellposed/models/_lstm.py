@@ -51,6 +51,7 @@ class LSTMForCausalLM(PreTrainedModel):
     Args:
         config: sizes; `tie_word_embeddings` shares the embedding with the output.
 
+    >>> import torch
     >>> model = LSTMForCausalLM(LSTMConfig(vocab_size=7, hidden_size=8, num_attention_heads=2))
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 7])

@@ -1,0 +1,7 @@
+"""Doctests of one module alone: its package is imported first, so that what it registers is registered once."""
+
+from __future__ import annotations
+
+import wellposed.models
+import wellposed.recipes.reproduce
+import wellposed.tasks  # noqa: F401
