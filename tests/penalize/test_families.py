@@ -1,0 +1,95 @@
+"""Attach in one line, train, save, load, detach: the whole promise, on every family that roles are found in."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from wellposed.penalize import OrthogonalityPenalty
+from wellposed.roles import find_roles
+
+
+def _load_zoo() -> ModuleType:
+    if "zoo_of_roles" in sys.modules:
+        return sys.modules["zoo_of_roles"]
+    path = Path(__file__).parents[1] / "roles" / "zoo.py"
+    spec = importlib.util.spec_from_file_location("zoo_of_roles", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+ZOO = _load_zoo().ZOO
+# Affinities on their own: pulled to identity they ask for longer queries and keys than orthonormal weights give.
+TOGETHER = {
+    "affinity": ("affinity",),
+    "zhang2021 weights": ("attention", "feedforward"),
+    "mcgrath2024": ("query", "key", "value", "embedding"),
+}
+
+
+def everything_on(model: nn.Module) -> dict[str, object]:
+    """Every attribute and hook of every module by path; modules and tensors by identity, hook tables by content."""
+    found: dict[str, object] = {"": (list(model.state_dict()), [name for name, _ in model.named_parameters()])}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_hook_table = isinstance(value, dict) and "hooks" in name
+            shown = list(value) if is_hook_table else id(value)
+            found[f"{path}:{name}"] = (type(module), shown)
+    return found
+
+
+def strengths_for(model: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
+    tables = any(role.kind == "token" for role in find_roles(model).embeddings)
+    return {name: 1.0 for name in names if name != "embedding" or tables}
+
+
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("family", ZOO)
+def test_attach_train_save_load_and_detach(family: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    entry = ZOO[family]
+    model = entry.build().train()
+    before = everything_on(model)
+    given = strengths_for(model, names)
+    penalty = OrthogonalityPenalty(model, **given)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    history: list[dict[str, float]] = []
+    for _ in range(20):
+        torch.manual_seed(1)  # the same tokens and dropout at each step, so that affinities compare
+        loss = entry.run(model).square().mean() + penalty()
+        history.append(penalty.terms())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert {name.split(".")[0] for name in history[0]} == set(given)
+    assert [name for name, value in history[0].items() if not history[-1][name] < value] == []
+
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained(tmp_path)
+        fresh = type(model).from_pretrained(tmp_path).eval()
+    else:
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        fresh = entry.build().eval()
+        fresh.load_state_dict(torch.load(tmp_path / "model.pt"), strict=True)
+
+    penalty.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert everything_on(model) == before
+    outputs = []
+    for one in (model.eval(), fresh):  # after removal: torch's own layers take another kernel while they have hooks
+        torch.manual_seed(2)
+        with torch.no_grad():
+            outputs.append(entry.run(one))
+    assert torch.equal(*outputs)
