@@ -194,12 +194,48 @@ def test_padding_and_layout_change_nothing() -> None:
             module.batch_first = False
     turned = measure(model, {"src": padded.transpose(0, 1), "src_key_padding_mask": mask}).activations
     for a, b, c in zip(plain, masked, turned, strict=True):
-        for name in ("mean_norm", "max_norm", "attention_entropy", "attention_sensitivity"):
+        for name in (
+            "mean_norm",
+            "max_norm",
+            "attention_entropy",
+            "attention_sensitivity",
+            "affinity_orthogonality_error",
+        ):
             if a[name] is None:
                 assert a["kind"] == "layer"
                 continue
             assert b[name] == pytest.approx(a[name], rel=1e-4)
             assert c[name] == pytest.approx(a[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(6, 4), (6, 1)])
+@torch.no_grad()
+def test_orthogonality_error_of_affinities_against_loops(lengths: tuple[int, int]) -> None:
+    """max |a_i . a_j| over different real tokens, head by head, in float64; a lone token has no pair and counts 0."""
+    model = encoder(1).eval()
+    x = torch.randn(2, 6, WIDTH)
+    padding = torch.arange(6) >= torch.tensor(lengths)[:, None]
+    query, key, size = *attention_inputs(model.layers[0], x), WIDTH // HEADS  # type: ignore[index,arg-type]
+    expected = []
+    for head in range(HEADS):
+        part = slice(head * size, (head + 1) * size)
+        errors = []
+        for b, length in enumerate(lengths):
+            a = (query[b, :length, part] @ key[b, :length, part].T / math.sqrt(size)).softmax(-1)
+            errors.append(
+                max((float(a[i] @ a[j]) for i in range(length) for j in range(length) if i != j), default=0.0)
+            )
+        expected.append(sum(errors) / 2)
+    (row, _) = measure(model, {"src": x, "src_key_padding_mask": padding}).activations
+    assert row["affinity_orthogonality_error"] == pytest.approx(expected, rel=1e-5)
+    assert len({round(value, 3) for value in expected}) == HEADS  # heads differ, so their order is checked
+
+
+def attention_inputs(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
+    assert fused is not None
+    query, key, _ = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
+    return query, key
 
 
 def hugging_face(name: str, implementation: str) -> Any:
@@ -233,6 +269,10 @@ def test_hugging_face_attention_equals_the_weights_the_model_returns(name: str, 
         entropy = torch.special.entr(layer.double()).sum(-1)
         expected = [entropy[:, h][real].mean().item() for h in range(HEADS)]
         assert row["attention_entropy"] == pytest.approx(expected, rel=1e-4)
+        gram = layer.double() @ layer.double().mT
+        pairs = real[:, None, :, None] & real[:, None, None, :] & ~torch.eye(7, dtype=torch.bool)
+        errors = torch.where(pairs, gram, 0.0).amax((-2, -1)).mean(0)
+        assert row["affinity_orthogonality_error"] == pytest.approx(errors.tolist(), rel=1e-4)
         assert max(expected) < 1.6  # below ln 7: the weights are not uniform, so the comparison says something
 
 
@@ -293,6 +333,7 @@ def test_attention_that_cannot_be_seen_is_said() -> None:
     measurement = measure(HiddenModel(), torch.randn(1, 3, 4))
     (row,) = measurement.activations
     assert row["attention_entropy"] is None
+    assert row["affinity_orthogonality_error"] is None
     assert row["mean_norm"] > 0
     assert measurement.notes[0].startswith("attention weights were not seen in layers.0.self_attn")
 

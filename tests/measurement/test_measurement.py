@@ -50,6 +50,7 @@ def activation() -> dict[str, Any]:
         "max_norm": 3.0,
         "attention_entropy": [1.0, 2.0],
         "attention_sensitivity": [0.25, 0.125],
+        "affinity_orthogonality_error": [0.5, 0.75],
     }
 
 
@@ -96,6 +97,7 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[2]["layer"] == ""
     beside = list(csv.DictReader((tmp_path / "m-activations.csv").read_text().splitlines()))
     assert beside[0]["attention_entropy"] == "1.0 2.0"
+    assert beside[0]["affinity_orthogonality_error"] == "0.5 0.75"
 
 
 def test_normalised_by_the_initial_error(tmp_path: Path) -> None:
@@ -115,7 +117,15 @@ def test_normalising_by_another_model_names_what_is_missing() -> None:
 
 def test_table_holds_every_weight_and_module() -> None:
     text = full().table()
-    for expected in ("encoder.0.query", "encoder.1.key", "token_embedding", "inf", "1.312", "layers.0.attention"):
+    for expected in (
+        "encoder.0.query",
+        "encoder.1.key",
+        "token_embedding",
+        "inf",
+        "1.312",
+        "layers.0.attention",
+        "0.625",
+    ):
         assert expected in text
     assert "\x1b" not in text
     assert "note: a note" in text

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
 from wellposed.measurement._capture import AttentionCapture
+from wellposed.measurement._measurement import PER_HEAD
 from wellposed.roles import AttentionRole, Roles
 
 
@@ -59,8 +60,7 @@ def _row(place: _Place, norms: Sequence[Tensor], capture: AttentionCapture) -> d
         "path": place.path,
         "mean_norm": values.mean().item() if seen and values is not None else None,
         "max_norm": values.max().item() if seen and values is not None else None,
-        "attention_entropy": heads[0] if heads else None,
-        "attention_sensitivity": heads[1] if heads else None,
+        **(heads or dict.fromkeys(PER_HEAD)),
     }
 
 

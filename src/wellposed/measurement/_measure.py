@@ -25,8 +25,9 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
     eq. 3) for the orthogonality error, on the smaller of the two Gram matrices, as the larger cannot be diagonal
     (``gram`` in each row says which: ``"rows"`` is ``W W^T``, ``"columns"`` is ``W^T W``); Rudelson and Vershynin
     (2007) for the stable rank. On a batch: mean and largest 2-norm of the token vectors behind every layer, attention
-    and feed-forward module, and per head the mean entropy (nats) of the attention rows and their mean sensitivity
-    ``p1 (1 - p1 + p2)``. Padded tokens are left out where the batch holds a mask.
+    and feed-forward module, and per head the mean entropy (nats) of the attention rows, their mean sensitivity
+    ``p1 (1 - p1 + p2)`` and the orthogonality error of the affinity A (McGrath, 2024, sec. 4.3): the largest
+    ``|(A A^T)_ij|`` over queries i != j, mean of the batch. Padded tokens are left out where the batch holds a mask.
 
     The model runs in evaluation mode without gradients and is left as it was: training flags, gradients, hooks and
     random state.
@@ -45,8 +46,9 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
         ConvergenceError: weights hold NaN or infinity; all are named.
         ConfigError: a quantised weight, or a batch of another type.
 
-    Cost: with ``spectra`` one float64 SVD per weight, without about a tenth of it; the batch costs one forward pass and
-    the N x N attention weights of one layer at a time. When not to use: inside every training step; see `Monitor`.
+    Cost: with ``spectra`` one float64 SVD per weight, without about a tenth of it; the batch costs one forward pass,
+    the N x N attention weights of one layer at a time, and 2 N^3 FLOPs per example and head for ``A A^T``. When not
+    to use: inside every training step; see `Monitor`.
 
     >>> m = measure(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(2, 5, 16))
     >>> [row["role"] for row in m.rows]

@@ -30,16 +30,8 @@ WEIGHT_COLUMNS = (
     "stable_rank",
     "sigma_max_status",
 )
-ACTIVATION_COLUMNS = (
-    "stack",
-    "layer",
-    "kind",
-    "path",
-    "mean_norm",
-    "max_norm",
-    "attention_entropy",
-    "attention_sensitivity",
-)
+PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
+ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm", *PER_HEAD)
 
 
 @dataclass(frozen=True)
@@ -50,8 +42,10 @@ class Measurement:
     orthogonality_error, gram, sigma_max, sigma_min, condition_number, stable_rank, sigma_max_status`` (``"exact"``:
     float64 SVD; ``"empirical"``: Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``.
     ``activations`` holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
-    max_norm, attention_entropy, attention_sensitivity`` (lists with one value per head, or ``None`` where attention was
-    not seen). What could not be measured is ``None`` and said in ``notes``.
+    max_norm, attention_entropy, attention_sensitivity, affinity_orthogonality_error``. The last three are lists of one
+    value per head, or ``None`` where attention was not seen; the last is ``max |(A A^T)_ij|`` over pairs of different
+    real tokens, mean of the batch: 0 if and only if no two tokens attend to a common one. What could not be measured is
+    ``None`` and said in ``notes``.
 
     >>> m = Measurement(rows=[{"stack": "encoder", "layer": 0, "role": "query", "path": "a", "sigma_max": 1.5}])
     >>> m.find(role="query")[0]["sigma_max"]
@@ -101,7 +95,7 @@ class Measurement:
         ]
         parts = [text_table("Weights", columns, body)]
         if self.activations:
-            columns = ["module", "kind", "mean norm", "max norm", "attention entropy (nats), mean of heads"]
+            columns = ["module", "kind", "mean norm", "max norm", "attention entropy (nats)*", "affinity err_orth*"]
             body = [
                 [
                     str(row["path"]),
@@ -109,10 +103,11 @@ class Measurement:
                     format_number(row.get("mean_norm")),
                     format_number(row.get("max_norm")),
                     format_number(mean_of(row.get("attention_entropy"))),
+                    format_number(mean_of(row.get("affinity_orthogonality_error"))),
                 ]
                 for row in self.activations
             ]
-            parts.append(text_table("Activations", columns, body, left=2))
+            parts.append(text_table("Activations (* mean of heads)", columns, body, left=2))
         parts.extend(f"note: {note}" for note in self.notes)
         return "\n\n".join(parts)
 
