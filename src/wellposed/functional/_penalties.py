@@ -212,27 +212,78 @@ class _Plan:
     dtype: torch.dtype | None
     groups: tuple[Any, ...] = ()
 
+    def dtype_for(self, weights: Sequence[Tensor]) -> torch.dtype:
+        return self.dtype or torch.promote_types(weights[0].dtype, torch.float32)
+
+
+def _gram_minus_identity(plan: _Plan, weights: Sequence[Tensor]) -> Tensor:
+    dtype = plan.dtype_for(weights)
+    with torch.autocast(weights[0].device.type, enabled=False):
+        cast = [weight.to(dtype) for weight in weights]
+        if plan.by_columns:
+            gram = cast[0].t() @ cast[0]
+            for item in cast[1:]:
+                gram.addmm_(item.t(), item)
+        else:
+            stack = cast[0] if len(cast) == 1 else torch.cat(cast)
+            gram = stack @ stack.t()
+        gram = gram.to(torch.promote_types(weights[0].dtype, torch.float32))
+        for group in plan.groups:
+            torch.distributed.all_reduce(gram, group=group)
+        gram.diagonal().sub_(1)
+    return gram
+
+
+@torch.no_grad()
+def accumulate_gram_penalty_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    *,
+    strength: float,
+    squared: bool,
+    side: Side,
+    gram_dtype: torch.dtype | None,
+) -> Tensor:
+    """Add the gradient of ``strength * gram_penalty(weights)`` to ``gradients`` in place, without a graph.
+
+    Returns the penalty, strength included. A weight whose entry in ``gradients`` is None is frozen.
+    """
+    rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    plan = _Plan(rows >= columns, gram_dtype)
+    gram = _gram_minus_identity(plan, weights)
+    constant = (columns if side == "columns" else rows) - (columns if plan.by_columns else rows)
+    value = torch.dot(gram.view(-1), gram.view(-1)) + constant
+    slope = torch.full_like(value, 4 * strength)  # of |G|^2 by W, times 1 / (2 |G|) for the norm itself
+    if not squared:
+        value = _root(value)
+        slope = torch.where(value > 0, slope / (2 * value), 0.0)
+    scaled = gram.mul_(slope).to(plan.dtype_for(weights))
+    with torch.autocast(gram.device.type, enabled=False):
+        cast = [weight.to(scaled.dtype) for weight in weights]
+        stack = None if plan.by_columns else (cast[0] if len(cast) == 1 else torch.cat(cast))
+        start = 0
+        for weight, gradient in zip(cast, gradients, strict=True):
+            block = scaled[start : start + weight.shape[0]]
+            start += weight.shape[0]
+            if gradient is not None:
+                _add_product(gradient, *((weight, scaled) if stack is None else (block, stack)))
+    return strength * value
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    if target.dtype == left.dtype:
+        target.addmm_(left, right)
+    else:
+        target.add_((left @ right).to(target.dtype))
+
 
 class _Gram(torch.autograd.Function):
     """|G|_F^2 for a Gram matrix minus identity, with gradient ``4 W G`` or ``4 G W``."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *weights: Tensor) -> Tensor:
-        kept = torch.promote_types(weights[0].dtype, torch.float32)
-        ctx.by_columns, ctx.dtype = plan.by_columns, plan.dtype or kept
-        with torch.autocast(weights[0].device.type, enabled=False):
-            cast = [weight.to(ctx.dtype) for weight in weights]
-            if plan.by_columns:
-                gram = cast[0].t() @ cast[0]
-                for item in cast[1:]:
-                    gram.addmm_(item.t(), item)
-            else:
-                stack = cast[0] if len(cast) == 1 else torch.cat(cast)
-                gram = stack @ stack.t()
-            gram = gram.to(kept)
-            for group in plan.groups:
-                torch.distributed.all_reduce(gram, group=group)
-            gram.diagonal().sub_(1)
+        ctx.by_columns, ctx.dtype = plan.by_columns, plan.dtype_for(weights)
+        gram = _gram_minus_identity(plan, weights)
         ctx.save_for_backward(gram, *weights)
         return torch.dot(gram.view(-1), gram.view(-1))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.penalize._capture import AffinityCapture
+from wellposed.penalize._in_place import accumulate_term_, check_in_place
 from wellposed.penalize._seen import Estimate
 from wellposed.penalize._terms import How, check_form, form_of, weight_terms
 from wellposed.roles import Roles, find_roles
@@ -148,12 +149,9 @@ class OrthogonalityPenalty:
             ConfigError: after `remove`; or, with ``affinity``, before a forward pass, after its graph was freed, or
                 where an attention module could not be seen; a schedule that returns a negative number.
         """
-        if self.removed:
-            raise ConfigError("this OrthogonalityPenalty was removed from its model; make a new one")
-        step, self.step = self.step, self.step + 1
-        if step % self.every:
+        strengths = self._advance()
+        if strengths is None:
             return self._device_of().new_zeros((), dtype=torch.float32)
-        strengths = {name: _at(name, strength, step) * self.every for name, strength in self._strengths.items()}
         parts: dict[str, Tensor] = {}
         for name, part in self._weight_parts(strengths):
             parts[name] = parts[name] + part if name in parts else part
@@ -161,7 +159,43 @@ class OrthogonalityPenalty:
             for name, part in self._affinity_parts(self._capture, strengths["affinity"]):
                 parts[name] = parts[name] + part if name in parts else part
         self._parts = {name: part.detach() for name, part in parts.items()}
-        return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]).sum()
+        return _sum(parts)
+
+    def accumulate_(self) -> float:
+        """Add the gradient of the weight terms straight to ``.grad``, return the penalty, and count one step.
+
+        Status: exact; ``.grad`` is that of ``penalty().backward()`` to rounding. Call it once per optimizer step, after
+        the ``backward()`` of the loss and before gradients are clipped; with a gradient scaler, after unscaling.
+
+        >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        >>> penalty = OrthogonalityPenalty(layer, attention=1e-2)
+        >>> penalty.accumulate_() > 0, layer.self_attn.in_proj_weight.grad is not None
+        (True, True)
+
+        Raises:
+            ConfigError: affinity terms, ``form="qr"``, parametrised or sharded weights, whose gradient needs the
+                graph; after `remove`; a schedule that returns a negative number. Nothing has been added then.
+
+        Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of the gradient. When
+        not to use: inside a compiled step, or with hooks on gradients (DDP, FSDP), which it goes past; under DDP every
+        process adds the same, so call it after the gradients were averaged.
+        """
+        if self._capture is not None:
+            raise ConfigError(
+                "accumulate_() adds gradients without a graph, which affinities need: use penalty() and backward(), "
+                "or a second OrthogonalityPenalty for the affinity alone"
+            )
+        check_in_place(self._terms, self._hows)
+        strengths = self._advance()
+        if strengths is None:
+            return 0.0
+        parts: dict[str, Tensor] = {}
+        for term in self._terms:
+            name = f"{term.strength}.{term.label}"
+            part = accumulate_term_(term, self._hows[term.strength], strengths[term.strength])
+            parts[name] = parts[name] + part if name in parts else part
+        self._parts = parts
+        return _sum(parts).item()
 
     def terms(self) -> dict[str, float]:
         """Return the parts of the last non-zero call, strengths included, so that they add up to its value.
@@ -181,6 +215,15 @@ class OrthogonalityPenalty:
             self._capture.remove()
         self._parts = None
         self.removed = True
+
+    def _advance(self) -> dict[str, float] | None:
+        """Count a step and return its strengths; None where ``every`` leaves it out."""
+        if self.removed:
+            raise ConfigError("this OrthogonalityPenalty was removed from its model; make a new one")
+        step, self.step = self.step, self.step + 1
+        if step % self.every:
+            return None
+        return {name: _at(name, strength, step) * self.every for name, strength in self._strengths.items()}
 
     def _next_step(self) -> int | None:
         return None if self.step % self.every else self.step
@@ -208,6 +251,10 @@ class OrthogonalityPenalty:
                 "with gradient checkpointing pass use_reentrant=False"
             )
         return parts
+
+
+def _sum(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]).sum()
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:

@@ -1,0 +1,126 @@
+"""Gradients added in place equal those of backward, on every family, and what needs a graph is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from wellposed.errors import ConfigError
+from wellposed.penalize import OrthogonalityPenalty
+
+
+def _load_zoo() -> ModuleType:
+    if "zoo_of_roles" in sys.modules:
+        return sys.modules["zoo_of_roles"]
+    path = Path(__file__).parents[1] / "roles" / "zoo.py"
+    spec = importlib.util.spec_from_file_location("zoo_of_roles", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+ZOO = _load_zoo().ZOO
+WEIGHTS: dict[str, Any] = {"attention": 0.5, "feedforward": 0.25, "key": 2.0}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(model: nn.Module, rtol: float = 1e-12, **options: Any) -> None:
+    """Both ways, on top of gradients that are there already on every second parameter."""
+    found = []
+    for in_place in (False, True):
+        model.zero_grad()
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.requires_grad and index % 2:
+                parameter.grad = torch.full_like(parameter, 0.5)
+        penalty = OrthogonalityPenalty(model, **options)
+        if in_place:
+            value = penalty.accumulate_()
+        else:
+            loss = penalty()
+            loss.backward()
+            value = loss.item()
+        found.append((value, penalty.terms(), penalty.step, gradients(model)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=max(rtol, 1e-6))  # the call sums in the dtype of the weights
+    assert found[1][1] == pytest.approx(found[0][1], rel=max(rtol, 1e-12))
+    assert found[1][2] == found[0][2] == 1
+    torch.testing.assert_close(found[1][3], found[0][3], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("family", ZOO)
+def test_same_gradients_as_backward(family: str) -> None:
+    compare(ZOO[family].build().double(), **WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key": 2.0, "feedforward": 0.5, "form": "gram"},
+        {"attention": 1.0, "attention_mode": "separate", "every": 3},
+        {"embedding": 1.0, "value": lambda step: 0.5 + step},
+    ],
+)
+def test_forms_modes_and_schedules(options: dict[str, Any]) -> None:
+    compare(ZOO["llama"].build().double(), **options)
+    compare(ZOO["gpt2"].build().double(), **options)
+
+
+def test_low_precision_and_frozen_weights() -> None:
+    compare(ZOO["bert"].build(), 1e-5, **WEIGHTS)
+    compare(ZOO["bert"].build().bfloat16(), 2**-7, **WEIGHTS)
+    compare(ZOO["bert"].build(), 2**-6, gram_dtype=torch.bfloat16, **WEIGHTS)
+    model = ZOO["bert"].build().double()
+    model.encoder.layer[0].attention.self.key.weight.requires_grad_(False)
+    compare(model, **WEIGHTS)
+    assert model.encoder.layer[0].attention.self.key.weight.grad is None
+
+
+def test_an_orthogonal_weight_gets_no_gradient_from_the_norm() -> None:
+    module = nn.MultiheadAttention(4, 2).double()
+    with torch.no_grad():
+        module.in_proj_weight[4:8] = torch.eye(4)
+    assert OrthogonalityPenalty(module, key=1.0, form="gram").accumulate_() == 0.0
+    assert module.in_proj_weight.grad is not None
+    assert not module.in_proj_weight.grad.any()
+
+
+def test_left_out_steps_add_nothing() -> None:
+    model = ZOO["bert"].build()
+    penalty = OrthogonalityPenalty(model, key=1.0, every=2)
+    assert penalty.accumulate_() > 0
+    before = gradients(model)
+    assert penalty.accumulate_() == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in gradients(model).items())
+
+
+def test_what_needs_a_graph_is_refused() -> None:
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+    affine = OrthogonalityPenalty(module, affinity=1.0, key=1.0)
+    with pytest.raises(ConfigError, match=r"affinities need.*backward"):
+        affine.accumulate_()
+    affine.remove()
+    with pytest.raises(ConfigError, match=r"(?s)key: form 'qr'"):
+        OrthogonalityPenalty(module, key=1.0, value=1.0, form={"key": "qr"}).accumulate_()
+    removed = OrthogonalityPenalty(module, key=1.0)
+    removed.remove()
+    with pytest.raises(ConfigError, match="removed"):
+        removed.accumulate_()
+    model = ZOO["bert"].build()
+    parametrizations.weight_norm(model.encoder.layer[0].attention.self.key)
+    with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.key.*parametrised"):
+        OrthogonalityPenalty(model, key=1.0).accumulate_()
+    assert gradients(model) == {}
+    assert module.in_proj_weight.grad is None
