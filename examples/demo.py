@@ -20,8 +20,8 @@ LISTOPS = (
     "--log-every 50 --model.hidden-size 64 --resume auto"
 )
 CHAR_LM = (
-    f"compare char_lm --seq-len 128 --limit-chars 400000 --variants {VARIANTS} --seeds 2 --steps 300 --batch-size 16 "
-    "--learning-rate 2e-3 --warmup-steps 50 --eval-every 100 --checkpoint-every 200 --log-every 50 "
+    f"compare char_lm --seq-len 128 --limit-chars 400000 --variants {VARIANTS} --seeds 2 --steps 200 --batch-size 16 "
+    "--learning-rate 3e-3 --warmup-steps 40 --eval-every 100 --checkpoint-every 200 --log-every 50 "
     "--model.hidden-size 64 --resume auto"
 )
 
