@@ -6,12 +6,16 @@ Everything it does, a user can type: it runs the three commands it prints.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
 from pathlib import Path
 
 from wellposed.cli import main as wellposed
+
+# Models this small gain nothing from a second thread, and two threads wait for each other when a core is busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VARIANTS = "post_ln,pre_ln,rezero,oc3:1e-4"
 LISTOPS = (
