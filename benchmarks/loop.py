@@ -1,23 +1,24 @@
 """Time of one step of `wellposed.training.train` against a bare PyTorch loop of the same model on the same batches.
 
-    python benchmarks/loop.py [--steps 60] [--threads 2]
+    python benchmarks/loop.py [--steps 200] [--threads 1]
 
-Both sides run in one process, turn by turn, so that a busy machine slows both; medians are compared, of processor time
-with one thread (other work on the machine does not count) and of the clock otherwise. The loop's step
-has everything in it: taking and collating the batch, the loss, clipping, the guard against values that are not finite,
-AdamW, counting, and a row of metrics.jsonl every ten steps. The bare loop is given the same collation, or (the harder
-comparison, printed beside it) batches made beforehand.
+Both sides run in one process, turn by turn. The ratio is 1 + (median over rounds of loop - bare) / (median of bare),
+with a 95 % bootstrap interval: rounds are paired, since on a busy machine medians of separate sides drift apart by
+several percent. One thread is timed in processor time, several by the clock, which other work on the machine disturbs.
+Our step has everything in it: taking and collating the batch, the loss, clipping, the guard against values that are
+not finite, AdamW, counting, and a row of metrics.jsonl every ten steps. The bare loop is given the same collation, or
+(the harder comparison, printed beside it) batches made beforehand.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,13 +48,17 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median seconds of a step, by the clock and of the processor: our loop, a bare one, one on ready batches."""
+Rounds = list[tuple[float, ...]]
 
-    clock: tuple[float, ...]
-    processor: tuple[float, ...]
-    difference: float
+
+def ratio(rounds: Rounds, against: int) -> str:
+    """Return how many times a step of side ``against`` ours takes, and the 95 % interval."""
+    bare = statistics.median(times[against] for times in rounds)
+    extra = [times[0] - times[against] for times in rounds]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(extra, k=len(extra))) for _ in range(1000))
+    middle, low, high = (1 + value / bare for value in (statistics.median(extra), medians[25], medians[975]))
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def bare_step(
@@ -77,8 +82,10 @@ def bare_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def measure(config: RunConfig, task: Task, steps: int, folder: Path) -> Timing:
-    """Time both loops turn by turn; `difference` is the largest one between their weights afterwards."""
+def measure(
+    config: RunConfig, task: Task, steps: int, clock: Callable[[], float], folder: Path
+) -> tuple[Rounds, float]:
+    """Return the seconds of each round (ours, bare, bare on ready batches), and how far the weights end up apart."""
     torch.manual_seed(0)
     first = build_run_model(config, task)
     copies = [copy.deepcopy(first) for _ in range(3)]
@@ -97,41 +104,37 @@ def measure(config: RunConfig, task: Task, steps: int, folder: Path) -> Timing:
         lambda: bare_step(copies[1], optimizers[0], lambda: collated.take(1)[0], config, kind),
         lambda: bare_step(copies[2], optimizers[1], lambda: next(ready), config, kind),
     ]
-    clock: list[list[float]] = [[] for _ in sides]
-    processor: list[list[float]] = [[] for _ in sides]
+    rounds: Rounds = []
     for step in range(steps + WARMUP):
+        times = [0.0] * len(sides)
         for side in ((step + shift) % len(sides) for shift in range(len(sides))):
-            began, spent = time.perf_counter(), time.process_time()
+            began = clock()
             sides[side]()
-            if step >= WARMUP:
-                clock[side].append(time.perf_counter() - began)
-                processor[side].append(time.process_time() - spent)
+            times[side] = clock() - began
+        rounds.append(tuple(times))
     pairs = zip(copies[0].parameters(), copies[1].parameters(), strict=True)
     difference = max(float((ours - bare).detach().abs().max()) for ours, bare in pairs)
-    return Timing(tuple(map(statistics.median, clock)), tuple(map(statistics.median, processor)), difference)
+    return rounds[WARMUP:], difference
 
 
 def main() -> None:
     """Print one row per case, and the row for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    clock, unit = (time.process_time, "processor") if arguments.threads == 1 else (time.perf_counter, "clock")
     for name, config in CASES.items():
         task = build_task(config.task, config.task_options)
         with tempfile.TemporaryDirectory() as folder:
-            timing = measure(config, task, arguments.steps, Path(folder))
-        for unit, (ours, bare, ready) in (("clock", timing.clock), ("processor", timing.processor)):
-            print(
-                f"{name}, {unit}: loop {ours * 1e3:.2f} ms, bare {bare * 1e3:.2f} ms ({ours / bare:.3f}), "
-                f"bare on ready batches {ready * 1e3:.2f} ms ({ours / ready:.3f})"
-            )
-        print(f"weights differ by at most {timing.difference:.1e}")
-        ours, bare, ready = timing.processor if arguments.threads == 1 else timing.clock
+            rounds, difference = measure(config, task, arguments.steps, clock, Path(folder))
+        medians = ", ".join(f"{statistics.median(side) * 1e3:.2f}" for side in zip(*rounds, strict=True))
+        print(f"{name}: {medians} ms ({unit}; loop, bare, bare on ready batches); weights differ by {difference:.1e}")
         print(
-            f"| train step / bare PyTorch loop, {name} | fp32, CPU threads: {arguments.threads}, "
-            f"torch {torch.__version__} | {ours / bare:.3f} (ready batches: {ours / ready:.3f}) | <= 1.05 |\n"
+            f"| train step / bare PyTorch loop, {name} | fp32, CPU threads: {arguments.threads}, torch "
+            f"{torch.__version__}, {unit} time | {ratio(rounds, 1)}; ready batches {ratio(rounds, 2)} | <= 1.05 |\n",
+            flush=True,
         )
 
 
