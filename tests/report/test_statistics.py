@@ -111,3 +111,10 @@ def test_significance_uses_the_corrected_p_and_both_are_shown() -> None:
     assert corrected[0].p_value == pytest.approx(0.0198, abs=1e-4)
     assert corrected[0].p_holm == pytest.approx(0.0594, abs=1e-4)
     assert corrected[0].verdict == "no significant difference (+2.333; p = 0.0198, Holm 0.0594, 3 seeds)"
+
+
+def test_differences_that_cancel_are_zero_not_rounding() -> None:
+    found = paired_comparison([0.458, 0.458], [0.470, 0.446])
+    assert found.mean_difference == 0.0
+    assert found.p_value == pytest.approx(1.0)
+    assert "+0;" in found.verdict

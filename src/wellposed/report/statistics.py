@@ -91,6 +91,8 @@ def paired_comparison(
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean, error = mean_and_standard_error(differences)
     scale = max(map(abs, [*values, *first]))
+    if abs(mean) <= ROUNDING * scale:  # what is left of differences that cancel
+        mean = 0.0
     t_statistic = p_value = None
     if error is not None:
         if all(difference == 0 for difference in differences):
