@@ -91,6 +91,8 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         "bos_token_id",
         "eos_token_id",
         "use_cache",  # test_generate
+        "contractive",  # test_l2_options
+        "lipschitz_norm",  # test_l2_options
     }
     own = set(WellposedConfig.__annotations__)
     assert own == ({option for option, _ in CHANGES} - {"num_labels"}) | elsewhere

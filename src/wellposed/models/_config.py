@@ -74,6 +74,8 @@ class WellposedConfig(PreTrainedConfig):
         attention_dropout: on attention weights, in [0, 1).
         init: registered initialisation.
         pooling: how a classifier pools tokens: mean, first or max.
+        contractive: Lipschitz constant below 1 of attention l2_contractive; 0.9 where None.
+        lipschitz_norm: norm of that constant: tok, inf or 2.
         is_causal: whether a token is kept from later ones; None lets the head say: a language model is causal, a
             classifier is not.
         layer_norm_eps: epsilon of every LayerNorm.
@@ -117,6 +119,8 @@ class WellposedConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     init: str = "xavier"
     pooling: str = "mean"
+    contractive: float | None = None
+    lipschitz_norm: str = "tok"
     is_causal: bool | None = None
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = None

@@ -45,9 +45,11 @@ def build_l2_contractive(config: Any, layer_index: int) -> L2SelfAttention:
     Read besides, where present: `contractive` (0.9) and `lipschitz_norm` ("tok").
     """
     del layer_index
+    bound = getattr(config, "contractive", None)
+    norm = getattr(config, "lipschitz_norm", "tok")
     return _build(
         config,
-        contractive=getattr(config, "contractive", 0.9),
-        norm=getattr(config, "lipschitz_norm", "tok"),
+        contractive=0.9 if bound is None else bound,
+        norm=2 if norm == "2" else norm,
         max_tokens=config.max_position_embeddings,
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-Kind: TypeAlias = Literal["causal_lm", "sequence_classification"]
+Kind: TypeAlias = Literal["causal_lm", "sequence_classification", "seq2seq_lm", "sequence_pair_classification"]
 Split: TypeAlias = Literal["train", "valid", "test"]
 Example: TypeAlias = "dict[str, list[int]]"
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wellposed.training.config import PenaltyOptions, RunConfig
+from wellposed.errors import ConfigError, listed
+from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -24,10 +25,22 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
     """
     from wellposed.models import build_model
 
-    options = dataclasses.asdict(config.model)
-    architecture = options.pop("architecture")
-    given = {name: value for name, value in options.items() if value is not None}
-    return build_model(architecture, task.kind, **{**given, **task.model_kwargs()})
+    given = {**_chosen_options(config.model), **task.model_kwargs()}
+    return build_model(config.model.architecture, task.kind, **given)
+
+
+def _chosen_options(options: ModelOptions) -> dict[str, Any]:
+    """Return the options that the architecture's configuration has; one it lacks must be left at its default."""
+    from wellposed.models import ARCHITECTURES
+
+    known = ARCHITECTURES.get(options.architecture).config.__dataclass_fields__
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name != "architecture"}
+    defaults = dataclasses.asdict(ModelOptions())
+    foreign = [name for name, value in values.items() if name not in known and value != defaults[name]]
+    if foreign:
+        lines = [f"model.{name}: received {values[name]!r}; leave it {defaults[name]!r}" for name in foreign]
+        raise ConfigError(f"architecture {options.architecture!r} has no such option:\n" + listed(lines))
+    return {name: value for name, value in values.items() if name in known and value is not None}
 
 
 def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:

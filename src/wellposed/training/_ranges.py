@@ -26,6 +26,9 @@ MODEL_RULES: dict[str, Rule] = {
     "intermediate_size": AT_LEAST_ONE,
     "dropout": BELOW_ONE,
     "attention_dropout": BELOW_ONE,
+    "num_decoder_layers": AT_LEAST_ONE,
+    "contractive": ("0 < value < 1", lambda value: 0 < value < 1),
+    "num_experts": AT_LEAST_ONE,
 }
 PENALTY_RULES: dict[str, Rule] = {
     **dict.fromkeys(("affinity", "attention", "feedforward", "query", "key", "value", "embedding"), NOT_NEGATIVE),

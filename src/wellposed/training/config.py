@@ -57,6 +57,20 @@ class ModelOptions:
     """Initial weights."""
     pooling: Literal["mean", "first", "max"] = "mean"
     """How a classifier pools tokens."""
+    num_decoder_layers: int | None = None
+    """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
+    share_embeddings: bool = True
+    """One token embedding for source and target of an encoder-decoder."""
+    contractive: float | None = None
+    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
+    lipschitz_norm: Literal["tok", "inf", "2"] = "tok"
+    """Norm in which l2_contractive is a contraction."""
+    num_experts: int = 1
+    """Expert mixtures of TransJect: number of experts in a layer."""
+    spectrum: Literal["gram", "random"] = "gram"
+    """Spectrum of TransJect's attention: estimated from the embedded tokens, or a learnt vector."""
+    spectrum_norm: Literal["max", "trace"] = "max"
+    """What a Gram spectrum is divided by; trace gives the whole map a certificate."""
 
     def __post_init__(self) -> None:
         refuse(model_problems(self))
