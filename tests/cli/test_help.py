@@ -79,3 +79,9 @@ def test_debug_shows_the_traceback() -> None:
 
     with pytest.raises(ConfigError):
         main(["--debug", "trane"])
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    found = subprocess.run([sys.executable, "-m", "wellposed", "--help"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0
+    assert "usage: wellposed" in found.stdout

@@ -1,0 +1,8 @@
+"""``python -m wellposed``: the command, where the script is not on the path."""
+
+import sys
+
+from wellposed.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
