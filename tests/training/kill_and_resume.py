@@ -21,7 +21,15 @@ import wellposed.measurement
 import wellposed.models
 import wellposed.penalize  # noqa: F401
 from wellposed.tasks import build_task
-from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, read_metrics, train
+from wellposed.training import (
+    ConstrainOptions,
+    ModelOptions,
+    PenaltyOptions,
+    RunConfig,
+    TrainOptions,
+    read_metrics,
+    train,
+)
 
 STEPS = 40
 FILES = (
@@ -40,6 +48,7 @@ def configuration(folder: Path) -> RunConfig:
         {"data": str(folder / "text.txt"), "seq_len": 16},
         model=ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, dropout=0.2),
         penalty=PenaltyOptions(affinity=1e-3, attention=1e-3, estimator="probes", every=2),
+        constrain=ConstrainOptions("*.q_proj"),
         train=TrainOptions(
             steps=STEPS, batch_size=4, gradient_accumulation=2, learning_rate=0.03, schedule="constant", eval_every=5,
             eval_batches=2, checkpoint_every=3, log_every=4, keep_checkpoints=2,

@@ -16,7 +16,7 @@ import tyro
 
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.tasks import TASKS
-from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig, TrainOptions
 
 Flat = tyro.conf.arg(name="")
 
@@ -92,12 +92,18 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
             ("train", Annotated[TrainOptions, Flat], field(default=base.train)),
             ("model", ModelOptions, field(default=base.model)),
             ("penalty", PenaltyOptions, field(default=base.penalty)),
+            ("constrain", ConstrainOptions, field(default=base.constrain)),
         ],
         frozen=True,
         kw_only=True,
     )
     default = arguments(
-        command=extra(), task=_task_defaults(options, base), train=base.train, model=base.model, penalty=base.penalty
+        command=extra(),
+        task=_task_defaults(options, base),
+        train=base.train,
+        model=base.model,
+        penalty=base.penalty,
+        constrain=base.constrain,
     )
     parsed: Any = tyro.cli(
         arguments,
@@ -112,6 +118,7 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         train=parsed.train,
         model=parsed.model,
         penalty=parsed.penalty,
+        constrain=parsed.constrain,
     )
     if parsed.files.print_config:
         _print_config(run)

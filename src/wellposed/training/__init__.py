@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wellposed.training._schedules import SCHEDULES as SCHEDULES
     from wellposed.training._schedules import learning_rate as learning_rate
     from wellposed.training._train import train as train
+    from wellposed.training.config import ConstrainOptions as ConstrainOptions
     from wellposed.training.config import ModelOptions as ModelOptions
     from wellposed.training.config import PenaltyOptions as PenaltyOptions
     from wellposed.training.config import RunConfig as RunConfig
@@ -35,6 +36,7 @@ _EXPORTS = {
     "load_run_model": "_save",
     "SCHEDULES": "_schedules",
     "learning_rate": "_schedules",
+    "ConstrainOptions": "config",
     "ModelOptions": "config",
     "PenaltyOptions": "config",
     "RunConfig": "config",

@@ -78,9 +78,14 @@ def target_count(task: Task, batch: Batch) -> int:
 
 
 def token_count(batch: Batch) -> int:
-    """Return how many tokens of ``batch`` are not padding."""
+    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of targets as well."""
     mask = batch.get("attention_mask")
-    return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+    count = int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+    if "attention_mask_pair" in batch:
+        count += int(batch["attention_mask_pair"].sum())
+    if "decoder_input_ids" in batch:
+        count += int((batch["labels"] != IGNORED_LABEL).sum())
+    return count
 
 
 def check_target_count(task: Task, counted: int, summed: float) -> None:
@@ -99,5 +104,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits of ``model`` on everything in ``batch`` but the labels."""
+    return forward_with_auxiliary(model, batch)[0]
+
+
+def forward_with_auxiliary(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits of ``model``, and a loss of its own where it has one: a mean over the sequences of ``batch``.
+
+    It is read from ``output.auxiliary_loss``.
+    """
     output: Any = model(**{name: value for name, value in batch.items() if name != "labels"})
-    return output if isinstance(output, torch.Tensor) else output.logits
+    if isinstance(output, torch.Tensor):
+        return output, None
+    return output.logits, getattr(output, "auxiliary_loss", None)

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wellposed.errors import ConfigError, listed
-from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed
+from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from wellposed.constrain import Constraint
     from wellposed.tasks import Task
 
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
@@ -56,3 +59,42 @@ def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
     from wellposed.penalize import OrthogonalityPenalty
 
     return OrthogonalityPenalty(model, **{**dataclasses.asdict(options), "every": 1})
+
+
+def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of ``model`` that ``options`` names, for an optimizer that must not decay them.
+
+    Raises:
+        ConfigError: a pattern that matches nothing; near names are listed.
+    """
+    if not options.where:
+        return []
+    from wellposed.constrain._select import select
+
+    try:
+        found = select(model, options.patterns)
+    except RoleNotFoundError as error:
+        raise _unusable(options, error) from error
+    return [candidate.parameter for candidate in found if candidate.parameter is not None]
+
+
+def build_constraint(options: ConstrainOptions, model: nn.Module, optimizer: Optimizer) -> Constraint | None:
+    """Return the handle that holds the weights of ``options`` orthogonal, or None where it names none.
+
+    Everything that a resumed run needs is in the weights and in the state of the optimizer.
+
+    Raises:
+        ConfigError: weights that cannot be held orthogonal, each with the reason.
+    """
+    if not options.where:
+        return None
+    from wellposed.constrain import constrain_
+
+    try:
+        return constrain_(model, optimizer, options.patterns)
+    except ShapeError as error:
+        raise _unusable(options, error) from error
+
+
+def _unusable(options: ConstrainOptions, error: Exception) -> ConfigError:
+    return ConfigError(f"constrain.where = {options.where!r} cannot be used for this model: {error}")

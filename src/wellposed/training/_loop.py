@@ -15,8 +15,8 @@ from torch import nn
 
 from wellposed.errors import DataError
 from wellposed.training import _checkpoint, _run_folder
-from wellposed.training._batches import Batch, MicroBatches, forward, to_device
-from wellposed.training._build import build_penalty
+from wellposed.training._batches import Batch, MicroBatches, forward_with_auxiliary, to_device
+from wellposed.training._build import build_constraint, build_penalty, constrained_weights
 from wellposed.training._divergence import NOT_REPEATED, Divergence, find_blame
 from wellposed.training._evaluate import Evaluation, evaluate
 from wellposed.training._metrics import MetricsFile
@@ -44,7 +44,11 @@ class Run:
         self.model = model.to(accelerator.device).train()
         self.penalty = build_penalty(config.penalty, self.model)
         # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is saved and measured.
-        self.prepared, self.optimizer = accelerator.prepare(self.model, build_optimizer(self.model, config.train))
+        optimizer = build_optimizer(
+            self.model, config.train, constrained=constrained_weights(config.constrain, self.model)
+        )
+        self.prepared, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.constraint = build_constraint(config.constrain, self.model, self._bare_optimizer)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
         self._saved: tuple[int, int] | None = None
@@ -96,9 +100,10 @@ class Run:
                 return self._end("failed", self._evaluations(), str(divergence), divergence)
 
     def close(self) -> None:
-        """Detach the penalty and let go of the prepared objects."""
-        if self.penalty is not None:
-            self.penalty.remove()
+        """Detach the penalty and the constraint and let go of the prepared objects."""
+        for attached in (self.penalty, self.constraint):
+            if attached is not None:
+                attached.remove()
         if self.accelerator.device.type != "cpu":
             self.accelerator.free_memory()
 
@@ -144,7 +149,7 @@ class Run:
         self._bare_optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.epoch, state.batch_index = self.batches.epoch, self.batches.index
-        state.count(numbers.loss_sum, numbers.targets, numbers.penalty, numbers.tokens, time.perf_counter() - began)
+        state.count(numbers, time.perf_counter() - began)
         if state.step % options.log_every == 0 or state.step == options.steps:
             self._log(rate, numbers.grad_norm)
 
@@ -162,6 +167,8 @@ class Run:
             "split": "train",
             "loss": window.loss_sum / max(1, window.targets),
             "penalty": window.penalty_sum / window.steps,
+            **({} if window.auxiliary_sum is None else {"auxiliary_loss": window.auxiliary_sum / window.steps}),
+            **self._orthogonality_error(),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "tokens_per_second": window.tokens / window.seconds,
@@ -169,6 +176,10 @@ class Run:
         }
         self.state.window = Window()
         self._add_row(row)
+
+    def _orthogonality_error(self) -> dict[str, float]:
+        """Return the error of the worst constrained weight, where there are any."""
+        return {} if self.constraint is None else {"orthogonality_error": self.constraint.error().worst}
 
     def _validate(self) -> None:
         evaluation = self._evaluate("valid", self.options.eval_batches)
@@ -244,6 +255,7 @@ class Run:
             message=message,
             divergence=divergence,
         )
+        values["train_info"].update(self._orthogonality_error())
         result = RunResult(status, self.out, values, message)
         return write_result(result) if self.accelerator.is_main_process else result
 
@@ -300,7 +312,10 @@ class Run:
 
     def _divergence(self, numbers: StepNumbers, micro_batches: list[Batch], rate: float) -> Divergence:
         self.optimizer.zero_grad(set_to_none=True)
-        names = {"loss": numbers.loss_sum, "penalty": numbers.penalty, "gradient norm": numbers.grad_norm}
+        names = {
+            "loss": numbers.loss_sum, "penalty": numbers.penalty, "auxiliary loss": numbers.auxiliary or 0.0,
+            "gradient norm": numbers.grad_norm,
+        }  # fmt: skip
         what = ", ".join(f"{name} is {value}" for name, value in names.items() if not math.isfinite(value))
         found = None
         for batch in micro_batches:
@@ -323,11 +338,12 @@ class Run:
     def _losses(self, batch: Batch) -> dict[str, torch.Tensor]:
         batch = to_device(batch, self.accelerator.device)
         with autocast(self.accelerator.device, self.options):
-            loss, _ = self.task.loss_sum(
-                forward(self.model, batch), batch, label_smoothing=self.options.label_smoothing
-            )
+            logits, auxiliary = forward_with_auxiliary(self.model, batch)
+            loss, _ = self.task.loss_sum(logits, batch, label_smoothing=self.options.label_smoothing)
         penalty = self._penalty_of_step()
-        return {"(the loss)": loss} if penalty is None else {"(the loss)": loss, "(the penalty)": penalty()}
+        extra = None if penalty is None else penalty()
+        found = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def derived_seed(seed: int, purpose: str) -> int:

@@ -1,6 +1,8 @@
-"""AdamW in two groups: matrices decay, everything else does not."""
+"""AdamW in two groups: free matrices decay, everything else does not."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,23 +12,31 @@ from wellposed.training.config import TrainOptions
 FUSED_DEVICES = ("cpu", "cuda")
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return AdamW groups: trainable tensors with two or more axes decay; biases, norms and scalars do not."""
+def decay_groups(
+    model: nn.Module, weight_decay: float, *, constrained: Iterable[nn.Parameter] = ()
+) -> list[dict[str, object]]:
+    """Return AdamW groups: trainable tensors with two or more axes decay; biases, norms and scalars do not.
+
+    Nor do ``constrained`` weights, whose size is given: shrinking an orthogonal matrix means nothing.
+    """
+    kept_in_size = set(map(id, constrained))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    decayed = [parameter for parameter in trainable if parameter.ndim >= 2 and id(parameter) not in kept_in_size]
+    others = [parameter for parameter in trainable if parameter.ndim < 2 or id(parameter) in kept_in_size]
     groups: list[dict[str, object]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, options: TrainOptions, *, constrained: Iterable[nn.Parameter] = ()
+) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of ``model``, in one fused kernel where the device has it."""
     device = next(model.parameters()).device.type
     return torch.optim.AdamW(
-        decay_groups(model, options.weight_decay),
+        decay_groups(model, options.weight_decay, constrained=constrained),
         lr=options.learning_rate,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_epsilon,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed.errors import ConfigError, listed
 
 if TYPE_CHECKING:
-    from wellposed.training.config import ModelOptions, PenaltyOptions, TrainOptions
+    from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, TrainOptions
 
 Rule = tuple[str, Callable[[Any], bool]]
 
@@ -28,6 +28,9 @@ MODEL_RULES: dict[str, Rule] = {
     "attention_dropout": BELOW_ONE,
     "num_decoder_layers": AT_LEAST_ONE,
     "contractive": ("0 < value < 1", lambda value: 0 < value < 1),
+    "query_width": ("1 or 2", lambda value: value in (1, 2)),
+    "l2_init_scale": POSITIVE,
+    "cosine_eps": POSITIVE,
     "num_experts": AT_LEAST_ONE,
 }
 PENALTY_RULES: dict[str, Rule] = {
@@ -73,6 +76,13 @@ def model_problems(options: ModelOptions) -> list[str]:
 def penalty_problems(options: PenaltyOptions) -> list[str]:
     """Return one line per field of ``options`` that is out of range."""
     return _out_of_range(options, PENALTY_RULES)
+
+
+def constrain_problems(options: ConstrainOptions) -> list[str]:
+    """Return one line where a pattern of ``options`` is empty."""
+    if options.where and not all(part.strip() for part in options.where.split(",")):
+        return [f"where = {options.where!r}, expected names or patterns between its commas"]
+    return []
 
 
 def train_problems(options: TrainOptions) -> list[str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from wellposed.training._step import StepNumbers
 
 
 @dataclass
@@ -17,6 +20,8 @@ class Window:
     loss_sum: float = 0.0
     targets: int = 0
     penalty_sum: float = 0.0
+    auxiliary_sum: float | None = None
+    """None where the model has no loss of its own."""
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -56,16 +61,18 @@ class TrainerState:
             )
         return cls(**{**values, "window": Window(**values["window"])})
 
-    def count(self, loss_sum: float, targets: int, penalty: float, tokens: int, seconds: float) -> None:
+    def count(self, numbers: StepNumbers, seconds: float) -> None:
         """Add the numbers of one step."""
         window = self.window
-        window.loss_sum += loss_sum
-        window.targets += targets
-        window.penalty_sum += penalty
+        window.loss_sum += numbers.loss_sum
+        window.targets += numbers.targets
+        window.penalty_sum += numbers.penalty
+        if numbers.auxiliary is not None:
+            window.auxiliary_sum = (window.auxiliary_sum or 0.0) + numbers.auxiliary
         window.steps += 1
-        window.tokens += tokens
+        window.tokens += numbers.tokens
         window.seconds += seconds
-        self.tokens += tokens
+        self.tokens += numbers.tokens
         self.train_seconds += seconds
 
     def record_evaluation(

@@ -13,7 +13,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from wellposed.training._batches import Batch, check_target_count, forward, target_count, to_device, token_count
+from wellposed.training._batches import (
+    Batch,
+    check_target_count,
+    forward_with_auxiliary,
+    target_count,
+    to_device,
+    token_count,
+)
 from wellposed.training.config import TrainOptions
 
 if TYPE_CHECKING:
@@ -34,11 +41,13 @@ class StepNumbers:
     penalty: float
     grad_norm: float
     tokens: int
+    auxiliary: float | None = None
+    """The model's own loss; None where it has none."""
 
     @property
     def finite(self) -> bool:
-        """Whether loss, penalty and gradient are all finite."""
-        return all(map(math.isfinite, (self.loss_sum, self.penalty, self.grad_norm)))
+        """Whether losses, penalty and gradient are all finite."""
+        return all(map(math.isfinite, (self.loss_sum, self.penalty, self.grad_norm, self.auxiliary or 0.0)))
 
 
 def autocast(device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
@@ -58,14 +67,15 @@ def compute_gradients(
     penalty: Penalty | None = None,
     check_targets: bool = False,
 ) -> StepNumbers:
-    """Leave in ``.grad`` the gradient of ``sum of losses / number of targets + penalty`` over all micro-batches.
+    """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over all micro-batches.
 
     Status: exact to rounding. The number of targets is that of all micro-batches of all processes, so that k
     micro-batches give the gradient of their concatenation, however unevenly the targets are spread. The penalty of a
-    micro-batch weighs as its share of the sequences. The global norm is clipped to ``max_grad_norm``. Loss, penalty
-    and norm come to the host in a single transfer, which the guard before the optimizer needs.
+    micro-batch, and the loss a model has of its own (``output.auxiliary_loss``), weigh as its share of the sequences.
+    The global norm is clipped to ``max_grad_norm``. Losses, penalty and norm come to the host in a single transfer,
+    which the guard before the optimizer needs.
 
-    Cost: a bare step, one device-to-host transfer of three numbers, and one all-reduce of three integers when there are
+    Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three integers when there are
     several processes.
     """
     mine = _totals(task, micro_batches)
@@ -75,6 +85,8 @@ def compute_gradients(
     device = accelerator.device
     loss_sum = torch.zeros((), device=device)
     penalty_value = torch.zeros((), device=device)
+    auxiliary_value = torch.zeros((), device=device)
+    has_auxiliary = False
     counted = 0.0
     for number, batch in enumerate(micro_batches):
         share = len(batch["input_ids"]) / sequences
@@ -83,13 +95,17 @@ def compute_gradients(
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
-                logits = forward(model, batch)
+                logits, auxiliary = forward_with_auxiliary(model, batch)
                 batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share
                 penalty_value += term.detach()
                 loss = loss + term * world
+            if auxiliary is not None:
+                has_auxiliary = True
+                auxiliary_value += auxiliary.detach() * share
+                loss = loss + auxiliary * (share * world)
             accelerator.backward(loss)
         loss_sum += batch_sum.detach()
         if check_targets:
@@ -97,9 +113,10 @@ def compute_gradients(
     if check_targets:
         check_target_count(task, int(mine[0]), counted)
     norm = _clip(accelerator, model, options.max_grad_norm)
-    numbers = sum_over_processes(accelerator, torch.stack([loss_sum, penalty_value]))
-    loss_value, penalty_number, norm_value = torch.cat([numbers, norm.reshape(1)]).tolist()
-    return StepNumbers(loss_value, targets, penalty_number, norm_value, tokens)
+    sums = sum_over_processes(accelerator, torch.stack([loss_sum, penalty_value, auxiliary_value]))
+    loss_number, penalty_number, auxiliary_number, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
+    own = auxiliary_number if has_auxiliary else None
+    return StepNumbers(loss_number, targets, penalty_number, norm_number, tokens, own)
 
 
 def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from wellposed.errors import ConfigError, listed, nearest_names
-from wellposed.training._ranges import OutOfRangeError, model_problems, penalty_problems, refuse, train_problems
+from wellposed.training._ranges import (
+    OutOfRangeError,
+    constrain_problems,
+    model_problems,
+    penalty_problems,
+    refuse,
+    train_problems,
+)
 
 SCHEMA_VERSION = 1
 
@@ -65,6 +72,12 @@ class ModelOptions:
     """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
     lipschitz_norm: Literal["tok", "inf", "2"] = "tok"
     """Norm in which l2_contractive is a contraction."""
+    query_width: int = 1
+    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
+    l2_init_scale: float | None = None
+    """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
+    cosine_eps: float = 0.01
+    """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
     num_experts: int = 1
     """Expert mixtures of TransJect: number of experts in a layer."""
     spectrum: Literal["gram", "random"] = "gram"
@@ -110,6 +123,22 @@ class PenaltyOptions:
     def active(self) -> bool:
         """Whether any strength is non-zero."""
         return any((self.affinity, self.attention, self.feedforward, self.query, self.key, self.value, self.embedding))
+
+
+@dataclass(frozen=True)
+class ConstrainOptions:
+    """Weights that `wellposed.constrain_` holds orthogonal during training; none where empty."""
+
+    where: str = ""
+    """Comma-separated names or patterns of weights to hold orthogonal, such as *.q_proj,*.k_proj."""
+
+    def __post_init__(self) -> None:
+        refuse(constrain_problems(self))
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of `where`, one by one."""
+        return [part.strip() for part in self.where.split(",")] if self.where else []
 
 
 @dataclass(frozen=True)
@@ -178,6 +207,7 @@ class RunConfig:
     model: ModelOptions = ModelOptions()
     penalty: PenaltyOptions = PenaltyOptions()
     train: TrainOptions = TrainOptions()
+    constrain: ConstrainOptions = ConstrainOptions()
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
@@ -198,7 +228,9 @@ class RunConfig:
                 "write the file again with `wellposed train TASK --print-config`"
             )
         problems: list[str] = []
-        nested = {"model": ModelOptions, "penalty": PenaltyOptions, "train": TrainOptions}
+        nested = {
+            "model": ModelOptions, "penalty": PenaltyOptions, "train": TrainOptions, "constrain": ConstrainOptions,
+        }  # fmt: skip
         for name, options in nested.items():
             if name in values:
                 values[name] = _build(options, values[name], f"{where}: [{name}]", problems)
