@@ -93,6 +93,9 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         "use_cache",  # test_generate
         "contractive",  # test_l2_options
         "lipschitz_norm",  # test_l2_options
+        "query_width",  # test_l2_options
+        "l2_init_scale",  # test_l2_options
+        "cosine_eps",  # test_l2_options
     }
     own = set(WellposedConfig.__annotations__)
     assert own == ({option for option, _ in CHANGES} - {"num_labels"}) | elsewhere

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from wellposed.errors import ConfigError, listed, nearest_names
 from wellposed.models._init import INITS
+from wellposed.models._part_options import part_option_problems
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
 from wellposed.registry import Registry
@@ -76,6 +77,9 @@ class WellposedConfig(PreTrainedConfig):
         pooling: how a classifier pools tokens: mean, first or max.
         contractive: Lipschitz constant below 1 of attention l2_contractive; 0.9 where None.
         lipschitz_norm: norm of that constant: tok, inf or 2.
+        query_width: 1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head.
+        l2_init_scale: s of init kim2021; 2^-4 where None.
+        cosine_eps: eps of attention cosine, > 0.
         is_causal: whether a token is kept from later ones; None lets the head say: a language model is causal, a
             classifier is not.
         layer_norm_eps: epsilon of every LayerNorm.
@@ -121,6 +125,9 @@ class WellposedConfig(PreTrainedConfig):
     pooling: str = "mean"
     contractive: float | None = None
     lipschitz_norm: str = "tok"
+    query_width: int = 1
+    l2_init_scale: float | None = None
+    cosine_eps: float = 0.01
     is_causal: bool | None = None
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = None
@@ -180,7 +187,7 @@ def _token_problems(config: WellposedConfig) -> list[str]:
 
 
 def _combination_problems(config: WellposedConfig) -> list[str]:
-    problems = []
+    problems = part_option_problems(config, _NAMED)
     width, heads = config.hidden_size, config.num_attention_heads
     if _is_size(width) and _is_size(heads):
         if width % heads:

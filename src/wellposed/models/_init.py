@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from wellposed.initialize import t_fixup_
+from wellposed.nn import L2SelfAttention
 from wellposed.registry import Registry
 
 
@@ -24,6 +25,8 @@ class Initializer:
     """`module(module, config)`, called on each submodule, children first."""
     model: Callable[[nn.Module], None] | None = None
     """`model(model)`, called once on a whole fresh model after all its modules; never when a checkpoint is loaded."""
+    reads: tuple[str, ...] = ()
+    """Options of the configuration that this initialisation reads and others do not."""
 
 
 INITS = Registry[Initializer]("init")
@@ -81,3 +84,29 @@ def t_fixup_model_(model: Any) -> None:
 
 
 INITS.register("t_fixup")(Initializer(module=xavier_, model=t_fixup_model_))
+
+
+_KIM2021_SCALE = 2.0**-4
+
+
+def kim2021_model_(model: Any) -> None:
+    """Set every weight of L2 attention to U(-s, s) / sqrt(D), s = `config.l2_init_scale` (2^-4 where None).
+
+    Exact in distribution; all other weights are left as they are. Kim, Papamakarios, Mnih (2021), appendix I, who tune
+    s and take 2^-4 at D = 512.
+
+    >>> from types import SimpleNamespace
+    >>> model = nn.Sequential(L2SelfAttention(16, 2))
+    >>> model.config = SimpleNamespace(l2_init_scale=1.0)
+    >>> kim2021_model_(model)
+    >>> bool(model[0].q_proj.weight.abs().max() <= 1 / 4)
+    True
+    """
+    scale = _KIM2021_SCALE if model.config.l2_init_scale is None else model.config.l2_init_scale
+    for module in model.modules():
+        if isinstance(module, L2SelfAttention):
+            module.init_scale = scale
+            module.reset_parameters()
+
+
+INITS.register("kim2021")(Initializer(module=xavier_, model=kim2021_model_, reads=("l2_init_scale",)))

@@ -19,6 +19,8 @@ from wellposed.nn._masks import attention_mask as attention_mask
 from wellposed.nn._norm_placement import NoNorm as NoNorm
 from wellposed.nn._norm_placement import PostNorm as PostNorm
 from wellposed.nn._norm_placement import PreNorm as PreNorm
+from wellposed.nn._options import reads as reads
+from wellposed.nn._options import unread_options as unread_options
 from wellposed.nn._positions import POSITIONS as POSITIONS
 from wellposed.nn._positions import LearnedPositions as LearnedPositions
 from wellposed.nn._positions import SinusoidalPositions as SinusoidalPositions

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.functional import cosine_attention
 from wellposed.nn._masks import PaddingMask, attention_mask
+from wellposed.nn._options import reads
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 
 
@@ -262,6 +263,7 @@ def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
 
 
 @ATTENTIONS.register("cosine")
+@reads("cosine_eps")
 def build_cosine(config: Any, layer_index: int) -> CosineSelfAttention:
     """Build cosine attention; read besides, where present: `cosine_eps` (0.01)."""
     del layer_index

@@ -6,6 +6,7 @@ from typing import Any
 
 from wellposed.errors import ConfigError
 from wellposed.nn._l2 import L2SelfAttention
+from wellposed.nn._options import reads
 from wellposed.nn._registry import ATTENTIONS
 
 
@@ -20,11 +21,13 @@ def _build(config: Any, **options: Any) -> L2SelfAttention:
         config.num_attention_heads,
         dropout=config.attention_dropout,
         init_scale=getattr(config, "l2_init_scale", None),
+        query_width=getattr(config, "query_width", 1),
         **options,
     )
 
 
 @ATTENTIONS.register("l2")
+@reads("query_width", "l2_init_scale")
 def build_l2(config: Any, layer_index: int) -> L2SelfAttention:
     """Build untied L2 attention: for comparison, no Lipschitz constant."""
     del layer_index
@@ -32,6 +35,7 @@ def build_l2(config: Any, layer_index: int) -> L2SelfAttention:
 
 
 @ATTENTIONS.register("l2_tied")
+@reads("query_width", "l2_init_scale")
 def build_l2_tied(config: Any, layer_index: int) -> L2SelfAttention:
     """Build tied L2 attention with the paper's values: globally Lipschitz."""
     del layer_index
@@ -39,6 +43,7 @@ def build_l2_tied(config: Any, layer_index: int) -> L2SelfAttention:
 
 
 @ATTENTIONS.register("l2_contractive")
+@reads("contractive", "lipschitz_norm", "query_width", "l2_init_scale")
 def build_l2_contractive(config: Any, layer_index: int) -> L2SelfAttention:
     """Build tied L2 attention divided by its bound for `max_position_embeddings` tokens.
 

@@ -1,0 +1,142 @@
+"""The options of the Lipschitz attentions: each reaches its layer, and none is given to a model that does not read it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from wellposed.certification import certify
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, WellposedModel
+from wellposed.nn import CosineSelfAttention, L2SelfAttention
+from wellposed.training.config import ModelOptions
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 12}
+
+
+def attention(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return WellposedModel(WellposedConfig(**SIZES, **options)).layers[0].attention
+
+
+def test_contractive_and_its_norm_reach_the_layer_and_hold() -> None:
+    for norm, expected in (("tok", "tok"), ("inf", "inf"), ("2", 2)):
+        layer = attention(attention="l2_contractive", contractive=0.37, lipschitz_norm=norm)
+        assert isinstance(layer, L2SelfAttention)
+        assert (layer.contractive, layer.norm, layer.max_tokens) == (0.37, expected, 12)
+        certificate = certify(layer.eval(), seq_len=12, norm=layer.norm)
+        assert 0 < certificate.total <= 0.37
+        x = torch.randn(4, 12, 16)
+        y = x + 1e-3 * torch.randn_like(x)
+        moved, change = layer(x) - layer(y), x - y
+        size = {"tok": lambda t: t.norm(dim=-1).amax(-1), "inf": lambda t: t.abs().flatten(1).amax(-1)}.get(
+            norm, lambda t: t.flatten(1).norm(dim=-1)
+        )
+        assert bool((size(moved) <= 0.37 * size(change) * (1 + 1e-3)).all())
+    assert attention(attention="l2_contractive").contractive == 0.9
+
+
+def test_the_norms_give_different_layers() -> None:
+    x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(1))
+    outputs = [attention(attention="l2_contractive", lipschitz_norm=norm)(x) for norm in ("tok", "inf", "2")]
+    scales = [float(output.detach().norm()) for output in outputs]
+    assert len({round(scale, 5) for scale in scales}) == 3
+
+
+@pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
+def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name: str) -> None:
+    one, two = attention(attention=name), attention(attention=name, query_width=2)
+    assert two.q_proj.weight.shape == (2 * one.q_proj.weight.shape[0], 16)
+    if name == "l2_tied":
+        size = sum(parameter.numel() for parameter in two.parameters())
+        assert size == sum(parameter.numel() for parameter in attention(attention="l2").parameters())
+
+
+def test_cosine_eps_reaches_the_layer_and_its_bound() -> None:
+    layers = [attention(attention="cosine", cosine_eps=eps).eval() for eps in (0.01, 0.04)]
+    assert [layer.eps for layer in layers if isinstance(layer, CosineSelfAttention)] == [0.01, 0.04]
+    totals = [certify(layer, seq_len=12).total for layer in layers]
+    # The bound is proportional to eps^-1/2 (theory note B6).
+    assert totals[0] / totals[1] == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(None, 2.0**-4), (0.5, 0.5)])
+@pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
+def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(
+    name: str, scale: float | None, expected: float
+) -> None:
+    options: dict[str, Any] = {} if scale is None else {"l2_init_scale": scale}
+    model = WellposedModel(WellposedConfig(**SIZES, attention=name, init="kim2021", **options))
+    bound = expected / math.sqrt(16)
+    layer: Any = model.layers[0]
+    for projection in (layer.attention.q_proj, layer.attention.v_proj, layer.attention.o_proj):
+        largest = float(projection.weight.detach().abs().max())
+        assert 0.9 * bound < largest <= bound
+    glorot = math.sqrt(6 / (16 + 64))
+    assert 0.9 * glorot < float(layer.feedforward.up_proj.weight.detach().abs().max()) <= glorot
+
+
+def test_options_come_back_from_disk(tmp_path: Any) -> None:
+    options = {"contractive": 0.4, "lipschitz_norm": "2", "query_width": 2, "l2_init_scale": 0.3, "init": "kim2021"}
+    model = WellposedForSequenceClassification(WellposedConfig(**SIZES, attention="l2_contractive", **options)).eval()
+    model.save_pretrained(tmp_path)
+    loaded = WellposedForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert {name: getattr(loaded.config, name) for name in options} == options
+    ids = torch.tensor([[3, 1, 4]])
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"contractive": 0.5}, "contractive: received 0.5, which only attention 'l2_contractive' reads"),
+        ({"contractive": 0.5, "attention": "l2_tied"}, "contractive: received 0.5"),
+        ({"lipschitz_norm": "inf", "attention": "l2"}, "lipschitz_norm: received 'inf'"),
+        ({"query_width": 2}, "query_width: received 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'"),
+        ({"cosine_eps": 0.5, "attention": "l2_tied"}, "cosine_eps: received 0.5, which only attention 'cosine' reads"),
+        ({"l2_init_scale": 0.5, "attention": "l2"}, "l2_init_scale: received 0.5, which only init 'kim2021' reads"),
+        ({"l2_init_scale": 0.5, "init": "kim2021"}, "l2_init_scale: received 0.5, which only attention 'l2' or"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WellposedConfig(**options)
+    assert part in str(caught.value)
+    assert "leave it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"contractive": 1.0}, "contractive: received 1.0; expected a number in (0, 1)"),
+        ({"contractive": True}, "contractive: received True"),
+        ({"contractive": math.nan}, "contractive: received nan"),
+        ({"lipschitz_norm": "fro"}, "lipschitz_norm: received 'fro'; expected 'tok', 'inf' or '2'"),
+        ({"lipschitz_norm": None}, "lipschitz_norm: received None"),
+        ({"query_width": 3}, "query_width: received 3; expected 1 or 2"),
+        ({"l2_init_scale": 0.0}, "l2_init_scale: received 0.0; expected a finite number > 0"),
+        ({"cosine_eps": math.inf}, "cosine_eps: received inf"),
+        ({"cosine_eps": None}, "cosine_eps: received None"),
+    ],
+)
+def test_a_value_out_of_range_is_named(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WellposedConfig(attention="l2_contractive", **options)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"contractive": 0.0}, {"query_width": 0}, {"l2_init_scale": -1.0}, {"cosine_eps": 0.0}]
+)
+def test_a_run_names_what_is_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ModelOptions(**options)
+
+
+def test_a_run_and_a_model_have_the_same_defaults() -> None:
+    run, model = ModelOptions(), WellposedConfig()
+    for name in ("contractive", "lipschitz_norm", "query_width", "l2_init_scale", "cosine_eps"):
+        assert getattr(run, name) == getattr(model, name)
