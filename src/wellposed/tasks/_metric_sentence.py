@@ -1,0 +1,100 @@
+"""Cosine of sentence embeddings of a user's encoder, in the place of SkipThought, whose weights nobody maintains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import ConfigError, ShapeError, missing_extra
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SentenceEncoder = Callable[[Sequence[str]], Any]
+"""From n sentences to an (n, width) array."""
+
+
+def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: SentenceEncoder) -> float:
+    """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
+
+    Status: exact for the encoder given; its values belong to that encoder and compare with no other's, in particular
+    not with the SkipThought column of Zhang et al. (2021, Table 4), in whose place it stands.
+
+    Args:
+        hypotheses, references: sentences, as many of each. An empty one counts as cosine 0.
+        encode: any function from n sentences to an (n, width) array, for instance `hf_sentence_encoder`.
+
+    Returns:
+        A mean in [-1, 1]; 0 for no pairs.
+
+    Raises:
+        ShapeError: the encoder returns something else than one row a sentence.
+
+    Cost: one call of the encoder on all non-empty sentences.
+
+    >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
+    0.5
+    """
+    import numpy as np
+
+    pairs = [pair for pair in zip(hypotheses, references, strict=True) if all(text.strip() for text in pair)]
+    if not pairs:
+        return 0.0
+    texts = [text for pair in pairs for text in pair]
+    rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
+    if rows.ndim != 2 or len(rows) != len(texts):
+        raise ShapeError(
+            f"sentence encoder: {len(texts)} sentences gave an array of shape {rows.shape}, expected one row each"
+        )
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    rows = rows / np.where(norms > 0, norms, 1)
+    return float((rows[::2] * rows[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
+
+
+def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 128) -> SentenceEncoder:
+    """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
+
+    Args:
+        name: folder with a model and its tokenizer, or a hub name.
+        batch_size: sentences in a forward pass.
+        max_length: a longer sentence keeps its first tokens.
+
+    Raises:
+        ConfigError: the model or its tokenizer cannot be loaded.
+
+    Cost: one forward pass a batch, without gradients, on the CPU.
+    """
+    try:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "sentence encoders") from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        model: Any = AutoModel.from_pretrained(name).eval()
+    except Exception as error:
+        raise ConfigError(
+            f"sentence encoder {name!r} cannot be loaded: {type(error).__name__}: {error}; give the folder of an "
+            "encoder saved with save_pretrained, tokenizer beside it, or a hub name that is cached or reachable"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    @torch.no_grad()
+    def encode(texts: Sequence[str]) -> Any:
+        rows = []
+        for start in range(0, len(texts), batch_size):
+            batch = tokenizer(
+                list(texts[start : start + batch_size]),
+                padding=True,
+                truncation=True,
+                max_length=max_length,
+                return_tensors="pt",
+            )
+            hidden = model(**batch).last_hidden_state
+            mask = batch["attention_mask"][..., None].to(hidden.dtype)
+            rows.append((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
+        return torch.cat(rows).float().numpy()
+
+    return encode

@@ -1,0 +1,332 @@
+"""Metrics of generated replies against values worked by hand (in the comments), brute force, and their properties."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.tasks._dialogue_metrics import DIALOGUE_METRICS, VECTOR_METRICS, dialogue_scores, words_of
+from wellposed.tasks._metric_cider import cider
+from wellposed.tasks._metric_embedding import WordVectors, embedding_scores, read_word_vectors
+from wellposed.tasks._metric_meteor import align, meteor
+from wellposed.tasks._metric_rouge import longest_common_subsequence, rouge_l
+from wellposed.tasks._metric_sentence import hf_sentence_encoder, sentence_cosine
+from wellposed.tasks._metric_stem import porter_stem
+
+WORDS = st.lists(st.sampled_from("abc"), max_size=6)
+
+# Every example printed in Porter (1980), rule by rule, run through all five steps.
+_PRINTED = """
+caresses caress ponies poni ties ti caress caress cats cat feed feed agreed agre plastered plaster bled bled motoring
+motor sing sing conflated conflat troubled troubl sized size hopping hop tanned tan falling fall hissing hiss fizzed
+fizz failing fail filing file happy happi sky sky relational relat conditional condit rational ration valenci valenc
+hesitanci hesit digitizer digit conformabli conform radicalli radic differentli differ vileli vile analogousli analog
+vietnamization vietnam predication predic operator oper feudalism feudal decisiveness decis hopefulness hope callousness
+callous formaliti formal sensitiviti sensit sensibiliti sensibl triplicate triplic formative form formalize formal
+electriciti electr electrical electr hopeful hope goodness good revival reviv allowance allow inference infer airliner
+airlin gyroscopic gyroscop adjustable adjust defensible defens irritant irrit replacement replac adjustment adjust
+dependent depend adoption adopt homologou homolog communism commun activate activ angulariti angular homologous homolog
+effective effect bowdlerize bowdler probate probat rate rate cease ceas controll control roll roll generalizations gener
+oscillators oscil
+"""
+PORTER = _PRINTED.split()
+
+
+@pytest.mark.parametrize(("word", "stem"), list(zip(PORTER[::2], PORTER[1::2], strict=True)))
+def test_the_stems_of_porters_paper(word: str, stem: str) -> None:
+    assert porter_stem(word) == stem
+
+
+def test_words_keep_inner_apostrophes_and_split_punctuation() -> None:
+    assert words_of("Don't you , SAY?!") == ["don't", "you", ",", "say", "?", "!"]
+    assert words_of("  ") == []
+
+
+# METEOR ---------------------------------------------------------------------------------------------------------------
+
+
+def test_meteor_by_hand() -> None:
+    # All 6 words match: P = R = F = 1. The two "the" can be linked in two ways: with [on the mat] and [the cat]
+    # kept together, 3 x 1 + 3 x 2 + 1 x 2 = 11 links cross, in 3 chunks; first to first, 8 cross, in 6 chunks, so that
+    # one is taken: penalty 0.5 (6/6)^3.
+    first = words_of("the cat sat on the mat")
+    assert meteor(words_of("on the mat sat the cat"), first) == pytest.approx(0.5, abs=1e-12)
+    # P = 6/7, R = 1, F = (60/7) / (61/7); [the cat] [sat on the mat]: penalty 0.5 (2/6)^3 = 1/54.
+    assert meteor(words_of("the cat was sat on the mat"), first) == pytest.approx(60 / 61 * 53 / 54, abs=1e-12)
+    # the cats sat / the cat was sitting: the = the, cats ~ cat by stem, sat and sitting (sit) differ. m = 2, P = 2/3,
+    # R = 2/4, F = 10/3 / (1/2 + 6) = 20/39; one chunk: penalty 0.5 / 8; 20/39 x 15/16 = 0.480769.
+    assert meteor(words_of("the cats sat"), words_of("the cat was sitting")) == pytest.approx(
+        20 / 39 * 15 / 16, abs=1e-12
+    )
+    # one word of three, reference of one: P = 1/3, R = 1, F = (10/3) / (1 + 3) = 5/6, penalty 1/2.
+    assert meteor(words_of("well yes sir"), ["yes"]) == pytest.approx(5 / 12, abs=1e-12)
+
+
+def test_meteor_matches_synonyms_only_where_they_are_given() -> None:
+    hypothesis, reference = words_of("a big dog"), words_of("a large dog")
+    # without: 2 matches in 2 chunks, P = R = F = 2/3, penalty 1/2. With: 3 matches, 1 chunk, 1 - 0.5/27.
+    assert meteor(hypothesis, reference) == pytest.approx(1 / 3, abs=1e-12)
+    assert meteor(hypothesis, reference, synonyms={"big": "large"}) == pytest.approx(1 - 0.5 / 27, abs=1e-12)
+
+
+def test_meteor_takes_forms_before_stems() -> None:
+    # "cat" must take the form "cat", so that "cats" is left for "cats" too: two exact links, not one and a stem.
+    assert align(["cats", "cat"], ["cat", "cats"]) == {0: 1, 1: 0}
+
+
+def _crossings(links: tuple[tuple[int, int], ...]) -> int:
+    return sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(links, 2))
+
+
+def _best_by_brute_force(hypothesis: list[str], reference: list[str]) -> tuple[int, int]:
+    """Return (matches, crossings) over all one-to-one alignments of equal words."""
+    best = (0, 0)
+    for size in range(1, min(len(hypothesis), len(reference)) + 1):
+        for left in itertools.combinations(range(len(hypothesis)), size):
+            for right in itertools.permutations(range(len(reference)), size):
+                links = tuple(zip(left, right, strict=True))
+                if all(hypothesis[a] == reference[b] for a, b in links):
+                    best = max(best, (size, -_crossings(links)))
+    return best[0], -best[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from("abc"), max_size=5), st.lists(st.sampled_from("abc"), max_size=5))
+def test_alignments_have_the_most_matches_and_the_fewest_crossings(hypothesis: list[str], reference: list[str]) -> None:
+    links = align(hypothesis, reference)
+    assert len(set(links.values())) == len(links)
+    found = len(links), _crossings(tuple(links.items()))
+    assert found == _best_by_brute_force(hypothesis, reference)
+
+
+@given(WORDS)
+@settings(max_examples=30, deadline=None)
+def test_meteor_of_a_sentence_with_itself_is_its_greatest_value(words: list[str]) -> None:
+    assert meteor(words, words) == pytest.approx(1 - 0.5 / len(words) ** 3 if words else 0.0)
+
+
+# ROUGE-L --------------------------------------------------------------------------------------------------------------
+
+
+def test_rouge_l_by_hand() -> None:
+    # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill police, beta = 1:
+    # LCS(S1, S2) = 3, F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
+    first = words_of("police killed the gunman")
+    assert rouge_l(words_of("police kill the gunman"), first, beta=1.0) == pytest.approx(3 / 4)
+    assert rouge_l(words_of("the gunman kill police"), first, beta=1.0) == pytest.approx(1 / 2)
+    # P = 2/2, R = 2/4, beta^2 = 1.44: 2.44 x 0.5 / (0.5 + 1.44) = 1.22 / 1.94.
+    assert rouge_l(words_of("the gunman"), first) == pytest.approx(1.22 / 1.94)
+    assert rouge_l(words_of("the gunman"), first, beta=math.inf) == 0.5
+
+
+def test_rouge_l_refuses_a_beta_that_is_no_weight() -> None:
+    with pytest.raises(ConfigError, match="beta = 0"):
+        rouge_l(["a"], ["a"], beta=0)
+
+
+@given(WORDS, WORDS)
+@settings(max_examples=60, deadline=None)
+def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subsequence(
+    first: list[str], second: list[str]
+) -> None:
+    subsequences = {pick for n in range(len(first) + 1) for pick in itertools.combinations(first, n)}
+    shared = [
+        pick for n in range(len(second) + 1) for pick in itertools.combinations(second, n) if pick in subsequences
+    ]
+    assert longest_common_subsequence(first, second) == max(map(len, shared))
+    assert rouge_l(first, second, beta=1.0) == pytest.approx(rouge_l(second, first, beta=1.0))
+    assert rouge_l(first, first) == pytest.approx(1.0 if first else 0.0)
+
+
+# CIDEr ----------------------------------------------------------------------------------------------------------------
+
+
+def test_cider_by_hand() -> None:
+    # References: "a b" and "a c"; log 2 = L. df(a) = 2, so a weighs 0; b, c, ab, ac weigh L each.
+    # Pair 1: hypothesis "a b" is its reference: cosine 1 for n = 1 (b alone) and n = 2 (ab), none for n = 3, 4: 1/2.
+    # Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine 1. n = 2: {ac: L, cc: L} and {ac: L}
+    # (cc is in no reference, df counted as 1): 1 / sqrt 2. n = 3: the reference has none: 0. Mean (1 + .70711)/4.
+    said, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
+    assert cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
+    # CIDEr-D clips 2L of c to L: (L L) / (2L L) = 1/2 for n = 1; n = 2 as before; times exp(-1/72), times 10.
+    expected = 10 * math.exp(-1 / 72) * (0.5 + math.sqrt(0.5)) / 4
+    assert cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
+
+
+def test_cider_stems_and_cider_d_does_not() -> None:
+    said, wanted = [["cats", "sit"], ["no"]], [["cat", "sits"], ["yes"]]
+    assert cider(said, wanted)[0] == pytest.approx(0.5)
+    assert cider(said, wanted, variant="cider_d")[0] == 0.0
+
+
+def test_cider_of_one_pair_is_zero_and_numbers_must_agree() -> None:
+    assert cider([["a", "b"]], [["a", "b"]]) == [0.0]
+    with pytest.raises(ShapeError, match="2 hypotheses and 1 references"):
+        cider([["a"], ["b"]], [["a"]])
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefg"), max_size=8), min_size=2, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_cider_is_greatest_on_the_reference_itself(wanted: list[list[str]]) -> None:
+    reversed_words = [words[::-1] for words in wanted]
+    plain = zip(cider(wanted, wanted), cider(reversed_words, wanted), strict=True)
+    assert all(0 <= other <= same + 1e-9 <= 1 + 1e-8 for same, other in plain)
+    clipped = cider(wanted, wanted, variant="cider_d"), cider(reversed_words, wanted, variant="cider_d")
+    assert all(0 <= other <= same + 1e-9 <= 10 + 1e-8 for same, other in zip(*clipped, strict=True))
+
+
+# Word vectors ---------------------------------------------------------------------------------------------------------
+
+VECTORS = WordVectors(
+    {word: np.array(row, np.float32) for word, row in {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}.items()}, 2
+)
+
+
+def _scores(first: list[str], second: list[str]) -> dict[str, float]:
+    return dict(embedding_scores([first], [second], VECTORS).scores)
+
+
+def test_embedding_metrics_by_hand() -> None:
+    # a b against a: sum (3, 4) with (3, 0): 3/5. Extrema (3, 4) too: 3/5. Greedy: a takes 1, b takes 0: mean 1/2; back:
+    # a takes 1: (1/2 + 1) / 2 = 3/4.
+    assert _scores(["a", "b"], ["a"]) == pytest.approx(
+        {"embedding_average": 0.6, "vector_extrema": 0.6, "greedy_matching": 0.75}
+    )
+    # a b c against b: sum (-3, 5): 5 / sqrt 34. Extrema: -6 beats 3, 4: (-6, 4): 4 / sqrt 52.
+    # Greedy: a 0, b 1, c 1/sqrt 37: mean (1 + .164399)/3; back 1.
+    expected = {
+        "embedding_average": 5 / math.sqrt(34),
+        "vector_extrema": 4 / math.sqrt(52),
+        "greedy_matching": ((1 + 1 / math.sqrt(37)) / 3 + 1) / 2,
+    }
+    assert _scores(["a", "b", "c"], ["b"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_words_without_a_vector_are_left_out_and_counted() -> None:
+    found = embedding_scores([["a", "who"], ["who"], []], [["a"], ["b"], ["a"]], VECTORS)
+    assert found.scores == pytest.approx(dict.fromkeys(VECTOR_METRICS, 1 / 3))
+    assert found.unknown_words == {"who": 2}
+    assert (found.words, found.pairs_without_vectors) == (6, 2)
+
+
+def test_a_zero_vector_gives_zero_and_no_nan() -> None:
+    assert _scores(["z"], ["a"]) == dict.fromkeys(VECTOR_METRICS, 0.0)
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), st.lists(st.sampled_from("abc"), min_size=1))
+@settings(max_examples=40, deadline=None)
+def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first: list[str], second: list[str]) -> None:
+    assert _scores(first, second) == pytest.approx(_scores(second, first), abs=1e-6)
+    # a and c may cancel in the sum, but not to zero: 3 m = 6 n needs 0 m + 1 n = 0.
+    assert _scores(first, first[::-1]) == pytest.approx(dict.fromkeys(VECTOR_METRICS, 1.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["v.txt", "v.txt.gz"])
+@pytest.mark.parametrize("header", ["", "3 2\n"])
+def test_word_vectors_are_read_from_both_text_formats(tmp_path: Path, name: str, header: str) -> None:
+    path = tmp_path / name
+    content = (header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    vectors = read_word_vectors(path)
+    assert (len(vectors), vectors.width) == (3, 2)
+    assert vectors.of(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("a 1 2\nb 1\n", r"v.txt:2: expected a word and 2 numbers, received 1 numbers: 'b 1'"),
+        ("a 1 2\nb 1 2 3\n", r"v.txt:2: expected a word and 2 numbers, received 3 numbers"),
+        ("a 1 2\nb 1 x\n", r"v.txt:2: expected a word and 2 numbers, received 'x'"),
+        ("a 1 2\nb 1 nan\n", r"v.txt:2: a number is not finite"),
+        ("a 1 2\na 1 2\n", r"v.txt:2: the word 'a' has a vector already"),
+        ("3 2\na 1 2\n", r"v.txt:1: says 3 words, the file holds 1"),
+        ("2 2\n", r"v.txt:1: says 2 words, the file holds 0"),
+        ("", r"v.txt:1: expected a word and its numbers"),
+    ],
+)
+def test_malformed_vectors_are_named_by_line(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "v.txt").write_text(content)
+    with pytest.raises(DataError, match=says):
+        read_word_vectors(tmp_path / "v.txt")
+
+
+def test_files_that_cannot_be_read_are_data_errors(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"a 1 2\n\xe9 1 2\n")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
+    for name, says in (("vec.txt", "no such file"), ("latin.txt", "latin.txt:2: not UTF-8"), ("cut.gz", "cut short")):
+        with pytest.raises(DataError, match=says):
+            read_word_vectors(tmp_path / name)
+    with pytest.raises(DataError, match="is a folder"):
+        read_word_vectors(tmp_path)
+
+
+# Sentence encoder -----------------------------------------------------------------------------------------------------
+
+
+def test_sentence_cosine_by_hand() -> None:
+    # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
+    rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
+    found = sentence_cosine(["x", " "], ["y", "x"], lambda texts: [rows[text] for text in texts])
+    assert found == pytest.approx(math.sqrt(0.5) / 2)
+    with pytest.raises(ShapeError, match="2 sentences gave an array of shape"):
+        sentence_cosine(["x"], ["y"], lambda texts: [[1.0]])
+
+
+def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    from wellposed.tasks._tokenizers import WordEncoder
+
+    config = BertConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertModel(config).save_pretrained(tmp_path)
+    WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
+    encode = hf_sentence_encoder(str(tmp_path), batch_size=2)
+    together, alone = encode(["a", "a b c", "b"]), encode(["a"])
+    assert together.shape == (3, 8)
+    np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
+    assert sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        hf_sentence_encoder(str(tmp_path / "none"))
+
+
+# Together -------------------------------------------------------------------------------------------------------------
+
+
+def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without() -> None:
+    said, wanted = ["a b .", "c"], ["a b .", "c a"]
+    full = dialogue_scores(said, wanted, vectors=VECTORS, sentence_encoder=lambda texts: [[1.0]] * len(texts))
+    assert set(full.scores) == {*DIALOGUE_METRICS, "cider_d"}
+    assert len(DIALOGUE_METRICS) == 9
+    assert not full.not_computed
+    assert full.details["words_without_a_vector"] == 2
+    bare = dialogue_scores(said, wanted)
+    assert set(bare.not_computed) == {"sentence_cosine", *VECTOR_METRICS}
+    assert {name: full.scores[name] for name in bare.scores} == bare.scores
+
+
+def test_bleu_by_hand() -> None:
+    # 5 words, 4 of them right: 4/5; reference of 7 words: brevity exp(1 - 7/5).
+    found = dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
+    assert found.scores["bleu_1"] == pytest.approx(100 * 0.8 * math.exp(-0.4), abs=1e-9)
+    # orders 2, 3, 4: 3/3, 2/2, 1/1 of the first sentence.
+    assert found.scores["bleu_4"] == pytest.approx(100 * 0.8**0.25 * math.exp(-0.4), abs=1e-9)
+    assert "tok:13a" in found.details["bleu_4"]
+
+
+def test_empty_replies_score_zero_everywhere() -> None:
+    found = dialogue_scores(
+        ["", ""], ["a b", "c"], vectors=VECTORS, sentence_encoder=lambda texts: [[1.0]] * len(texts)
+    )
+    assert set(found.scores.values()) == {0.0}
+    assert found.details["empty_hypotheses"] == 2
+    with pytest.raises(ShapeError, match="0 hypotheses"):
+        dialogue_scores([], [])
