@@ -40,6 +40,30 @@ def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[
     return {**pad_inputs(examples, pad_id=pad_id), "labels": labels}
 
 
+def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) -> dict[str, Tensor]:
+    """Return input_ids, attention_mask (batch, source), decoder_input_ids and labels (batch, target), all int64.
+
+    The decoder reads the target moved right by one after ``bos_id``: position t predicts ``labels[:, t]``, so nothing
+    is shifted later. Labels are -100 on padding; the decoder's inputs need no mask, as padding comes after the end.
+
+    >>> batch = collate_seq2seq([{"input_ids": [5, 3], "labels": [7, 8, 3]}, {"input_ids": [6, 9, 3], "labels": [3]}],
+    ...                         pad_id=0, bos_id=2)
+    >>> batch["decoder_input_ids"].tolist(), batch["labels"].tolist()
+    ([[2, 7, 8], [2, 0, 0]], [[7, 8, 3], [3, -100, -100]])
+    """
+    import torch
+
+    from wellposed.tasks._ragged import pad_right
+
+    targets = [example["labels"] for example in examples]
+    shifted = [[bos_id, *target[:-1]] for target in targets]
+    return {
+        **pad_inputs(examples, pad_id=pad_id),
+        "decoder_input_ids": torch.from_numpy(pad_right(shifted, pad_id)),
+        "labels": torch.from_numpy(pad_right(targets, IGNORE)),
+    }
+
+
 def pad_inputs(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
     """Return input_ids and attention_mask of examples, padded to the longest."""
     import torch

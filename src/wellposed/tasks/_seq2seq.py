@@ -1,0 +1,182 @@
+"""What tasks of an encoder-decoder share: pairs of token ids, token loss, metrics of generated text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, overload
+
+from wellposed.tasks._base import Example, Kind, Split, Task
+from wellposed.tasks._batching import bucketed_batches, shuffle_key, token_batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from wellposed.tasks._generate import Decoding
+    from wellposed.tasks._ragged import Ragged
+    from wellposed.tasks._seq2seq_tokenizers import PairEncoder
+    from wellposed.tasks._text_metrics import TextScores
+
+
+@dataclass(frozen=True)
+class PairExamples(Sequence[Example]):
+    """Source ids as ``input_ids`` and target ids as ``labels``, each with its end token."""
+
+    source: Ragged
+    target: Ragged
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return {"input_ids": self.source[index].tolist(), "labels": self.target[index].tolist()}
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[index] for index in range(len(self)))
+
+
+class Seq2SeqTask(Task):
+    """A task whose answer is a text; a subclass says where the pairs come from and how texts are scored.
+
+    ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from `generate_metrics`.
+    """
+
+    kind: ClassVar[Kind] = "seq2seq_lm"
+    headline: ClassVar[str] = "perplexity"
+    higher_is_better: ClassVar[bool] = False
+    report_headline: ClassVar[str] = "bleu"
+
+    def __init__(
+        self,
+        *,
+        encoder: PairEncoder,
+        encoded: Mapping[Split, tuple[Ragged, Ragged]],
+        references: Mapping[Split, Sequence[str]],
+        max_tokens: int,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        self._encoder = encoder
+        self._examples = {split: PairExamples(source, target) for split, (source, target) in encoded.items()}
+        self._references = dict(references)
+        self._max_tokens = max_tokens
+        self._tokens_per_batch = tokens_per_batch
+        self._signatures: dict[str, str] = {}
+        self._sides = {
+            split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
+            for split, examples in self._examples.items()
+        }
+
+    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
+        return self._encoder.tokenizer(max_length=self._max_tokens)
+
+    def model_kwargs(self) -> dict[str, Any]:
+        from wellposed.tasks._seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
+
+        return {
+            "vocab_size": self._encoder.vocab_size,
+            "max_position_embeddings": self._max_tokens,
+            "pad_token_id": PAD_ID,
+            "bos_token_id": BOS_ID,
+            "eos_token_id": EOS_ID,
+            "decoder_start_token_id": BOS_ID,
+        }
+
+    def dataset(self, split: Split) -> PairExamples:
+        return self._examples[split]
+
+    def lengths(self, split: Split) -> Sequence[int]:
+        """Return the tokens of the longer side of each pair."""
+        return [max(pair) for pair in zip(*self._sides[split], strict=True)]
+
+    def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+        key = shuffle_key(split, seed, epoch)
+        sources, targets = self._sides[split]
+        if self._tokens_per_batch is not None:
+            return token_batches(sources, targets, self._tokens_per_batch, batch_size, shuffle=key)
+        # One number that sorts by target length, then by source length.
+        widths = [target * (self._max_tokens + 1) + source for source, target in zip(sources, targets, strict=True)]
+        return bucketed_batches(widths, batch_size, shuffle=key)
+
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        from wellposed.tasks._collate import collate_seq2seq
+        from wellposed.tasks._seq2seq_tokenizers import BOS_ID, PAD_ID
+
+        return collate_seq2seq(examples, pad_id=PAD_ID, bos_id=BOS_ID)
+
+    def loss_sum(
+        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        from wellposed.tasks._objectives import cross_entropy_sum
+
+        return cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
+
+    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        total, count = self.loss_sum(logits.detach(), batch)
+        return {"perplexity": (float(total), float(count))}
+
+    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        total, count = totals["perplexity"]
+        return {"perplexity": _exp(total / count)}
+
+    def reference(self) -> dict[str, float]:
+        """Return loss and perplexity of the frequencies of valid's own target tokens, which no fixed guess beats."""
+        import numpy as np
+
+        counts = np.bincount(self._examples["valid"].target.flat)
+        shares = counts[counts > 0] / counts.sum()
+        nats = float(-(shares * np.log(shares)).sum())
+        return {"loss": nats, "perplexity": _exp(nats)}
+
+    def generate_metrics(
+        self, model: PreTrainedModel, split: Split, *, batch_size: int, max_examples: int | None = None
+    ) -> dict[str, float]:
+        """Return the scores of the texts that ``model`` generates for the first ``max_examples`` sources of a split."""
+        from wellposed.tasks._generate import generate_texts
+
+        source = self._examples[split].source
+        count = len(source) if max_examples is None else min(max_examples, len(source))
+        texts = [""] * count
+        was_training = model.training
+        model.eval()
+        try:
+            rows = [source[index].tolist() for index in range(count)]
+            for index, found in generate_texts(model, self.tokenizer, rows, self._decoding(), batch_size=batch_size):
+                texts[index] = found[0].text
+        finally:
+            model.train(was_training)
+        scored = self._score(texts, self._references[split][:count])
+        self._signatures = dict(scored.signatures)
+        return dict(scored.scores)
+
+    def describe_generation(self) -> dict[str, Any]:
+        """Return how the scored texts were searched for, and the signature of every score."""
+        decoding = self._decoding()
+        return {"beams": decoding.beams, "length_penalty": decoding.length_penalty, "signatures": self._signatures}
+
+    def _decoding(self) -> Decoding:
+        raise NotImplementedError
+
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
+        raise NotImplementedError
+
+    def _describe_examples(self) -> dict[str, Any]:
+        """Return pairs, tokens and longest sentence per split and side, for `description`."""
+        described: dict[str, Any] = {"pairs": {}, "tokens": {}, "longest": {}}
+        for split, (sources, targets) in self._sides.items():
+            described["pairs"][split] = len(sources)
+            described["tokens"][split] = {"source": sum(sources), "target": sum(targets)}
+            described["longest"][split] = {"source": max(sources), "target": max(targets)}
+        return described
+
+
+def _exp(nats: float) -> float:
+    """Return e^nats, infinite where that is too large for a float."""
+    return math.exp(nats) if nats < 700 else math.inf
