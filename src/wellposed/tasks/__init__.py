@@ -13,3 +13,5 @@ from wellposed.tasks._listops import ListOpsOptions as ListOpsOptions
 from wellposed.tasks._listops import ListOpsTask as ListOpsTask
 from wellposed.tasks._text_classification import TextClassificationOptions as TextClassificationOptions
 from wellposed.tasks._text_classification import TextClassificationTask as TextClassificationTask
+from wellposed.tasks._translation import TranslationOptions as TranslationOptions
+from wellposed.tasks._translation import TranslationTask as TranslationTask
