@@ -6,8 +6,12 @@ from wellposed.nn._block import run_block as run_block
 from wellposed.nn._cosine import CosineCrossAttention as CosineCrossAttention
 from wellposed.nn._cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn._dot_product import DotProductAttention as DotProductAttention
+from wellposed.nn._experts import ExpertMixture as ExpertMixture
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
+from wellposed.nn._gram_attention import GramAttention as GramAttention
+from wellposed.nn._injective_embedding import InjectiveEmbedding as InjectiveEmbedding
+from wellposed.nn._injective_residual import InjectiveResidual as InjectiveResidual
 from wellposed.nn._invertible import InvertibleResidual as InvertibleResidual
 from wellposed.nn._invertible_solver import Inversion as Inversion
 from wellposed.nn._l2 import L2SelfAttention as L2SelfAttention
@@ -21,6 +25,10 @@ from wellposed.nn._norm_placement import PostNorm as PostNorm
 from wellposed.nn._norm_placement import PreNorm as PreNorm
 from wellposed.nn._options import reads as reads
 from wellposed.nn._options import unread_options as unread_options
+from wellposed.nn._orthogonal_feedforward import OrthogonalFeedForward as OrthogonalFeedForward
+from wellposed.nn._orthogonal_linear import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
+from wellposed.nn._orthogonal_linear import OrthogonalLinear as OrthogonalLinear
+from wellposed.nn._orthogonal_linear import orthogonal_patterns as orthogonal_patterns
 from wellposed.nn._positions import POSITIONS as POSITIONS
 from wellposed.nn._positions import LearnedPositions as LearnedPositions
 from wellposed.nn._positions import SinusoidalPositions as SinusoidalPositions
@@ -36,3 +44,10 @@ from wellposed.nn._residual import PlainResidual as PlainResidual
 from wellposed.nn._residual import ReZeroResidual as ReZeroResidual
 from wellposed.nn._reversible import ReversibleSequential as ReversibleSequential
 from wellposed.nn._reversible_coupling import AdditiveCoupling as AdditiveCoupling
+from wellposed.nn._spectrum import GramSpectrum as GramSpectrum
+from wellposed.nn._spectrum import LearnedSpectrum as LearnedSpectrum
+from wellposed.nn._transject_block import TransJectBlock as TransJectBlock
+from wellposed.nn._transject_block import transject_parameter_count as transject_parameter_count
+from wellposed.nn._transject_cache import TransJectCache as TransJectCache
+from wellposed.nn._transject_stack import TransJectOutput as TransJectOutput
+from wellposed.nn._transject_stack import TransJectStack as TransJectStack

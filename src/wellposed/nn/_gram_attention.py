@@ -1,0 +1,55 @@
+"""`ELU((x U * sigma) V)` as a module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from wellposed.functional._gram_attention import gram_attention
+from wellposed.nn._orthogonal_linear import OrthogonalLinear, transposed_weight
+
+
+class GramAttention(nn.Module):
+    """`F(x) = ELU((x U * sigma) V)`, U and V orthogonal, without bias: 1-Lipschitz in x for `|sigma| <= 1`.
+
+    Exact up to rounding. Sengupta et al. (2023), Theorem 1; the released code adds biases, which are left out here
+    because they make the norm of the map grow like sqrt d. U and V are orthogonal at the start and plain parameters;
+    `constrain_` with `where="*.left"` and `"*.right"` holds them. Tokens meet only in sigma (see `GramSpectrum`).
+
+    Args:
+        embed_dim: width d.
+
+    Raises:
+        ConfigError: `embed_dim` is below 1.
+
+    Cost: 2 N d^2 multiply-adds for N tokens, or N d^2 + d^3 for each sigma, whichever is less; memory linear in N.
+
+    >>> import torch
+    >>> attention = GramAttention(8)
+    >>> x, y = torch.randn(2, 3, 5, 8)
+    >>> images = attention(x, torch.ones(8)), attention(y, torch.ones(8))
+    >>> bool(((images[0] - images[1]).norm(dim=-1) <= (x - y).norm(dim=-1) * (1 + 1e-5)).all())
+    True
+    """
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.left = OrthogonalLinear(embed_dim)
+        self.right = OrthogonalLinear(embed_dim)
+
+    def reset_parameters(self) -> None:
+        """Draw U and V anew."""
+        self.left.reset_parameters()
+        self.right.reset_parameters()
+
+    def forward(self, x: Tensor, sigma: Tensor, *, folded: bool | None = None) -> Tensor:
+        """Map (batch, tokens, d) with sigma (d,), (batch, d) or (batch, tokens, d); see `functional.gram_attention`.
+
+        Raises:
+            ShapeError: the shapes do not fit.
+        """
+        return gram_attention(x, transposed_weight(self.left), transposed_weight(self.right), sigma, folded=folded)
+
+    def norm_bound(self) -> float:
+        """Return a bound of `|U| |V|`, 1 up to rounding where they are orthogonal: F's constant for `|sigma| <= 1`."""
+        return self.left.norm_bound() * self.right.norm_bound()

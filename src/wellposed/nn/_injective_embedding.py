@@ -1,0 +1,136 @@
+"""Token and position side by side, so that no two (token, position) pairs share a vector."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ShapeError, unknown_name
+from wellposed.nn._positions import LearnedPositions, SinusoidalPositions, check_length
+
+PositionKind = Literal["sinusoidal", "learned"]
+_KINDS: tuple[str, ...] = ("sinusoidal", "learned")
+
+
+class InjectiveEmbedding(nn.Module):
+    """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum need not be.
+
+    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do; `token_margin()` measures
+    it for E. Sengupta et al. (2023), sec. 3.5; the code of the paper steps through its frequencies twice too fast, so
+    that 112 of 256 channels hardly change, and pairs sines and cosines of different frequencies. E is a plain
+    `nn.Embedding`: with at most d/2 tokens `constrain_` keeps its rows orthonormal; larger ones can have orthonormal
+    columns (`wellposed.orthogonal(embedding.token, gain=...)`) or a penalty (`OrthogonalityPenalty(embedding=...)`).
+
+    Args:
+        vocab_size: number of tokens.
+        embed_dim: width d, even.
+        position: `"sinusoidal"`, without parameters and for any length; or `"learned"`, a table.
+        max_positions: length of the learnt table, and of the stored part of the sines.
+        padding_idx: as in `nn.Embedding`.
+
+    Raises:
+        ConfigError: odd width, no token, no position, or an unknown kind. In `forward`, ShapeError: a sequence longer
+            than the learnt table.
+
+    Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in float64.
+
+    >>> embedding = InjectiveEmbedding(10, 8)
+    >>> embedding(torch.tensor([[3, 3]])).shape, embedding.token_margin() > 0
+    (torch.Size([1, 2, 8]), True)
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        *,
+        position: PositionKind = "sinusoidal",
+        max_positions: int = 512,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 2 or embed_dim % 2:
+            raise ConfigError(
+                f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least 2, half for the "
+                "token and half for its position"
+            )
+        if vocab_size < 1 or max_positions < 1:
+            raise ConfigError(
+                f"InjectiveEmbedding: vocab_size is {vocab_size} and max_positions {max_positions}; expected at least 1"
+            )
+        if position not in _KINDS:
+            raise unknown_name("position code", position, _KINDS)
+        self.embed_dim = embed_dim
+        self.max_positions = max_positions
+        self.position_kind: PositionKind = position
+        self.token = nn.Embedding(vocab_size, embed_dim // 2, padding_idx=padding_idx)
+        build = SinusoidalPositions if position == "sinusoidal" else LearnedPositions
+        self.position = build(max_positions, embed_dim // 2)
+
+    def reset_parameters(self) -> None:
+        """Draw the tables anew."""
+        self.token.reset_parameters()
+        self.position.reset_parameters()
+
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Embed tokens.
+
+        Args:
+            input_ids: int (batch, tokens).
+            positions: int (tokens,) or (batch, tokens), from 0; 0, 1, 2, ... where not given.
+
+        Returns:
+            (batch, tokens, d).
+
+        Raises:
+            ShapeError: shapes do not fit, or a learnt table is too short.
+        """
+        if input_ids.dim() != 2:
+            raise ShapeError(f"InjectiveEmbedding: input_ids is {tuple(input_ids.shape)}; expected (batch, tokens)")
+        tokens = self.token(input_ids)
+        return torch.cat((tokens, self._codes(input_ids, positions).to(tokens.dtype).expand_as(tokens)), dim=-1)
+
+    def _codes(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
+        length = input_ids.shape[1]
+        if positions is not None and positions.shape not in ((length,), tuple(input_ids.shape)):
+            raise ShapeError(
+                f"InjectiveEmbedding: positions is {tuple(positions.shape)}; expected ({length},) or "
+                f"{tuple(input_ids.shape)}"
+            )
+        if isinstance(self.position, LearnedPositions):
+            check_length(length, self.max_positions, "InjectiveEmbedding")
+            return self.position(_arange(length, input_ids) if positions is None else positions)
+        if positions is None and length <= self.max_positions:
+            return self.position.table[:length]
+        return self._waves(_arange(length, input_ids) if positions is None else positions)
+
+    def _waves(self, positions: Tensor) -> Tensor:
+        """Sines and cosines of any positions: the formula of `SinusoidalPositions`, in float64."""
+        wide = torch.float32 if positions.device.type == "mps" else torch.float64
+        width = self.embed_dim // 2
+        pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
+        angles = positions.unsqueeze(-1).to(wide) * torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
+        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width].to(self.token.weight.dtype)
+
+    @torch.no_grad()
+    def token_margin(self, *, rows_at_a_time: int = 1024) -> float:
+        """Return the smallest distance between two token vectors: above 0, the map is injective.
+
+        Cost: V^2 d/2 multiply-adds for V tokens, memory `rows_at_a_time` x V.
+        """
+        table = self.token.weight.detach().float()
+        least = float("inf")
+        for start in range(0, len(table), rows_at_a_time):
+            rows = table[start : start + rows_at_a_time]
+            distances = torch.cdist(rows, table, compute_mode="donot_use_mm_for_euclid_dist")
+            own = torch.arange(len(rows), device=table.device)
+            distances[own, own + start] = torch.inf
+            least = min(least, float(distances.min()))
+        return least
+
+
+def _arange(length: int, like: Tensor) -> Tensor:
+    return torch.arange(length, device=like.device)
