@@ -18,8 +18,18 @@ from wellposed.models._init import INITS as INITS
 from wellposed.models._init import Initializer as Initializer
 from wellposed.models._init import xavier_ as xavier_
 from wellposed.models._pooling import POOLINGS as POOLINGS
+from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
+from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
+from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
 from wellposed.models._sequence_classification import (
     WellposedForSequenceClassification as WellposedForSequenceClassification,
+)
+from wellposed.models._sequence_pair_classification import (
+    AutoModelForSequencePairClassification as AutoModelForSequencePairClassification,
+)
+from wellposed.models._sequence_pair_classification import PairHead as PairHead
+from wellposed.models._sequence_pair_classification import (
+    WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )
 from wellposed.models._wellposed import WellposedModel as WellposedModel
 from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
@@ -28,3 +38,5 @@ _transformers.AutoConfig.register(WellposedConfig.model_type, WellposedConfig)
 _transformers.AutoModel.register(WellposedConfig, WellposedModel)
 _transformers.AutoModelForCausalLM.register(WellposedConfig, WellposedForCausalLM)
 _transformers.AutoModelForSequenceClassification.register(WellposedConfig, WellposedForSequenceClassification)
+AutoModelForSequencePairClassification.register(WellposedConfig, WellposedForSequencePairClassification)
+_transformers.AutoModelForSeq2SeqLM.register(WellposedConfig, WellposedForSeq2SeqLM)

@@ -11,7 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from wellposed.errors import unknown_name
 from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._config import WellposedConfig
+from wellposed.models._seq2seq import WellposedForSeq2SeqLM
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
+from wellposed.models._sequence_pair_classification import WellposedForSequencePairClassification
 from wellposed.registry import Registry
 
 
@@ -31,7 +33,12 @@ ARCHITECTURES = Registry[Architecture]("architecture")
 ARCHITECTURES.register("wellposed")(
     Architecture(
         WellposedConfig,
-        {"causal_lm": WellposedForCausalLM, "sequence_classification": WellposedForSequenceClassification},
+        {
+            "causal_lm": WellposedForCausalLM,
+            "sequence_classification": WellposedForSequenceClassification,
+            "sequence_pair_classification": WellposedForSequencePairClassification,
+            "seq2seq_lm": WellposedForSeq2SeqLM,
+        },
     )
 )
 

@@ -11,6 +11,8 @@ from wellposed.tasks._char_lm import CharLMOptions as CharLMOptions
 from wellposed.tasks._char_lm import CharLMTask as CharLMTask
 from wellposed.tasks._listops import ListOpsOptions as ListOpsOptions
 from wellposed.tasks._listops import ListOpsTask as ListOpsTask
+from wellposed.tasks._retrieval import RetrievalOptions as RetrievalOptions
+from wellposed.tasks._retrieval import RetrievalTask as RetrievalTask
 from wellposed.tasks._text_classification import TextClassificationOptions as TextClassificationOptions
 from wellposed.tasks._text_classification import TextClassificationTask as TextClassificationTask
 from wellposed.tasks._translation import TranslationOptions as TranslationOptions

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
+    from wellposed.tasks._pair_collate import PairExamples
     from wellposed.tasks._ragged import Ragged
     from wellposed.tasks._tokenizers import TextEncoder
 
@@ -30,6 +31,16 @@ class LabelledExamples(Sequence[Example]):
 
     ids: Ragged
     labels: NDArray[np.integer]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+        return self.ids.lengths
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.ids.lengths.max())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,16 +73,16 @@ class ClassificationTask(Task):
         self,
         *,
         encoder: TextEncoder,
-        examples: Mapping[Split, LabelledExamples],
+        examples: Mapping[Split, LabelledExamples | PairExamples],
         labels: Sequence[str],
         max_length: int | None = None,
     ) -> None:
-        longest = max(int(examples[split].ids.lengths.max()) for split in SPLITS)
+        longest = max(examples[split].longest for split in SPLITS)
         self.labels = tuple(labels)
         self._encoder = encoder
         self._examples = dict(examples)
         self._max_length = max_length or longest
-        self._lengths = {split: examples[split].ids.lengths.tolist() for split in SPLITS}
+        self._lengths = {split: examples[split].lengths.tolist() for split in SPLITS}
 
     def _build_tokenizer(self) -> PreTrainedTokenizerFast:
         return self._encoder.tokenizer(max_length=self._max_length)
@@ -88,7 +99,7 @@ class ClassificationTask(Task):
             "label2id": {label: index for index, label in enumerate(self.labels)},
         }
 
-    def dataset(self, split: Split) -> LabelledExamples:
+    def dataset(self, split: Split) -> LabelledExamples | PairExamples:
         return self._examples[split]
 
     def lengths(self, split: Split) -> Sequence[int]:
@@ -133,35 +144,49 @@ class ClassificationTask(Task):
         for split, examples in self._examples.items():
             counts = np.bincount(examples.labels, minlength=len(self.labels))
             described["examples"][split] = len(examples)
-            described["tokens"][split] = int(examples.ids.lengths.sum())
-            described["longest"][split] = int(examples.ids.lengths.max())
+            described["tokens"][split] = int(examples.lengths.sum())
+            described["longest"][split] = examples.longest
             described["labels"][split] = dict(zip(self.labels, counts.tolist(), strict=True))
         return described
 
 
 def cut_missing_splits(tables: dict[Split, LabelledTexts]) -> tuple[dict[Split, LabelledTexts], dict[str, str]]:
     """Cut the splits without a table from train: 5 % each, rows drawn by a fixed shuffle; return what was cut."""
-    import random
-
-    missing: list[Split] = [split for split in SPLITS if split not in tables]
-    if not missing:
+    if all(split in tables for split in SPLITS):
         return tables, {}
     train = tables["train"]
-    total = len(train.texts)
+    rows, described = cut_rows(len(train.texts), [split for split in SPLITS if split not in tables], train.path)
+    tables = dict(tables)
+    for split, chosen in rows.items():
+        tables[split] = train.select(chosen)
+    return tables, described
+
+
+def cut_rows(
+    total: int, missing: Sequence[Split], where: str, *, share: float = CUT_SHARE
+) -> tuple[dict[Split, list[int]], dict[str, str]]:
+    """Return the rows of train and of each missing split, ``share`` each by a fixed shuffle, and what was cut.
+
+    >>> rows, cut = cut_rows(20, ["test"], "x.tsv")
+    >>> len(rows["train"]), rows["test"], cut
+    (19, [15], {'test': '1 of 20 rows, by a fixed shuffle'})
+    """
+    import random
+
     if total < MIN_ROWS_TO_CUT:
         raise DataError(
-            f"{train.path}: {total} rows are too few to cut {' and '.join(missing)} from, expected at least "
+            f"{where}: {total} rows are too few to cut {' and '.join(missing)} from, expected at least "
             f"{MIN_ROWS_TO_CUT}; give them with the options {' and '.join(missing)}"
         )
     order = list(range(total))
     random.Random("cut").shuffle(order)
-    count = max(1, round(total * CUT_SHARE))
-    cut = dict(tables)
+    count = max(1, round(total * share))
+    rows: dict[Split, list[int]] = {}
     for split in missing:
-        cut[split] = train.select(sorted(order[:count]))
+        rows[split] = sorted(order[:count])
         order = order[count:]
-    cut["train"] = train.select(sorted(order))
-    return cut, dict.fromkeys(missing, f"{count} of {total} rows, by a fixed shuffle")
+    rows["train"] = sorted(order)
+    return rows, dict.fromkeys(missing, f"{count} of {total} rows, by a fixed shuffle")
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:

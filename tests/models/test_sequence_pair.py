@@ -1,0 +1,126 @@
+"""The two-tower classifier: its formula by hand, padding, saving, refusals, roles, measurement and certificates."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import wellposed as wp
+from wellposed.errors import ShapeError
+from wellposed.models import (
+    AutoModelForSequencePairClassification,
+    WellposedConfig,
+    WellposedForSequenceClassification,
+    WellposedForSequencePairClassification,
+    build_model,
+)
+
+SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 12, "num_attention_heads": 3, "num_labels": 2}
+FIRST, SECOND = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), torch.tensor([[5, 8, 9], [7, 9, 0]])
+FIRST_MASK, SECOND_MASK = (FIRST != 0).long(), (SECOND != 0).long()
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    return WellposedForSequencePairClassification(WellposedConfig(**{**SIZES, **changes})).double().eval()
+
+
+def run(model):
+    return model(
+        input_ids=FIRST, attention_mask=FIRST_MASK, input_ids_pair=SECOND, attention_mask_pair=SECOND_MASK
+    ).logits
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "first"])
+def test_the_logits_are_those_of_the_formula(pooling):
+    model = build(pooling=pooling)
+    pools = {"mean": lambda x: x.mean(0), "max": lambda x: x.max(0).values, "first": lambda x: x[0]}
+    weights = dict(model.named_parameters())
+    for row in range(2):
+        a, b = (
+            pools[pooling](model.model(input_ids=ids[row][ids[row] != 0][None]).last_hidden_state[0])
+            for ids in (FIRST, SECOND)
+        )
+        features = torch.cat([a, b, a * b, a - b])
+        hidden = (weights["classifier.hidden.weight"] @ features + weights["classifier.hidden.bias"]).clamp(min=0)
+        expected = weights["classifier.output.weight"] @ hidden + weights["classifier.output.bias"]
+        torch.testing.assert_close(run(model)[row], expected, rtol=0, atol=1e-12)
+
+
+def test_both_sides_matter_and_their_order_too():
+    model = build()
+    logits = run(model)
+    swapped = model(
+        input_ids=SECOND, attention_mask=SECOND_MASK, input_ids_pair=FIRST, attention_mask_pair=FIRST_MASK
+    ).logits
+    assert (logits - swapped).abs().min() > 1e-3
+    for side in ("input_ids", "input_ids_pair"):
+        ids = {"input_ids": FIRST[:1], "input_ids_pair": SECOND[:1]}
+        before = model(**ids).logits
+        ids[side] = ids[side].clone()
+        ids[side][0, 0] = 11
+        assert (model(**ids).logits - before).abs().max() > 1e-3
+
+
+def test_loss_is_cross_entropy_and_every_weight_gets_a_gradient():
+    model = build()
+    labels = torch.tensor([1, 0])
+    output = model(
+        input_ids=FIRST,
+        attention_mask=FIRST_MASK,
+        input_ids_pair=SECOND,
+        attention_mask_pair=SECOND_MASK,
+        labels=labels,
+    )
+    expected = -output.logits.log_softmax(-1)[torch.arange(2), labels].mean()
+    torch.testing.assert_close(output.loss, expected, rtol=0, atol=1e-12)
+    output.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_it_comes_back_through_its_auto_class(tmp_path):
+    model = build().float()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequencePairClassification.from_pretrained(tmp_path).eval()
+    assert type(loaded) is WellposedForSequencePairClassification
+    assert torch.equal(run(loaded), run(model))
+    built = AutoModelForSequencePairClassification.from_config(AutoConfig.for_model("wellposed", **SIZES))
+    assert type(built) is WellposedForSequencePairClassification
+    assert type(build_model("wellposed", "sequence_pair_classification", **SIZES)) is type(model)
+
+
+def test_it_takes_the_encoder_of_a_classifier(tmp_path):
+    torch.manual_seed(5)
+    single = WellposedForSequenceClassification(WellposedConfig(**SIZES)).eval()
+    single.save_pretrained(tmp_path)
+    pair = AutoModelForSequencePairClassification.from_pretrained(tmp_path).eval()
+    states = single.model(input_ids=FIRST[:1]).last_hidden_state
+    assert torch.equal(pair.model(input_ids=FIRST[:1]).last_hidden_state, states)
+
+
+def test_sides_that_do_not_match_are_refused():
+    model = build()
+    with pytest.raises(ShapeError, match="received 1 sequences for 2 in input_ids; expected one for each"):
+        model(input_ids=FIRST, input_ids_pair=SECOND[:1])
+    with pytest.raises(ShapeError, match="neither of input_ids and inputs_embeds"):
+        model(input_ids=FIRST)
+
+
+def test_verbs_work_or_say_why_not():
+    model = build()
+    roles = wp.find_roles(model)
+    assert len(roles.attention) == 2
+    batch = {
+        "input_ids": FIRST,
+        "attention_mask": FIRST_MASK,
+        "input_ids_pair": SECOND,
+        "attention_mask_pair": SECOND_MASK,
+    }
+    assert wp.measure(model, batch).rows
+    penalty = wp.OrthogonalityPenalty(model, affinity=1e-2, attention=1e-2)
+    logits = run(model)
+    assert penalty().item() > 0
+    assert logits.isfinite().all()
+    penalty.remove()
+    certificate = wp.certify(model, seq_len=5)
+    assert certificate.label == "uncertified"
+    assert "certify the encoder alone" in certificate.table()

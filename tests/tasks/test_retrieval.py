@@ -1,0 +1,155 @@
+"""Retrieval: AAN files, pairs made of labelled texts, builtin passages, bad rows by line, the training loop."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import SPLITS, RetrievalTask, build_task
+
+PAIRS = [(i % 2, f"A{i % 7}", f"B{i % 5}", f"first paper {i % 7}", f"second é {i % 5}") for i in range(40)]
+
+
+def build(data: Path | str = "builtin", **options: Any) -> RetrievalTask:
+    task = build_task("retrieval", {"data": str(data), **options})
+    assert isinstance(task, RetrievalTask)
+    return task
+
+
+def as_tsv(rows: Any) -> str:
+    return "".join("\t".join(map(str, row)) + "\n" for row in rows)
+
+
+def decoded(task: RetrievalTask, split: Any) -> list[tuple[int, str, str]]:
+    decode = task.tokenizer.decode
+    return [(e["labels"][0], decode(e["input_ids"]), decode(e["input_ids_pair"])) for e in task.dataset(split)]
+
+
+def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path: Path) -> None:
+    for split, rows in {"train": PAIRS, "eval": PAIRS[:6], "test": PAIRS[3:12]}.items():
+        floats = [(float(row[0]), *row[1:]) for row in rows]
+        (tmp_path / f"new_aan_pairs.{split}.tsv").write_text(as_tsv(floats))
+    task = build(tmp_path)
+    for split, rows in {"train": PAIRS, "valid": PAIRS[:6], "test": PAIRS[3:12]}.items():
+        assert decoded(task, split) == [(label, one, other) for label, _, _, one, other in rows]
+    described = task.description()
+    assert described["documents"] == {"train": 12, "valid": 11, "test": 12}
+    assert described["documents_also_in_train"] == {"valid": 11, "test": 12}
+    assert task.model_kwargs()["id2label"] == {0: "different", 1: "related"}
+    assert task.lengths("train")[0] == len("first paper 0second é 0".encode())
+
+
+def test_missing_splits_are_cut_from_train_and_gzip_is_read(tmp_path: Path) -> None:
+    import gzip
+
+    (tmp_path / "pairs.train.tsv.gz").write_bytes(gzip.compress(as_tsv(PAIRS).encode()))
+    task = build(tmp_path / "pairs.train.tsv.gz")
+    every = [row for split in SPLITS for row in decoded(task, split)]
+    assert sorted(every) == sorted((label, one, other) for label, _, _, one, other in PAIRS)
+    assert task.description()["cut_from_train"]["valid"] == "2 of 40 rows, by a fixed shuffle"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (("1", "a", "b", "text"), "4 columns, expected 5: label, id1, id2, text1, text2"),
+        (("2", "a", "b", "x", "y"), "label '2', expected one of 0, 1, 0.0, 1.0"),
+        (("1", "a", "b", "x", ""), "text2 is empty"),
+        ((), "an empty line, expected 5"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) -> None:
+    path = tmp_path / "x.train.tsv"
+    path.write_text(as_tsv([*PAIRS[:6], row, *PAIRS]))
+    with pytest.raises(DataError) as caught:
+        build(path)
+    assert f"{path}:7: {problem}" in str(caught.value)
+
+
+def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path: Path) -> None:
+    label_of = {f"text {i} of {i % 3}": str(i % 3) for i in range(60)}
+    for split in SPLITS:
+        rows = [(label, f"{split} {text}") for text, label in label_of.items()]
+        (tmp_path / f"{split}.tsv").write_text(as_tsv(rows))
+    task = build(tmp_path, num_train=101, num_valid=30)
+    assert [len(task.dataset(split)) for split in SPLITS] == [101, 30, 60]
+    for split in SPLITS:
+        rows = decoded(task, split)
+        for related, one, other in rows:
+            assert one.startswith(split)
+            same = label_of[one.removeprefix(f"{split} ")] == label_of[other.removeprefix(f"{split} ")]
+            assert one != other
+            assert same == bool(related)
+        assert len({frozenset(row[1:]) for row in rows}) == len(rows)
+        counts = Counter(row[0] for row in rows)
+        assert counts[1] - counts[0] in (0, 1)
+    assert decoded(build(tmp_path, num_train=101), "train") == decoded(task, "train")
+    assert decoded(build(tmp_path, num_train=101, data_seed=1), "train") != decoded(task, "train")
+
+
+def test_every_pair_can_be_drawn_and_one_more_is_refused(tmp_path: Path) -> None:
+    rows = [(str(i % 2), f"text {i}") for i in range(6)]
+    for split in SPLITS:
+        (tmp_path / f"{split}.tsv").write_text(as_tsv(rows))
+    task = build(tmp_path, num_train=12, num_valid=2, num_test=2)
+    assert len({frozenset(row[1:]) for row in decoded(task, "train")}) == 12
+    with pytest.raises(DataError, match=r"train.tsv: 6 pairs of one label, 7 wanted"):
+        build(tmp_path, num_train=13, num_valid=2, num_test=2)
+
+
+def test_builtin_passages_share_no_section_between_splits() -> None:
+    from wellposed.tasks._retrieval_sources import builtin_passages
+
+    tables, _ = builtin_passages()
+    sections = {split: set(tables[split].labels) for split in SPLITS}
+    assert not sections["train"] & sections["valid"] | sections["train"] & sections["test"]
+    assert all(len(text) == 600 for text in tables["test"].texts)
+    task = build(num_train=50, num_valid=10, num_test=10, max_length=100)
+    described = json.loads(json.dumps(task.description()))
+    assert described["truncated_documents"]["train"] > 0
+    assert "sha256" in described
+    assert task.reference() == {"accuracy": 0.5}
+
+
+def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "x.train.tsv").write_text(as_tsv([(i % 2, i, i, "a" * (i + 1), "b" * (41 - i)) for i in range(40)]))
+    task = build(tmp_path / "x.train.tsv")
+    indices = [i for batch in task.batches("train", 4, seed=0, epoch=0) for i in batch]
+    assert sorted(indices) == list(range(len(task.dataset("train"))))
+    rows = task.dataset("train")[:3]
+    batch = task.collate(rows)
+    assert batch["input_ids"].shape[1] == max(len(row["input_ids"]) for row in rows)
+    assert batch["input_ids_pair"].shape[1] == max(len(row["input_ids_pair"]) for row in rows)
+    assert batch["attention_mask_pair"].sum(1).tolist() == [len(row["input_ids_pair"]) for row in rows]
+
+
+def test_options_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need data=FILE; builtin passages bring splits"):
+        build(valid="x.tsv")
+    with pytest.raises(ConfigError, match="num_train = 0, max_length = -1; expected at least 1"):
+        build(num_train=0, max_length=-1)
+    (tmp_path / "x.train.tsv").write_text(as_tsv(PAIRS))
+    with pytest.raises(ConfigError, match=r"num_train bound pairs that are made; .*x.train.tsv brings pairs"):
+        build(tmp_path / "x.train.tsv", num_train=3)
+    with pytest.raises(DataError, match="no such file or folder"):
+        build(tmp_path / "nothing")
+    with pytest.raises(DataError, match="rows with more than max_length = 3 tokens"):
+        build(tmp_path / "x.train.tsv", max_length=3, overflow="error")
+
+
+def test_the_training_loop_trains_on_pairs(tmp_path: Path) -> None:
+    from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
+
+    small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    short = TrainOptions(steps=2, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1)
+    options = {"num_train": 20, "num_valid": 4, "num_test": 4, "max_length": 32}
+    result = train(RunConfig("retrieval", options, model=small, train=short), tmp_path / "run", progress=False)
+    assert result.status == "success"
+    assert 0 <= result.result["results"]["retrieval"]["accuracy,test"] <= 1
+    assert result.result["train_info"]["tokens"] == 2 * 4 * 2 * 32
+    assert any(row["split"] == "valid" for row in read_metrics(tmp_path / "run"))
