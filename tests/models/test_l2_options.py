@@ -1,4 +1,4 @@
-"""The options of the Lipschitz attentions: each reaches its layer, and none is given to a model that does not read it."""
+"""The options of the Lipschitz attentions: each reaches its layer, and a model that does not read it refuses it."""
 
 from __future__ import annotations
 

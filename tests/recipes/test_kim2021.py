@@ -133,7 +133,7 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     request = Request("paper", tmp_path)
     sizes = training._tuned(request)
     assert len(sizes.dropouts) * len(sizes.gammas) * len(sizes.warmups) == 84
-    config = run_config(request, sizes, "kim2021_l2_contractive", 5, dropout=0.1, gamma=0.4, warmup=4000)
+    config = run_config(request, sizes, "l2_contractive", 5, dropout=0.1, gamma=0.4, warmup=4000)
     assert (config.model.hidden_size, config.model.num_attention_heads, config.train.batch_size) == (512, 8, 64)
     assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == ("kim2021", 0.4, 4000)
     fixed = training._fixed(request)

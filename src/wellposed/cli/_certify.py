@@ -58,7 +58,6 @@ def run(words: Sequence[str]) -> int:
     radii = _radii(options.radii)
 
     import wellposed.models._certification
-    import wellposed.recipes._kim2021_attentions
     from wellposed.certification import certify
     from wellposed.cli._load import load_model
 

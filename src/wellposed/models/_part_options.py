@@ -1,4 +1,4 @@
-"""Options of a configuration that only some parts read: their ranges, and the refusal where no chosen part reads one."""
+"""Options of a configuration that only some parts read: ranges, and the refusal where no chosen part reads one."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def figure_8(request: Request) -> Reproduction:
     tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 12, 20), paper=(64, 20, 200))
     rows: list[dict[str, Any]] = []
     bounds = {}
-    for kind, label in (("dot_product", "dot product"), ("kim2021_l2_tied", "tied L2")):
+    for kind, label in (("dot_product", "dot product"), ("l2_tied", "tied L2")):
         layer = trained_attention(request, kind)
         bounds[kind] = certify(layer, seq_len=tokens, norm="inf").total
         for number, value in enumerate(_climb(request, layer, label, tokens, (rounds, steps)), start=1):
@@ -227,16 +227,16 @@ def figure_8(request: Request) -> Reproduction:
         for label in ("dot product", "tied L2")
     }
     growth = curves["dot product"][-1] / curves["dot product"][len(curves["dot product"]) // 2]
-    bounded = curves["tied L2"][-1] <= bounds["kim2021_l2_tied"]
+    bounded = curves["tied L2"][-1] <= bounds["l2_tied"]
     xs = [steps * number for number in range(1, rounds + 1)]
     series = [Series(label, xs, values) for label, values in curves.items()]
-    series.append(Series("bound of tied L2", xs, [bounds["kim2021_l2_tied"]] * rounds, "dashed"))
+    series.append(Series("bound of tied L2", xs, [bounds["l2_tied"]] * rounds, "dashed"))
     return Reproduction(
         rows,
         [Panel("|J|_inf while the input is ascended", "step", "|J|_inf", series, y_scale="log")],
         got=f"dot product: {curves['dot product'][0]:.3g} after {steps} steps, "
         f"{curves['dot product'][-1]:.3g} after {xs[-1]}, {growth:.2f} times more in the second half; tied L2 stays at "
-        f"{curves['tied L2'][-1]:.3g}, below its certified {bounds['kim2021_l2_tied']:.3g}; "
+        f"{curves['tied L2'][-1]:.3g}, below its certified {bounds['l2_tied']:.3g}; "
         f"the certificate of dot product is {bounds['dot_product']}",
         holds=None if request.scale == "toy" else growth > 1.5 and bounded and math.isinf(bounds["dot_product"]),
         notes=(

@@ -43,7 +43,7 @@ def figure_5(request: Request) -> Reproduction:
     tokens, batch = request.pick(toy=(6, 2), mini=(64, 32), paper=(64, 128))
     layers = {
         kind: trained_attention(request, name)
-        for kind, name in (("dot_product", "dot_product"), ("l2_tied", "kim2021_l2_tied"))
+        for kind, name in (("dot_product", "dot_product"), ("l2_tied", "l2_tied"))
     }
     width = layers["dot_product"].o_proj.out_features
     rows = _sweep(request, layers, [(tokens, width)], batch)
@@ -176,7 +176,7 @@ def figure_10(request: Request) -> Reproduction:
 
     tokens, batch, bins = request.pick(toy=(6, 2, 11), mini=(64, 32, 61), paper=(64, 128, 101))
     rows, panels, ratios = [], [], {}
-    for name, kind in (("tied L2", "kim2021_l2_tied"), ("dot product", "dot_product")):
+    for name, kind in (("tied L2", "l2_tied"), ("dot product", "dot_product")):
         layer = trained_attention(request, kind)
         x = probe_inputs(batch, tokens, layer.o_proj.out_features, SPREADS[-1])
         with torch.no_grad():

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import wellposed.recipes._kim2021_attentions  # noqa: F401  (registers the paper's attentions)
 from wellposed.models import build_model
 from wellposed.recipes._charts import Panel, Series
 from wellposed.recipes._recipe import Reproduction, Request
@@ -17,7 +16,7 @@ KINDS = {
     "dot_product": "dot product",
     "l2": "L2",
     "l2_tied": "tied L2",
-    "kim2021_l2_contractive": "contractive L2",
+    "l2_contractive": "contractive L2",
 }
 # Characters of the train split of the character-level Penn Treebank.
 _PTB_CHARACTERS = 5_017_483
@@ -75,9 +74,11 @@ def step_seconds(width: int, tokens: int, batch: int, depth: int, repeats: int) 
     runs = {}
     for kind in KINDS:
         torch.manual_seed(0)
+        # Divided by the bound of the inf-norm, as in the paper.
+        norm = {"lipschitz_norm": "inf"} if kind == "l2_contractive" else {}
         model: Any = build_model(
             "wellposed", "causal_lm", vocab_size=50, hidden_size=width, num_hidden_layers=depth,
-            num_attention_heads=8, attention=kind, max_position_embeddings=tokens,
+            num_attention_heads=8, attention=kind, max_position_embeddings=tokens, **norm,
         )  # fmt: skip
         model.to(device)
         runs[kind] = (model, torch.optim.AdamW(model.parameters(), lr=1e-4))
