@@ -6,19 +6,18 @@ import copy
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
 from wellposed.models._config import WellposedConfig
-from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
+from wellposed.models._heads import IGNORED_LABEL, LanguageHead, body_output, kept_positions
+from wellposed.models._wellposed import WellposedModel
 
-IGNORED_LABEL = -100
 
-
-class WellposedForCausalLM(WellposedPreTrainedModel, GenerationMixin):
+class WellposedForCausalLM(LanguageHead, GenerationMixin):
     """`logits_i = W x_i`, where `x_i` depends on tokens 1..i only; `W` is the token embedding where tied.
 
     Causality is exact: later tokens have weight 0, not a small one.
@@ -44,17 +43,9 @@ class WellposedForCausalLM(WellposedPreTrainedModel, GenerationMixin):
         config = copy.copy(config)
         config.is_causal = True
         super().__init__(config)
-        self.model = WellposedModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model = WellposedModel(config, is_part=True)
+        self.add_head(config)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer."""
-        self.lm_head = cast(nn.Linear, new_embeddings)
 
     @can_return_tuple
     def forward(
@@ -88,23 +79,20 @@ class WellposedForCausalLM(WellposedPreTrainedModel, GenerationMixin):
             ShapeError: see `WellposedModel.forward`.
             ConfigError: see `WellposedModel.forward`.
         """
-        output = cast(
-            BaseModelOutputWithPast,
-            self.model(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                output_hidden_states=output_hidden_states,
-                output_attentions=output_attentions,
-                return_dict=True,
-            ),
+        output = body_output(
+            self.model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = kept_positions(logits_to_keep)
         logits = self.lm_head(cast(Tensor, output.last_hidden_state)[:, kept])
-        loss = None if labels is None else self._loss(logits, labels, kept, num_items_in_batch)
+        loss = None if labels is None else self.token_loss(logits, _following(labels)[:, kept], num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=cast(Any, loss),
             logits=cast(Any, logits),
@@ -112,15 +100,7 @@ class WellposedForCausalLM(WellposedPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
         )
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, kept: slice | Tensor, num_items_in_batch: Tensor | int | None
-    ) -> Tensor:
-        """Shift the labels, not the logits: the logits are then not copied."""
-        following = torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)[:, kept]
-        return self.loss_function(
-            logits=logits,
-            labels=labels,
-            shift_labels=following.contiguous(),
-            vocab_size=self.config.vocab_size,
-            num_items_in_batch=num_items_in_batch,
-        )
+
+def _following(labels: Tensor) -> Tensor:
+    """Shift the labels, not the logits: the logits are then not copied."""
+    return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from wellposed.errors import ConfigError, listed, nearest_names
+from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.models._config_checks import (
+    is_size,
+    label_problems,
+    name_problems,
+    rate_problems,
+    refuse_config,
+    size_problems,
+    token_problems,
+    unknown_keys,
+)
 from wellposed.models._init import INITS
 from wellposed.models._part_options import part_option_problems
 from wellposed.models._pooling import POOLINGS
-from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
+from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS, cross_attention_name
 from wellposed.registry import Registry
 
 _NAMED: dict[str, Registry[Any]] = {
@@ -32,23 +43,7 @@ _SIZES = (
     "intermediate_size",
 )
 _PROBABILITIES = ("dropout", "attention_dropout")
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-
-# What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
-_HUGGING_FACE = {
-    "model_type",
-    "num_labels",
-    "name_or_path",
-    "torch_dtype",
-    "output_attentions",
-    "attn_implementation",
-    "experts_implementation",
-    "auto_map",
-    "quantization_config",
-    "custom_pipelines",
-    "task_specific_params",
-    "use_cache",
-}
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
 class WellposedConfig(PreTrainedConfig):
@@ -80,6 +75,14 @@ class WellposedConfig(PreTrainedConfig):
         query_width: 1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head.
         l2_init_scale: s of init kim2021; 2^-4 where None.
         cosine_eps: eps of attention cosine, > 0.
+        position_scale: factor on sinusoidal positions. None is 1, and under `init="t_fixup"` the factor that T-Fixup
+            puts on the token embeddings of the same stack, so that tokens and positions keep their proportion (in the
+            code of Huang et al. 2020 positions are added unscaled and are twice as long as tokens).
+        num_decoder_layers: number of blocks of the decoder of an encoder-decoder; num_hidden_layers where None.
+        share_embeddings: one table of tokens for the source and the target of an encoder-decoder.
+        cross_attention: registered cross-attention of an encoder-decoder. None is the one of the same name as
+            `attention`; cosine beside the L2 attentions, whose cross form has no Lipschitz constant.
+        decoder_start_token_id: first token of a target; bos_token_id where None.
         is_causal: whether a token is kept from later ones; None lets the head say: a language model is causal, a
             classifier is not.
         layer_norm_eps: epsilon of every LayerNorm.
@@ -128,6 +131,11 @@ class WellposedConfig(PreTrainedConfig):
     query_width: int = 1
     l2_init_scale: float | None = None
     cosine_eps: float = 0.01
+    position_scale: float | None = None
+    num_decoder_layers: int | None = None
+    share_embeddings: bool = True
+    cross_attention: str | None = None
+    decoder_start_token_id: int | None = None
     is_causal: bool | None = None
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = None
@@ -136,78 +144,69 @@ class WellposedConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        unknown = _unknown_keys(self, kwargs)
-        if self.intermediate_size is None and _is_size(self.hidden_size):
+        unknown = unknown_keys(self, kwargs)
+        if self.intermediate_size is None and is_size(self.hidden_size):
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
         self.check(unknown)
 
+    @property
+    def decoder_depth(self) -> int:
+        """Number of blocks of a decoder."""
+        return self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> WellposedConfig:
+        """Return the configuration of one side of an encoder-decoder; caches are made for the depth it names."""
+        if not decoder or encoder or self.decoder_depth == self.num_hidden_layers:
+            return self
+        side = copy.copy(self)
+        side.num_hidden_layers = self.decoder_depth
+        return side
+
     def check(self, problems: list[str] | None = None) -> None:
         """Raise `ConfigError` naming every value that no model can be built from."""
-        problems = [*(problems or []), *_problems(self)]
-        if problems:
-            count = "1 value is" if len(problems) == 1 else f"{len(problems)} values are"
-            raise ConfigError(f"{type(self).__name__}: {count} not usable:\n{listed(problems)}")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        refuse_config(self, [*(problems or []), *_problems(self)])
 
 
 def _problems(config: WellposedConfig) -> list[str]:
-    problems = []
-    for name in _SIZES:
-        value = getattr(config, name)
-        if not _is_size(value):
-            problems.append(f"{name}: received {value!r}; expected an integer >= 1")
-    for name in _PROBABILITIES:
-        value = getattr(config, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-            problems.append(f"{name}: received {value!r}; expected a number in [0, 1)")
-    for name, registry in _NAMED.items():
-        value = getattr(config, name)
-        if value not in registry:
-            nearest = ", ".join(nearest_names(str(value), registry))
-            problems.append(f"{name}: unknown {registry.kind} {value!r}; nearest: {nearest}")
-    return [*problems, *_token_problems(config), *_combination_problems(config)]
+    return [
+        *size_problems(config, _SIZES),
+        *rate_problems(config, _PROBABILITIES),
+        *name_problems(config, _NAMED),
+        *_decoder_problems(config),
+        *token_problems(config, _TOKENS),
+        *_combination_problems(config),
+    ]
 
 
-def _token_problems(config: WellposedConfig) -> list[str]:
-    if not _is_size(config.vocab_size):
-        return []
+def _decoder_problems(config: WellposedConfig) -> list[str]:
     problems = []
-    for name in _TOKENS:
-        value = getattr(config, name)
-        problems += [
-            f"{name}: received {token!r}; expected a token in [0, {config.vocab_size})"
-            for token in (value if isinstance(value, (list, tuple)) else [value])
-            if token is not None and not 0 <= token < config.vocab_size
-        ]
+    if config.num_decoder_layers is not None and not is_size(config.num_decoder_layers):
+        problems.append(
+            f"num_decoder_layers: received {config.num_decoder_layers!r}; expected an integer >= 1, or None"
+        )
+    try:
+        cross_attention_name(str(config.attention), config.cross_attention)
+    except (ConfigError, NotLipschitzError) as error:
+        problems.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
+    scale = config.position_scale
+    if scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
+        problems.append(f"position_scale: received {scale!r}; expected a number > 0, or None")
+    elif scale is not None and config.position != "sinusoidal":
+        problems.append(
+            f"position_scale: received {scale!r} with position={config.position!r}; only sinusoidal codes take it"
+        )
     return problems
 
 
 def _combination_problems(config: WellposedConfig) -> list[str]:
     problems = part_option_problems(config, _NAMED)
     width, heads = config.hidden_size, config.num_attention_heads
-    if _is_size(width) and _is_size(heads):
+    if is_size(width) and is_size(heads):
         if width % heads:
             problems.append(f"hidden_size: received {width}; expected a multiple of num_attention_heads = {heads}")
         elif config.qk_norm and width == heads:
             problems.append("qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer heads")
     if not config.layer_norm_eps > 0:
         problems.append(f"layer_norm_eps: received {config.layer_norm_eps!r}; expected a number > 0")
-    labels = config.num_labels
-    if labels is not None and labels < 1:
-        problems.append(f"num_labels: received {labels}; expected at least 1")
-    return problems
-
-
-def _unknown_keys(config: WellposedConfig, kwargs: dict[str, Any]) -> list[str]:
-    """List keys that neither this class nor Hugging Face reads; a misspelt option must not pass in silence."""
-    fields = set(type(config).__dataclass_fields__)
-    accepted = fields | _HUGGING_FACE | set(GenerationConfig().to_dict())
-    return [
-        f"{key}: unknown key; nearest: {', '.join(nearest_names(key, fields))}"
-        for key in kwargs
-        if key not in accepted and not key.startswith("_") and key != "per_layer_config"
-    ]
+    return [*problems, *label_problems(config)]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
-from wellposed.nn import POSITIONS, check_length
+from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
+from wellposed.nn import POSITIONS, SinusoidalPositions, check_length
 
 
 class Embeddings(nn.Module):
     """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout.
 
     Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after the factor, as there.
+    `position_scale` is a further factor on sines; see `WellposedConfig`.
+
+    Args:
+        config: what the model is made of.
+        own_tokens: whether it holds a table of tokens; otherwise one is handed to every call.
+        position_scale: the factor on sines.
 
     >>> from wellposed.models import WellposedConfig
     >>> embeddings = Embeddings(WellposedConfig(hidden_size=8, num_attention_heads=2))
@@ -23,17 +30,50 @@ class Embeddings(nn.Module):
     torch.Size([1, 2, 8])
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, own_tokens: bool = True, position_scale: float = 1.0) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.token = nn.Embedding(config.vocab_size, config.hidden_size) if own_tokens else None
         self.position = POSITIONS.get(config.position)(config)
+        if isinstance(self.position, SinusoidalPositions):
+            self.position.rescale(position_scale)
         self.scale = math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        inputs_embeds: Tensor | None = None,
+        *,
+        table: nn.Module | None = None,
+    ) -> Tensor:
         """Map token ids (batch, tokens), or their vectors (batch, tokens, D), to the input of the first block."""
-        tokens = self.token(input_ids) if inputs_embeds is None else inputs_embeds
+        tokens = cast(nn.Module, table or self.token)(input_ids) if inputs_embeds is None else inputs_embeds
         return self.dropout(torch.add(self.scale * self.position(positions), tokens, alpha=self.scale))
+
+
+class Given(NamedTuple):
+    """What a caller gave to one side of a model."""
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    names: tuple[str, str] = ("input_ids", "inputs_embeds")
+    """What the caller knows the first two as."""
+
+
+def position_scale(config: Any, stack: str) -> float:
+    """Return the factor on sinusoidal positions; under T-Fixup, unless given, that of the stack's token embeddings."""
+    if config.position_scale is not None:
+        return float(config.position_scale)
+    if config.init != "t_fixup":
+        return 1.0
+    if not config.is_encoder_decoder:
+        return t_fixup_factor(2 * config.num_hidden_layers)
+    # one table of tokens for both sides is scaled once, by the depth of the encoder
+    own = stack == "decoder" and not config.share_embeddings
+    return t_fixup_decoder_factor(config.decoder_depth if own else config.num_hidden_layers)
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -41,7 +81,7 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def check_tokens(input_ids: Tensor, vocab_size: int) -> None:
+def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids") -> None:
     """Raise `ShapeError` where ids are not (batch, tokens) or, on the CPU, lie outside the vocabulary.
 
     >>> check_tokens(torch.tensor([[1, 9]]), 5)
@@ -52,7 +92,7 @@ tokenizer that the model was built for, or call model.resize_token_embeddings
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ShapeError(
-            f"input_ids: received shape {tuple(input_ids.shape)}; expected (batch, tokens), neither of them 0"
+            f"{name}: received shape {tuple(input_ids.shape)}; expected (batch, tokens), neither of them 0"
         )
     if not on_host(input_ids):
         return
@@ -60,7 +100,7 @@ tokenizer that the model was built for, or call model.resize_token_embeddings
     if least < 0 or largest >= vocab_size:
         row, column = ((input_ids < 0) | (input_ids >= vocab_size)).nonzero()[0].tolist()
         raise ShapeError(
-            f"input_ids: received token {int(input_ids[row, column])} at row {row}, position {column}; expected tokens "
+            f"{name}: received token {int(input_ids[row, column])} at row {row}, position {column}; expected tokens "
             f"in [0, {vocab_size}); use the tokenizer that the model was built for, or call "
             "model.resize_token_embeddings"
         )

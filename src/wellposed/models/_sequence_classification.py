@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import padding_of
+from wellposed.models._heads import body_output
 from wellposed.models._pooling import POOLINGS
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 
@@ -32,7 +33,7 @@ class WellposedForSequenceClassification(WellposedPreTrainedModel):
     def __init__(self, config: WellposedConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model = WellposedModel(config)
+        self.model = WellposedModel(config, is_part=True)
         self.pool = POOLINGS.get(config.pooling)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
@@ -65,18 +66,15 @@ class WellposedForSequenceClassification(WellposedPreTrainedModel):
             ShapeError: see `WellposedModel.forward`.
             ConfigError: see `WellposedModel.forward`.
         """
-        output = cast(
-            BaseModelOutputWithPast,
-            self.model(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                inputs_embeds=inputs_embeds,
-                use_cache=False,
-                output_hidden_states=output_hidden_states,
-                output_attentions=output_attentions,
-                return_dict=True,
-            ),
+        output = body_output(
+            self.model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         hidden = cast(Tensor, output.last_hidden_state)
         pooled = self.pool(hidden, padding_of(attention_mask, hidden.shape[0], hidden.shape[1]))

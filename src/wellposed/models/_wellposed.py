@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -11,23 +12,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError, ShapeError
+from wellposed.models._caches import LayerView
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import Embeddings, check_positions, check_tokens, on_host, padding_of, positions_of
+from wellposed.models._embeddings import (
+    Embeddings,
+    Given,
+    check_positions,
+    check_tokens,
+    on_host,
+    padding_of,
+    position_scale,
+    positions_of,
+)
 from wellposed.models._init import INITS
-from wellposed.nn import Block, TransformerStack, run_block
+from wellposed.nn import Block, build_layers, run_block
 from wellposed.nn import attention_mask as make_mask
-
-
-class LayerView:
-    """One layer of a Hugging Face cache, as `wellposed.nn.LayerCache` wants it."""
-
-    def __init__(self, cache: Cache, layer_index: int) -> None:
-        self.cache = cache
-        self.layer_index = layer_index
-
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (batch, heads, tokens, head_dim) and return all of this layer."""
-        return self.cache.update(key, value, self.layer_index)
 
 
 class WellposedPreTrainedModel(PreTrainedModel):
@@ -40,6 +39,8 @@ class WellposedPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     _supports_sdpa = True
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_part = False
+    """Whether a larger model holds this one, and initialises it."""
 
     def __init__(self, config: WellposedConfig) -> None:
         config.check()
@@ -55,16 +56,120 @@ class WellposedPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         INITS.get(self.config.init).module(module, self.config)
 
+    def init_weights(self) -> None:
+        """Give a fresh model its weights, heads included; a model on the meta device waits for its checkpoint."""
+        super().init_weights()
+        whole = INITS.get(self.config.init).model
+        if whole is not None and not self._is_part and self.device.type != "meta":
+            whole(self)
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
-        return cast(WellposedModel, self.base_model).embeddings.token
+        return cast(nn.Module, cast(WellposedModel, self.base_model).embeddings.token)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the token embedding."""
         cast(WellposedModel, self.base_model).embeddings.token = cast(nn.Embedding, value)
 
 
-class WellposedModel(WellposedPreTrainedModel):
+class WellposedBody(WellposedPreTrainedModel):
+    """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: what encoders, decoders and language models share."""
+
+    embeddings: Embeddings
+    layers: nn.ModuleList
+    final_norm: nn.Module
+    is_causal: bool
+
+    def assemble(self, blocks: tuple[nn.ModuleList, nn.Module], embeddings: Embeddings, *, is_causal: bool) -> None:
+        """Set the parts, in the order in which random numbers are drawn."""
+        self.embeddings = embeddings
+        self.layers, self.final_norm = blocks
+        self.is_causal = is_causal
+        self.post_init()
+
+    def run(
+        self,
+        given: Given,
+        *,
+        output_hidden_states: bool | None,
+        self_cache: Cache | None = None,
+        reading: Callable[[int], dict[str, Any]] | None = None,
+        memory: Tensor | None = None,
+        table: nn.Module | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Return the last hidden states, normed, and all of them where asked for.
+
+        Args:
+            given: what the caller of ``forward`` gave.
+            output_hidden_states: None leaves it to the configuration.
+            self_cache: keys and values of earlier tokens.
+            reading: in a decoder, the further keywords of the block of a layer.
+            memory: in a decoder, what its blocks read.
+            table: token embedding, where it is not the body's own.
+        """
+        batch, num_queries, device = self._check_input(given)
+        num_keys = num_queries + (0 if self_cache is None else int(self_cache.get_seq_length()))
+        padding = padding_of(given.attention_mask, batch, num_keys)
+        positions = given.position_ids
+        if positions is None:
+            positions = positions_of(padding, num_queries, num_keys, device)
+        limit, where = self.config.max_position_embeddings, type(self).__name__
+        check_positions(positions, num_keys, limit, given=given.position_ids is not None, where=where)
+        mask = make_mask(padding, self.is_causal, num_queries, num_keys, device)
+        x = self.embeddings(given.input_ids, positions, given.inputs_embeds, table=table)
+        states = [x]
+        inputs = () if memory is None else (memory,)
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        for index, layer in enumerate(self.layers):
+            cache = None if self_cache is None else LayerView(self_cache, index)
+            others = {} if reading is None else reading(index)
+            x = run_block(cast(Block, layer), x, *inputs, mask=mask, is_causal=self.is_causal, cache=cache, **others)
+            if keep:
+                states.append(x)
+        x = self.final_norm(x)
+        return x, (*states[:-1], x) if keep else None
+
+    def _check_input(self, given: Given) -> tuple[int, int, torch.device]:
+        input_ids, inputs_embeds = given.input_ids, given.inputs_embeds
+        if (input_ids is None) == (inputs_embeds is None):
+            received = "neither" if input_ids is None else "both"
+            name, other = given.names
+            raise ShapeError(f"{type(self).__name__}: received {received} of {name} and {other}; give one")
+        if input_ids is not None:
+            check_tokens(input_ids, self.config.vocab_size, name=given.names[0])
+            # a decoder is causal and reads left to right: padding on the right needs no mask
+            if on_host(input_ids) and given.names[0] == "input_ids":
+                self.warn_if_padding_and_no_attention_mask(input_ids, given.attention_mask)
+            return input_ids.shape[0], input_ids.shape[1], input_ids.device
+        inputs_embeds = cast(Tensor, inputs_embeds)
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            raise ShapeError(
+                f"{given.names[1]}: received shape {tuple(inputs_embeds.shape)}; expected (batch, tokens, "
+                f"{self.config.hidden_size})"
+            )
+        return inputs_embeds.shape[0], inputs_embeds.shape[1], inputs_embeds.device
+
+    def check_cache(self, past_key_values: Cache | None, use_cache: bool | None) -> bool:
+        """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot be."""
+        if past_key_values is None and not use_cache:
+            return False
+        reason = None
+        if use_cache is False:
+            reason = "past_key_values were given together with use_cache=False; give one of them"
+        elif not self.is_causal:
+            reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
+        elif torch.is_grad_enabled() and any(self._recomputed(cast(Block, layer)) for layer in self.layers):
+            reason = "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or eval()"
+        if reason is not None:
+            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
+        return True
+
+    @staticmethod
+    def _recomputed(layer: Block) -> bool:
+        return layer.gradient_checkpointing and layer.training
+
+
+class WellposedModel(WellposedBody):
     """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`, the hidden states of every token.
 
     Positions are counted over real tokens and padding is masked, so padding changes nothing for real tokens. A row
@@ -72,6 +177,7 @@ class WellposedModel(WellposedPreTrainedModel):
 
     Args:
         config: what the model is made of; `config.is_causal` None means an encoder.
+        is_part: whether a larger model holds this one, and initialises it as a whole.
 
     Raises:
         ConfigError: a value of the configuration is not usable.
@@ -81,21 +187,12 @@ class WellposedModel(WellposedPreTrainedModel):
     torch.Size([1, 3, 8])
     """
 
-    def __init__(self, config: WellposedConfig) -> None:
+    def __init__(self, config: WellposedConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
-        stack = TransformerStack(config, is_causal=bool(config.is_causal))
-        self.embeddings = Embeddings(config)
-        self.layers = stack.layers
-        self.final_norm = stack.final_norm
-        self.is_causal = stack.is_causal
-        self.post_init()
-
-    def init_weights(self) -> None:
-        """Give a fresh model its weights; a model on the meta device waits for its checkpoint."""
-        super().init_weights()
-        whole = INITS.get(self.config.init).model
-        if whole is not None and self.device.type != "meta":
-            whole(self)
+        self._is_part = is_part
+        blocks = build_layers(config, Block, config.num_hidden_layers)
+        embeddings = Embeddings(config, position_scale=position_scale(config, "encoder"))
+        self.assemble(blocks, embeddings, is_causal=bool(config.is_causal))
 
     @can_return_tuple
     def forward(
@@ -131,65 +228,13 @@ class WellposedModel(WellposedPreTrainedModel):
                 `use_cache=False`.
         """
         refuse_attentions(output_attentions)
-        batch, num_queries, device = self._check_input(input_ids, inputs_embeds, attention_mask)
-        past_key_values = self._cache(past_key_values, use_cache)
-        num_keys = num_queries + (0 if past_key_values is None else int(past_key_values.get_seq_length()))
-        padding = padding_of(attention_mask, batch, num_keys)
-        positions = positions_of(padding, num_queries, num_keys, device) if position_ids is None else position_ids
-        limit = self.config.max_position_embeddings
-        check_positions(positions, num_keys, limit, given=position_ids is not None, where=type(self).__name__)
-        mask = make_mask(padding, self.is_causal, num_queries, num_keys, device)
-        x = self.embeddings(input_ids, positions, inputs_embeds)
-        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = [x]
-        for index, layer in enumerate(self.layers):
-            cache = None if past_key_values is None else LayerView(past_key_values, index)
-            x = run_block(cast(Block, layer), x, mask=mask, is_causal=self.is_causal, cache=cache)
-            if keep:
-                states.append(x)
-        x = self.final_norm(x)
+        if self.check_cache(past_key_values, use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
+        x, states = self.run(given, output_hidden_states=output_hidden_states, self_cache=past_key_values)
         return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, x),
-            past_key_values=past_key_values,
-            hidden_states=cast(Any, (*states[:-1], x)) if keep else None,
+            last_hidden_state=cast(Any, x), past_key_values=past_key_values, hidden_states=cast(Any, states)
         )
-
-    def _check_input(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None
-    ) -> tuple[int, int, torch.device]:
-        if (input_ids is None) == (inputs_embeds is None):
-            received = "neither" if input_ids is None else "both"
-            raise ShapeError(f"{type(self).__name__}: received {received} of input_ids and inputs_embeds; give one")
-        if input_ids is not None:
-            check_tokens(input_ids, self.config.vocab_size)
-            if on_host(input_ids):
-                self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
-            return input_ids.shape[0], input_ids.shape[1], input_ids.device
-        inputs_embeds = cast(Tensor, inputs_embeds)
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
-            raise ShapeError(
-                f"inputs_embeds: received shape {tuple(inputs_embeds.shape)}; expected (batch, tokens, "
-                f"{self.config.hidden_size})"
-            )
-        return inputs_embeds.shape[0], inputs_embeds.shape[1], inputs_embeds.device
-
-    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
-        if past_key_values is None and not use_cache:
-            return None
-        reason = None
-        if use_cache is False:
-            reason = "past_key_values were given together with use_cache=False; give one of them"
-        elif not self.is_causal:
-            reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
-        elif torch.is_grad_enabled() and any(self._recomputed(cast(Block, layer)) for layer in self.layers):
-            reason = "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or eval()"
-        if reason is not None:
-            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
-        return DynamicCache(config=self.config) if past_key_values is None else past_key_values
-
-    @staticmethod
-    def _recomputed(layer: Block) -> bool:
-        return layer.gradient_checkpointing and layer.training
 
 
 def refuse_attentions(output_attentions: bool | None) -> None:

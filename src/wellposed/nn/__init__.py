@@ -2,9 +2,16 @@
 
 from wellposed.nn._block import Block as Block
 from wellposed.nn._block import TransformerStack as TransformerStack
+from wellposed.nn._block import build_layers as build_layers
 from wellposed.nn._block import run_block as run_block
 from wellposed.nn._cosine import CosineCrossAttention as CosineCrossAttention
 from wellposed.nn._cosine import CosineSelfAttention as CosineSelfAttention
+from wellposed.nn._cross_attention import CROSS_ATTENTIONS as CROSS_ATTENTIONS
+from wellposed.nn._cross_attention import CrossAttention as CrossAttention
+from wellposed.nn._cross_attention import MemoryCache as MemoryCache
+from wellposed.nn._cross_attention import cross_attention_name as cross_attention_name
+from wellposed.nn._cross_attention import memory_mask as memory_mask
+from wellposed.nn._decoder_block import DecoderBlock as DecoderBlock
 from wellposed.nn._dot_product import DotProductAttention as DotProductAttention
 from wellposed.nn._experts import ExpertMixture as ExpertMixture
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS

@@ -60,16 +60,23 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Map (batch, tokens, width) to the same shape; the keywords are those of every attention."""
+        return self.feed(self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache))
 
-        def attend(hidden: Tensor) -> Tensor:
-            attended = self.attention(hidden, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
-            return self.dropout(attended)
+    def attend(self, x: Tensor, **how: Any) -> Tensor:
+        """Return the first half, the self-attention one; keywords as `forward`."""
 
-        def feed(hidden: Tensor) -> Tensor:
+        def branch(hidden: Tensor) -> Tensor:
+            return self.dropout(self.attention(hidden, **how))
+
+        return self.attention_norm.around(x, branch, self.attention_residual)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Return the second half, the feed-forward one."""
+
+        def branch(hidden: Tensor) -> Tensor:
             return self.dropout(self.feedforward(hidden))
 
-        x = self.attention_norm.around(x, attend, self.attention_residual)
-        return self.feedforward_norm.around(x, feed, self.feedforward_residual)
+        return self.feedforward_norm.around(x, branch, self.feedforward_residual)
 
 
 class TransformerStack(nn.Module):
@@ -99,10 +106,7 @@ class TransformerStack(nn.Module):
     def __init__(self, config: Any, *, is_causal: bool = False) -> None:
         super().__init__()
         self.is_causal = is_causal
-        blocks = [Block(config, index) for index in range(config.num_hidden_layers)]
-        needs_norm = blocks[-1].feedforward_norm.final_norm
-        self.layers = nn.ModuleList(blocks)
-        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
+        self.layers, self.final_norm = build_layers(config, Block, config.num_hidden_layers)
 
     def forward(
         self,
@@ -134,11 +138,27 @@ class TransformerStack(nn.Module):
         return self.final_norm(x)
 
 
+def build_layers(config: Any, block: Callable[[Any, int], Block], count: int) -> tuple[nn.ModuleList, nn.Module]:
+    """Return ``count`` blocks, and the norm behind the last: `x -> x` where the norm placement asks for none."""
+    layers = [block(config, index) for index in range(count)]
+    needs_norm = layers[-1].feedforward_norm.final_norm
+    norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
+    return nn.ModuleList(layers), norm
+
+
 def run_block(
-    layer: Block, x: Tensor, *, mask: AttentionMask, is_causal: bool, cache: LayerCache | None = None
+    layer: Block,
+    *inputs: Tensor,
+    mask: AttentionMask,
+    is_causal: bool,
+    cache: LayerCache | None = None,
+    **reading: Any,
 ) -> Tensor:
-    """Return the block's output, recomputed in the backward pass where the block is set to gradient checkpointing."""
-    call = partial(layer, key_padding_mask=mask, is_causal=is_causal, cache=cache)
+    """Return the block's output, recomputed in the backward pass where the block is set to gradient checkpointing.
+
+    ``inputs`` is `x`, and in a decoder the memory; ``reading`` is what a decoder's block takes besides.
+    """
+    call = partial(layer, key_padding_mask=mask, is_causal=is_causal, cache=cache, **reading)
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-        return layer._gradient_checkpointing_func(call, x)
-    return call(x)
+        return layer._gradient_checkpointing_func(call, *inputs)
+    return call(*inputs)

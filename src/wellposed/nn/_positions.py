@@ -81,6 +81,17 @@ class SinusoidalPositions(nn.Module):
         waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
         self.table.copy_(self.scale * waves[:, : self.embed_dim])
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the factor s.
+
+        >>> codes = SinusoidalPositions(10, 4)
+        >>> codes.rescale(0.5)
+        >>> codes(torch.tensor([0])).tolist()
+        [[0.0, 0.5, 0.0, 0.5]]
+        """
+        self.scale *= factor
+        self.reset_parameters()
+
     def forward(self, positions: Tensor) -> Tensor:
         """Map integer positions (...) to codes (..., embed_dim)."""
         return F.embedding(positions, self.table)

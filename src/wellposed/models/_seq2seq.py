@@ -1,0 +1,349 @@
+"""Encoder-decoder: a target sequence from a source sequence, one token after the other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPast,
+    ModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from wellposed.errors import ConfigError
+from wellposed.models._caches import MemoryView
+from wellposed.models._config import WellposedConfig
+from wellposed.models._embeddings import Embeddings, Given, padding_of, position_scale
+from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
+from wellposed.models._wellposed import WellposedBody, WellposedModel, WellposedPreTrainedModel, refuse_attentions
+from wellposed.nn import DecoderBlock, build_layers, memory_mask
+
+_DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+class WellposedDecoder(WellposedBody):
+    """The causal half: blocks of self-attention, cross-attention to the encoder's states, and feed-forward.
+
+    Its token embedding is its own, or, with `config.share_embeddings`, the encoder's, handed to every call.
+
+    Args:
+        config: what the model is made of; it has `config.decoder_depth` blocks.
+    """
+
+    def __init__(self, config: WellposedConfig) -> None:
+        super().__init__(config)
+        self._is_part = True
+        scale = position_scale(config, "decoder")
+        self.assemble(
+            build_layers(config, DecoderBlock, config.decoder_depth),
+            Embeddings(config, own_tokens=not config.share_embeddings, position_scale=scale),
+            is_causal=True,
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor | None = None,
+        token_embedding: nn.Module | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Return the hidden states of every target token; arguments as `WellposedModel.forward`, and the memory's.
+
+        Args:
+            encoder_hidden_states: (batch, source tokens, D).
+            encoder_attention_mask: (batch, source tokens), 1 = real.
+            token_embedding: the table of tokens, where the decoder has none.
+        """
+        refuse_attentions(output_attentions)
+        cache = None
+        if self.check_cache(past_key_values, use_cache):
+            cache = past_key_values = self._pair_of_caches(past_key_values)
+        batch, memory_length = encoder_hidden_states.shape[:2]
+        mask = memory_mask(padding_of(encoder_attention_mask, batch, memory_length), encoder_hidden_states)
+        x, states = self.run(
+            Given(input_ids, inputs_embeds, attention_mask, position_ids, _DECODER_NAMES),
+            output_hidden_states=output_hidden_states,
+            self_cache=None if cache is None else cache.self_attention_cache,
+            reading=lambda index: {
+                "memory_mask": mask,
+                "memory_cache": None if cache is None else MemoryView(cache, index),
+            },
+            memory=encoder_hidden_states,
+            table=token_embedding,
+        )
+        return BaseModelOutputWithPast(
+            last_hidden_state=cast(Any, x), past_key_values=past_key_values, hidden_states=cast(Any, states)
+        )
+
+    def _pair_of_caches(self, given: Cache | None) -> EncoderDecoderCache:
+        if given is None:
+            return EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        if not isinstance(given, EncoderDecoderCache):
+            raise ConfigError(
+                f"past_key_values: received a {type(given).__name__}; expected an EncoderDecoderCache, which holds "
+                "the keys and values of the target and of the source"
+            )
+        return given
+
+
+class WellposedSeq2SeqModel(WellposedPreTrainedModel):
+    """`E = encoder(source)`, then `decoder(target, E)`: the hidden states of every target token.
+
+    Padding of either side changes nothing for real tokens. No target token depends on a later one.
+
+    Args:
+        config: what the model is made of; `num_hidden_layers` blocks in the encoder, `decoder_depth` in the decoder.
+        is_part: whether a larger model holds this one, and initialises it as a whole.
+    """
+
+    def __init__(self, config: WellposedConfig, *, is_part: bool = False) -> None:
+        config = as_encoder_decoder(config, type(self).__name__)
+        super().__init__(config)
+        self._is_part = is_part
+        self.encoder = WellposedModel(config, is_part=True)
+        self.decoder = WellposedDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding of the source, which is the target's where it is shared."""
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding of the source."""
+        self.encoder.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        decoder_position_ids: Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> Seq2SeqModelOutput:
+        """Return the hidden states of every target token; arguments as `WellposedForSeq2SeqLM.forward`."""
+        read = _as_output(encoder_outputs) or self.encoder(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        memory = cast(Tensor, read.last_hidden_state)
+        output = cast(
+            BaseModelOutputWithPast,
+            self.decoder(
+                decoder_input_ids,
+                attention_mask=decoder_attention_mask,
+                position_ids=decoder_position_ids,
+                encoder_hidden_states=memory,
+                encoder_attention_mask=attention_mask,
+                token_embedding=self.encoder.embeddings.token if self.config.share_embeddings else None,
+                past_key_values=past_key_values,
+                inputs_embeds=decoder_inputs_embeds,
+                use_cache=use_cache,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                return_dict=True,
+            ),
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=output.last_hidden_state,
+            past_key_values=cast(Any, output.past_key_values),
+            decoder_hidden_states=output.hidden_states,
+            encoder_last_hidden_state=cast(Any, memory),
+            encoder_hidden_states=read.hidden_states,
+        )
+
+
+def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutput | None:
+    """Return what the caller knows of the encoder's output by name."""
+    if not isinstance(given, tuple):
+        return cast("BaseModelOutput | None", given)
+    last, *states = cast("tuple[Any, ...]", given)
+    return BaseModelOutput(last_hidden_state=last, hidden_states=states[0] if states else None)
+
+
+class WellposedForSeq2SeqLM(LanguageHead, GenerationMixin):
+    """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source and earlier ones.
+
+    Causality in the target is exact, and so is independence of padding on either side. `W` is the target's token
+    embedding where tied. Vaswani et al. (2017).
+
+    Args:
+        config: what the model is made of: `num_hidden_layers` blocks in the encoder, `num_decoder_layers` in the
+            decoder (as many where None), `share_embeddings`, `tie_word_embeddings`, and every other option for both.
+            The model keeps a copy with `is_encoder_decoder=True`.
+
+    Raises:
+        ConfigError: the configuration is not usable, or says `is_causal=True`.
+
+    Cost: that of its blocks; in generation the source is read once, and its keys and values are made once a layer.
+    When not to use: one sequence (`WellposedForCausalLM`), or tagging and classifying the source.
+
+    >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    >>> model = WellposedForSeq2SeqLM(config)
+    >>> model(input_ids=torch.tensor([[5, 6, 7]]), decoder_input_ids=torch.tensor([[1, 8]])).logits.shape
+    torch.Size([1, 2, 256])
+    >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).shape[0]
+    1
+    """
+
+    def __init__(self, config: WellposedConfig) -> None:
+        config = as_encoder_decoder(config, type(self).__name__)
+        super().__init__(config)
+        table = "model.encoder" if config.share_embeddings else "model.decoder"
+        self._tied_weights_keys = {"lm_head.weight": f"{table}.embeddings.token.weight"}
+        self.model = WellposedSeq2SeqModel(config, is_part=True)
+        self.add_head(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding of the source, which is the target's where it is shared."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding of the source."""
+        self.model.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        decoder_position_ids: Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Seq2SeqLMOutput:
+        """Return the logits of the next target token at every position and, with labels, their mean cross-entropy.
+
+        Args:
+            input_ids: int (batch, source tokens).
+            attention_mask: (batch, source tokens), 1 = real, 0 = padding, on any side; None = all real.
+            decoder_input_ids: int (batch, target tokens), from `decoder_start_token_id` on. Where absent and labels are
+                given: the labels, shifted to the right by one.
+            decoder_attention_mask: (batch, cached + target tokens), 1 = real. Padding on the right needs none.
+            position_ids, decoder_position_ids: counted over real tokens where None.
+            encoder_outputs: the encoder's output, in place of the source, read once.
+            past_key_values: an `EncoderDecoderCache` of earlier target tokens; extended in place.
+            inputs_embeds, decoder_inputs_embeds: vectors (batch, tokens, D) in place of ids, before the factor sqrt(D).
+            labels: int (batch, target tokens); labels t belong to logits t, so they are not shifted; -100 is not
+                counted.
+            use_cache: make and return a cache; only where asked for, or where one is given.
+            output_hidden_states: also return the states of both sides.
+            output_attentions: must not be True: the fused kernels never form the weights.
+            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
+            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
+
+        Returns:
+            `loss` where labels are given, in nats; `logits` (batch, kept target tokens, vocab_size);
+            `past_key_values`; `encoder_last_hidden_state`; `encoder_hidden_states`, `decoder_hidden_states`.
+
+        Raises:
+            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit.
+            ConfigError: attention weights are asked for, a cache that cannot be used, or labels without a token to
+                start with.
+        """
+        if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        output = cast(
+            Seq2SeqModelOutput,
+            self.model(
+                input_ids,
+                attention_mask,
+                decoder_input_ids,
+                decoder_attention_mask,
+                position_ids=position_ids,
+                decoder_position_ids=decoder_position_ids,
+                encoder_outputs=encoder_outputs,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                decoder_inputs_embeds=decoder_inputs_embeds,
+                use_cache=use_cache,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                return_dict=True,
+            ),
+        )
+        kept = kept_positions(logits_to_keep)
+        logits = self.lm_head(cast(Tensor, output.last_hidden_state)[:, kept])
+        loss = None if labels is None else self.token_loss(logits, labels[:, kept], num_items_in_batch)
+        return Seq2SeqLMOutput(
+            loss=cast(Any, loss),
+            logits=cast(Any, logits),
+            past_key_values=output.past_key_values,
+            decoder_hidden_states=output.decoder_hidden_states,
+            encoder_last_hidden_state=output.encoder_last_hidden_state,
+            encoder_hidden_states=output.encoder_hidden_states,
+        )
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in the place of -100.
+
+        Raises:
+            ConfigError: the configuration names no token to start with, or no padding where a label is -100.
+        """
+        start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
+        start = self.config.bos_token_id if start is None else start
+        if start is None:
+            raise ConfigError(
+                "labels without decoder_input_ids: the configuration has neither decoder_start_token_id nor "
+                "bos_token_id; set one, or give decoder_input_ids"
+            )
+        before = torch.cat((labels.new_full((labels.shape[0], 1), start), labels[:, :-1]), dim=1)
+        # where no padding token is named any token serves: what follows it is not counted either
+        return before.masked_fill(before == IGNORED_LABEL, start if padding is None else padding)
+
+    @staticmethod
+    def _reorder_cache(past_key_values: EncoderDecoderCache, beam_idx: Tensor) -> EncoderDecoderCache:
+        """Beams of one sentence read the same source, so only the target's keys and values move."""
+        past_key_values.self_attention_cache.reorder_cache(cast(Any, beam_idx))
+        return past_key_values
+
+
+def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
+    """Return a copy that says what it is; raise `ConfigError` where it says otherwise."""
+    if config.is_causal:
+        raise ConfigError(f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave None")
+    config = copy.copy(config)
+    config.is_causal = None
+    config.is_encoder_decoder = True
+    return config
