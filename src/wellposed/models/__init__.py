@@ -21,9 +21,6 @@ from wellposed.models._pooling import POOLINGS as POOLINGS
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
 from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
-from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
-from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
-from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
 from wellposed.models._sequence_classification import (
     WellposedForSequenceClassification as WellposedForSequenceClassification,
 )
@@ -42,5 +39,4 @@ _transformers.AutoModel.register(WellposedConfig, WellposedModel)
 _transformers.AutoModelForCausalLM.register(WellposedConfig, WellposedForCausalLM)
 _transformers.AutoModelForSequenceClassification.register(WellposedConfig, WellposedForSequenceClassification)
 AutoModelForSequencePairClassification.register(WellposedConfig, WellposedForSequencePairClassification)
-_transformers.AutoModelForSeq2SeqLM.register(WellposedConfig, WellposedForSeq2SeqLM)
 _transformers.AutoModelForSeq2SeqLM.register(WellposedConfig, WellposedForSeq2SeqLM)

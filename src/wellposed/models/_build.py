@@ -12,7 +12,6 @@ from wellposed.errors import unknown_name
 from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._config import WellposedConfig
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM
-from wellposed.models._seq2seq import WellposedForSeq2SeqLM
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
 from wellposed.models._sequence_pair_classification import WellposedForSequencePairClassification
 from wellposed.registry import Registry
@@ -38,7 +37,6 @@ ARCHITECTURES.register("wellposed")(
             "causal_lm": WellposedForCausalLM,
             "sequence_classification": WellposedForSequenceClassification,
             "sequence_pair_classification": WellposedForSequencePairClassification,
-            "seq2seq_lm": WellposedForSeq2SeqLM,
             "seq2seq_lm": WellposedForSeq2SeqLM,
         },
     )
