@@ -191,6 +191,8 @@ class TrainOptions:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 1
     """How many latest checkpoints stay (the best one always stays)."""
+    average_checkpoints: int = 0
+    """Average the weights of this many last evaluations and use the mean where it is better on valid; 0: never."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     seed: int = 0
