@@ -59,6 +59,7 @@ TRAIN_RULES: dict[str, Rule] = {
     "patience": AT_LEAST_ONE,
     "checkpoint_every": AT_LEAST_ONE,
     "keep_checkpoints": AT_LEAST_ONE,
+    "average_checkpoints": ("0, or at least 2", lambda value: value == 0 or value >= 2),
     "log_every": AT_LEAST_ONE,
     "seed": SEED,
 }
