@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, cast
 
 import torch
@@ -120,7 +119,7 @@ class ExpertMixture(nn.Module):
 
     def expert_outputs(self, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """Return `F_e(x)` of each expert, (batch, tokens, d) each."""
-        experts = list(self._experts())
+        experts = self._experts()
         # Hooks and adapters see their module called; and a loop is as fast where each product fills the machine.
         if len(experts) == 1 or x.device.type == "cpu" or not is_plain([p for e in experts for p in e.modules()]):
             return [expert(x, sigma) for expert in experts]
@@ -139,13 +138,22 @@ class ExpertMixture(nn.Module):
         cache: TransJectCache | None = None,
     ) -> Tensor:
         """Return lambda for the expert outputs `F_e(x)`; see `forward`."""
-        batch, tokens = x.shape[:2]
-        shape = (batch, tokens, self.num_experts) if is_causal else (batch, self.num_experts)
-        if self.num_experts == 1:
-            return x.new_ones(shape)
-        if self.gating == "fixed":
-            return self.logits.softmax(0).to(x.dtype).expand(shape)
+        known = self.known_gates(x, is_causal=is_causal)
+        if known is not None:
+            return known
         pools = torch.stack([self._pool(x, out, scale, key_padding_mask, is_causal) for out in outputs])
+        return self.gates_from_pools(pools, x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
+
+    def gates_from_pools(
+        self,
+        pools: Tensor,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        cache: TransJectCache | None = None,
+    ) -> Tensor:
+        """Return lambda for the maxima of `x + r F_e(x)`: (experts, batch, d), or (experts, batch, tokens, d)."""
         if is_causal and cache is not None:
             pools = cache.add_pools(self.layer_index, pools)
         # Padding in front of the first real token has pooled nothing; what it is mapped to does not matter.
@@ -154,6 +162,13 @@ class ExpertMixture(nn.Module):
         if self.gating == "normalized":
             logits = logits / self._size(x, key_padding_mask, is_causal, cache).unsqueeze(-1)
         return logits.softmax(-1).to(x.dtype)
+
+    def known_gates(self, x: Tensor, *, is_causal: bool = False) -> Tensor | None:
+        """Return the gates that no token has a part in: of one expert, or fixed ones."""
+        shape = (*x.shape[: 2 if is_causal else 1], self.num_experts)
+        if self.num_experts == 1:
+            return x.new_ones(shape)
+        return self.logits.softmax(0).to(x.dtype).expand(shape) if self.gating == "fixed" else None
 
     def _pool(
         self, x: Tensor, output: Tensor, scale: Tensor, key_padding_mask: Tensor | None, is_causal: bool
@@ -178,8 +193,8 @@ class ExpertMixture(nn.Module):
             squares = cache.add_squares(self.layer_index, squares)
         return (squares + self.eps).sqrt()
 
-    def _experts(self) -> Iterable[GramAttention]:
-        return (cast(GramAttention, expert) for expert in self.experts)
+    def _experts(self) -> list[GramAttention]:
+        return [cast(GramAttention, expert) for expert in self.experts]
 
     def norm_bound(self) -> float:
         """Return the largest `|U_e| |V_e|`: the branch's Lipschitz constant for given gates and `|sigma| <= 1`."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from wellposed.linalg import Workspace
 from wellposed.nn._experts import ExpertMixture, Gating
+from wellposed.nn._gram_attention import GramAttention
 from wellposed.nn._injective_residual import InjectiveResidual, ResidualStart
 from wellposed.nn._invertible import InvertibleResidual
 from wellposed.nn._orthogonal_feedforward import OrthogonalFeedForward
+from wellposed.nn._orthogonal_linear import is_plain, transposed_weight
 from wellposed.nn._transject_cache import TransJectCache
+from wellposed.nn._transject_inference import LayerWeights, run_layer
 
 
 class TransJectBlock(nn.Module):
@@ -70,8 +76,14 @@ class TransJectBlock(nn.Module):
         is_causal: bool = False,
         cache: TransJectCache | None = None,
         gates: Tensor | None = None,
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens, (batch, tokens, d), and the gates; the arguments are those of `ExpertMixture`."""
+        """Return the tokens, (batch, tokens, d), and the gates.
+
+        The arguments are those of `ExpertMixture`; `workspace` holds the buffers of a pass without gradients on a CPU.
+        """
+        if not is_causal and self._runs_in_blocks(x):
+            return self._in_blocks(x, sigma, gates, key_padding_mask, workspace or Workspace())
         branch, used = self.attention(
             x,
             sigma,
@@ -83,6 +95,40 @@ class TransJectBlock(nn.Module):
         )
         x = self.residual(x, branch)
         return self.residual(x, self.feedforward(x)), used
+
+    def _runs_in_blocks(self, x: Tensor) -> bool:
+        """Whether no gradient, no hook and no other part is there to notice that modules are not called."""
+        return (
+            x.device.type == "cpu"
+            and not torch.is_grad_enabled()
+            and not self.training
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+            and not torch._C._are_functorch_transforms_active()
+            and type(x) is Tensor
+            and is_plain(list(self.modules()))
+            and all(parameter.dtype == x.dtype for parameter in self.parameters())
+        )
+
+    def _in_blocks(
+        self, x: Tensor, sigma: Tensor, gates: Tensor | None, padding: Tensor | None, work: Workspace
+    ) -> tuple[Tensor, Tensor]:
+        mixture = self.attention
+        experts = [cast(GramAttention, expert) for expert in mixture.experts]
+        weights = LayerWeights(
+            left=[transposed_weight(expert.left) for expert in experts],
+            right=[transposed_weight(expert.right) for expert in experts],
+            up=transposed_weight(self.feedforward.up_proj),
+            down=transposed_weight(self.feedforward.down_proj),
+            scale=self.residual.coefficients()[1],
+        )
+
+        def gate(pools: Tensor, samples: slice) -> Tensor:
+            masked = None if padding is None else padding[samples]
+            return mixture.gates_from_pools(pools, x[samples], key_padding_mask=masked)
+
+        known = mixture.known_gates(x) if gates is None else gates
+        return run_layer(x, sigma, weights, gate if known is None else known, padding=padding, work=work)
 
     def sublayers(self, sigma: Tensor, gates: Tensor) -> list[InvertibleResidual]:
         """Return the two halves as bijections, for stored sigma and gates, with contractions `|r| |U_e||V_e| |sigma|`.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
+from wellposed.linalg import Workspace
 from wellposed.nn._experts import Gating
 from wellposed.nn._injective_residual import ResidualStart
 from wellposed.nn._invertible_solver import Inversion
@@ -159,7 +160,7 @@ class TransJectStack(nn.Module):
             if sigma is None
             else sigma
         )
-        hidden = [x]
+        hidden, workspace = [x], Workspace()
         found: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             x, used = layer(
@@ -169,6 +170,7 @@ class TransJectStack(nn.Module):
                 is_causal=self.is_causal,
                 cache=cache,
                 gates=None if gates is None else gates[index],
+                workspace=workspace,
             )
             found.append(used)
             if output_hidden_states:
