@@ -1,0 +1,294 @@
+"""The body that every TransJect model shares: an injective embedding and a stack of bi-Lipschitz layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.linalg import isometry_error
+from wellposed.models._embeddings import check_positions, check_tokens, on_host, padding_of, positions_of
+from wellposed.models._init import owns_weights
+from wellposed.models._transject_config import TransJectConfig
+from wellposed.models._wellposed import refuse_attentions
+from wellposed.nn import (
+    InjectiveEmbedding,
+    Inversion,
+    LearnedPositions,
+    OrthogonalLinear,
+    TransJectCache,
+    TransJectStack,
+    orthogonal_patterns,
+)
+
+# Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn already.
+_DRAWN = 1e-4
+
+
+class GenerationCache(TransJectCache):
+    """`TransJectCache` with the question that `generate` asks of a cache."""
+
+    def get_seq_length(self, layer_index: int = 0) -> int:
+        """Return how many tokens were seen."""
+        del layer_index
+        return self.num_tokens
+
+
+@dataclass
+class TransJectModelOutput(ModelOutput):
+    """What the body returns; with sigma and gates, `invert` goes back from the last hidden state."""
+
+    last_hidden_state: Tensor | None = None
+    """(batch, tokens, d)."""
+    past_key_values: TransJectCache | None = None
+    """Running sums of the prefix; a dozen numbers per channel, however long it is."""
+    hidden_states: tuple[Tensor, ...] | None = None
+    """X^0 and the output of each layer."""
+    sigma: Tensor | None = None
+    """(batch, d); causal (batch, tokens, d); learnt (d,)."""
+    gates: tuple[Tensor, ...] | None = None
+    """Of each layer: (batch, experts); causal (batch, tokens, experts)."""
+    auxiliary_loss: Tensor | None = None
+    """In training, the weighted loss that teaches the spectrum its basis: mean over the batch."""
+
+
+class TransJectPreTrainedModel(PreTrainedModel):
+    """Saving, loading and initial weights of every TransJect model."""
+
+    config: TransJectConfig
+    config_class = TransJectConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["TransJectBlock"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(self, config: TransJectConfig) -> None:
+        config.check()
+        refuse_attentions(config.output_attentions)
+        super().__init__(config)
+
+    def orthogonal_patterns(self) -> tuple[str, ...]:
+        """Return the patterns of the weights that `wellposed.constrain_` is to hold orthogonal in training.
+
+        >>> model = TransJectModel(TransJectConfig(hidden_size=8, spectrum="random"))
+        >>> model.orthogonal_patterns()
+        ('*.left', '*.right', '*.up_proj', '*.down_proj')
+        """
+        return orthogonal_patterns(self)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw what a constructor has not drawn: orthogonal weights only where they are not orthogonal yet."""
+        if isinstance(module, OrthogonalLinear):
+            if not module.weight.is_meta and not float(isometry_error(module.weight)) < _DRAWN:
+                module.reset_parameters()
+        elif type(module) is nn.Linear:
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif isinstance(getattr(module, "logits", None), nn.Parameter):  # fixed gates
+            nn.init.zeros_(cast(Tensor, module.logits))
+        elif owns_weights(module):
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding, of width d/2."""
+        return cast(TransJectModel, self.base_model).embeddings.token
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        cast(TransJectModel, self.base_model).embeddings.token = cast(nn.Embedding, value)
+
+
+class TransJectModel(TransJectPreTrainedModel):
+    """`x -> X^L` of `TransJectStack` on `X^0 = [E[token], P[position]]`: distances between tokens are kept.
+
+    Exact up to rounding while its orthogonal weights are held: layer l changes the distance of two tokens of a sequence
+    by a factor within `[(1-|r_l|)^2, (1+|r_l|)^2]`, `|r_l| < 1/L`, in evaluation. Padding changes nothing for real
+    tokens. What tokens can exchange is d numbers (sigma) and E gates a layer: see `TransJectStack`. Sengupta et al.
+    (2023), corrected as the errata say.
+
+    Train it with `constrain_(model, optimizer, where=model.orthogonal_patterns())`, and add `output.auxiliary_loss`.
+
+    Args:
+        config: what the model is made of; `config.is_causal` None means an encoder.
+
+    Raises:
+        ConfigError: a value of the configuration is not usable.
+
+    Cost: linear in the number of tokens; gradient checkpointing is not supported.
+
+    >>> model = TransJectModel(TransJectConfig(hidden_size=8, num_experts=2)).eval()
+    >>> output = model(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    >>> start, report = model.invert(output.last_hidden_state, output.sigma, output.gates)
+    >>> bool((start - output.hidden_states[0]).abs().max() < 1e-4), report.error_bound < 1e-4
+    (True, True)
+    """
+
+    def __init__(self, config: TransJectConfig) -> None:
+        super().__init__(config)
+        self.is_causal = bool(config.is_causal)
+        self.embeddings = InjectiveEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            position=cast(Literal["sinusoidal", "learned"], config.position),
+            max_positions=config.max_position_embeddings,
+        )
+        options: dict[str, Any] = {
+            "spectrum": config.spectrum, "spectrum_norm": config.spectrum_norm, "gating": config.gating,
+            "residual": config.residual,
+        }  # fmt: skip
+        self.stack = TransJectStack(
+            config.hidden_size,
+            config.num_hidden_layers,
+            num_experts=config.num_experts,
+            eps=config.spectrum_eps,
+            dropout=config.dropout,
+            is_causal=self.is_causal,
+            **options,
+        )
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        past_key_values: TransJectCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> TransJectModelOutput:
+        """Return the hidden states of every token, and what `invert` needs.
+
+        Args:
+            input_ids: int (batch, tokens).
+            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side; None = all real.
+            position_ids: int (batch | 1, tokens); counted over real tokens where None.
+            past_key_values: of earlier tokens; extended in place.
+            inputs_embeds: X^0 itself, (batch, tokens, d), position codes included, in place of `input_ids`.
+            use_cache: make and return a cache; only where asked for, or where one is given.
+            output_hidden_states: also return X^0 and the output of each layer.
+            output_attentions: must not be True: there are none.
+
+        Raises:
+            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit; a sample of padding alone.
+            ConfigError: attention weights are asked for; or a cache in an encoder or against `use_cache=False`.
+        """
+        refuse_attentions(output_attentions)
+        cache = self._cache(past_key_values, use_cache)
+        batch, tokens, device = self._check_input(input_ids, inputs_embeds)
+        num_keys = tokens + (0 if cache is None else cache.num_tokens)
+        padding = padding_of(attention_mask, batch, num_keys)
+        if input_ids is not None:
+            positions = position_ids
+            if positions is None and not (cache is None and _counts_up(padding)):
+                positions = positions_of(padding, tokens, num_keys, device)
+            self._check_positions(positions, num_keys, given=position_ids is not None)
+            x = self.embeddings(input_ids, positions[0] if positions is not None and len(positions) == 1 else positions)
+        else:
+            x = cast(Tensor, inputs_embeds)
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        # What is cached is in the running sums already; its part of the mask has been used.
+        padding = None if padding is None else padding[:, -tokens:]
+        output = self.stack(x, key_padding_mask=padding, cache=cache, output_hidden_states=bool(keep))
+        return TransJectModelOutput(
+            last_hidden_state=output.last_hidden_state,
+            past_key_values=cache,
+            hidden_states=output.hidden_states,
+            sigma=output.sigma,
+            gates=output.gates,
+            auxiliary_loss=self._auxiliary_loss(x, padding),
+        )
+
+    def invert(
+        self,
+        hidden: Tensor,
+        sigma: Tensor,
+        gates: Sequence[Tensor],
+        *,
+        tol: float | None = None,
+        max_iter: int = 1000,
+    ) -> tuple[Tensor, Inversion]:
+        """Return `X^0` with `X^L = hidden`, token by token, and how well: see `TransJectStack.inverse`.
+
+        Status: to rounding; the report's `error_bound` is an a-posteriori bound of every token's error.
+
+        Args:
+            hidden: last hidden state, (batch, tokens, d).
+            sigma: of the pass that made it (`output.sigma`).
+            gates: of that pass (`output.gates`).
+            tol: size of a residual at which a fixed point ends; near rounding where None.
+            max_iter: iterations of a sublayer.
+
+        Returns:
+            `X^0` (batch, tokens, d) and the `Inversion`.
+
+        Raises:
+            NotContractiveError: the weights are off orthogonality: hold them with `constrain_`.
+            ConvergenceError: `hidden` is not finite, or `max_iter` is reached.
+            ConfigError: dropout is active (call `eval()`), or there are not L gates.
+
+        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer.
+        """
+        return self.stack.inverse(hidden, sigma, gates, tol=tol, max_iter=max_iter)
+
+    def _auxiliary_loss(self, x: Tensor, padding: Tensor | None) -> Tensor | None:
+        weight = self.config.reconstruction_weight
+        if not self.training or not weight:
+            return None
+        loss = self.stack.reconstruction_loss(x, key_padding_mask=padding)
+        return None if loss is None else weight * loss
+
+    def _check_input(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int, torch.device]:
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            received = "neither" if given is None else "both"
+            raise ShapeError(f"{type(self).__name__}: received {received} of input_ids and inputs_embeds; give one")
+        if input_ids is not None:
+            check_tokens(input_ids, self.config.vocab_size)
+        elif given.dim() != 3 or given.shape[-1] != self.config.hidden_size:
+            raise ShapeError(
+                f"inputs_embeds: received shape {tuple(given.shape)}; expected (batch, tokens, "
+                f"{self.config.hidden_size}): X^0, position codes included"
+            )
+        return given.shape[0], given.shape[1], given.device
+
+    def _check_positions(self, positions: Tensor | None, num_keys: int, *, given: bool) -> None:
+        if positions is not None and isinstance(self.embeddings.position, LearnedPositions):
+            limit = self.config.max_position_embeddings
+            check_positions(positions, num_keys, limit, given=given, where=type(self).__name__)
+
+    def _cache(self, past_key_values: TransJectCache | None, use_cache: bool | None) -> TransJectCache | None:
+        if past_key_values is None and not use_cache:
+            return None
+        reason = None
+        if use_cache is False:
+            reason = "past_key_values were given together with use_cache=False; give one of them"
+        elif not self.is_causal:
+            reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
+        elif past_key_values is not None and not isinstance(past_key_values, TransJectCache):
+            reason = f"received a {type(past_key_values).__name__}; expected a wellposed.nn.TransJectCache"
+        if reason is not None:
+            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
+        return GenerationCache() if past_key_values is None else past_key_values
+
+
+def _counts_up(padding: Tensor | None) -> bool:
+    """Whether real tokens stand at 0, 1, 2, ...: there is no padding, or (looked for on the CPU) only behind them."""
+    if padding is None:
+        return True
+    return on_host(padding) and not bool((padding[:, :-1] & ~padding[:, 1:]).any())

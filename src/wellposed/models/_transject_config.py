@@ -1,0 +1,135 @@
+"""The configuration of TransJect models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from wellposed.errors import nearest_names
+from wellposed.models._config_checks import (
+    is_size,
+    label_problems,
+    name_problems,
+    rate_problems,
+    refuse_config,
+    size_problems,
+    token_problems,
+    unknown_keys,
+)
+from wellposed.models._pooling import POOLINGS
+
+_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_experts")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_CHOICES = {
+    "spectrum": ("gram", "random"),
+    "spectrum_norm": ("max", "trace"),
+    "gating": ("pooled", "normalized", "fixed"),
+    "residual": ("rezero", "sigmoid"),
+    "position": ("sinusoidal", "learned"),
+}
+
+
+class TransJectConfig(PreTrainedConfig):
+    """What a TransJect model is made of; see `wellposed.nn.TransJectStack` for its parts.
+
+    Args:
+        vocab_size: number of tokens.
+        max_position_embeddings: number of positions: the longest sequence where they are learnt; sines are computed
+            beyond it.
+        hidden_size: width d of a token, even: half for the token, half for its position.
+        num_hidden_layers: L.
+        num_experts: E, Gram attentions in a layer.
+        spectrum: gram, estimated from the embedded tokens, or random, a learnt vector.
+        spectrum_norm: what a Gram spectrum is divided by: max, or trace where the whole map is to have a certificate.
+        spectrum_eps: added to that divisor, and to that of normalised gates; above 0.
+        gating: pooled, or normalized where a certificate is asked for, or fixed, the same for every input.
+        residual: rezero, the identity at the start, or sigmoid.
+        position: sinusoidal or learned.
+        dropout: between the two maps of the feed-forward, in [0, 1). Distances are kept in evaluation only.
+        reconstruction_weight: of the loss that teaches a Gram spectrum its basis, added in training; 0 leaves it out.
+        pooling: how a classifier pools tokens: mean, first or max.
+        tie_word_embeddings: in a language model, share the token embedding with the output layer; as it is half as wide
+            as a token, a projection d -> d/2 stands before it.
+        is_causal: whether a token is kept from later ones; None lets the head say: a language model is causal, a
+            classifier is not.
+        pad_token_id: token that fills up a batch.
+        bos_token_id: first token of a text.
+        eos_token_id: token, or tokens, at which generation ends.
+        use_cache: whether `generate` keeps the running sums of the prefix.
+        **kwargs: what every Hugging Face configuration takes: `num_labels`, `id2label`, `dtype`, ...
+
+    Raises:
+        ConfigError: values out of range, names that are not known or keys that nobody reads, all in one message.
+
+    >>> TransJectConfig(hidden_size=63, num_experts=0)
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: TransJectConfig: 2 values are not usable:
+      num_experts: received 0; expected an integer >= 1
+      hidden_size: received 63; expected an even number: half for a token, half for its position
+    """
+
+    model_type = "transject"
+    keys_to_ignore_at_inference = ["past_key_values", "sigma", "gates"]  # noqa: RUF012 (Hugging Face's rule)
+
+    vocab_size: int = 256
+    max_position_embeddings: int = 512
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    num_experts: int = 1
+    spectrum: str = "gram"
+    spectrum_norm: str = "max"
+    spectrum_eps: float = 1e-6
+    gating: str = "pooled"
+    residual: str = "rezero"
+    position: str = "sinusoidal"
+    dropout: float = 0.0
+    reconstruction_weight: float = 0.01
+    pooling: str = "mean"
+    tie_word_embeddings: bool = False
+    is_causal: bool | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        unknown = unknown_keys(self, kwargs)
+        super().__post_init__(**kwargs)
+        self.check(unknown)
+
+    def check(self, problems: list[str] | None = None) -> None:
+        """Raise `ConfigError` naming every value that no model can be built from."""
+        refuse_config(self, [*(problems or []), *_problems(self)])
+
+
+def _problems(config: TransJectConfig) -> list[str]:
+    problems = [
+        *size_problems(config, _SIZES),
+        *rate_problems(config, ("dropout",)),
+        *_choice_problems(config),
+        *name_problems(config, {"pooling": POOLINGS}),
+        *token_problems(config, _TOKENS),
+        *label_problems(config),
+    ]
+    if is_size(config.hidden_size) and config.hidden_size % 2:
+        problems.append(
+            f"hidden_size: received {config.hidden_size}; expected an even number: half for a token, half for its "
+            "position"
+        )
+    for name, least in (("spectrum_eps", math.ulp(0.0)), ("reconstruction_weight", 0.0)):
+        value = getattr(config, name)
+        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= least):
+            problems.append(f"{name}: received {value!r}; expected a finite number {'> 0' if least else '>= 0'}")
+    return problems
+
+
+def _choice_problems(config: TransJectConfig) -> list[str]:
+    return [
+        f"{name}: unknown {name.replace('_', ' ')} {getattr(config, name)!r}; "
+        f"nearest: {', '.join(nearest_names(str(getattr(config, name)), known))}"
+        for name, known in _CHOICES.items()
+        if getattr(config, name) not in known
+    ]
