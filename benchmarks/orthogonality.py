@@ -39,7 +39,8 @@ def rotation(width: int) -> Tensor:
     matrix = torch.linalg.qr(torch.randn(width, width))[0]
     if torch.linalg.det(matrix.double()) < 0:
         matrix[0] = -matrix[0]
-    return matrix
+    # LAPACK hands over its columns one after another; the weights of a model lie row by row.
+    return matrix.contiguous()
 
 
 def layers(width: int, count: int) -> nn.ModuleList:

@@ -41,8 +41,8 @@ def constrain_(
 
     The weights stay plain parameters. Hooks on the optimizer replace their gradients before the step and retract them
     after it. A square weight steps in Lie coordinates: the optimizer sees ``skew(W^T G)`` and its step A is taken as
-    ``W (I + A + A^2/2 - (W^T W - I)/2)``, or a polished or exponential form when A is large; it stays on the component
-    of its start. A tall or wide weight steps in the ambient space (projected gradient, polar retraction). This works
+    ``W (I + A + A^2/2 - (W^T W - I)/2)``, with a cubic term, a polish or the exponential when A is large; it stays on
+    the component of its start. A tall or wide weight steps in the ambient space (projected gradient, polar retraction). This works
     with any optimizer that changes parameters by a step: AdamW, SGD, Adafactor, Muon. Gradient accumulation needs
     nothing; clipping sees the full gradient, before projection. Source: Absil, Mahony and Sepulchre 2008 (retractions);
     Edelman, Arias and Smith 1998 (tangent spaces).
@@ -77,9 +77,10 @@ def constrain_(
             parametrised, constrained already, float16 on a CPU, or decayed; an optimizer without steps.
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is not finite.
 
-    Cost: a step adds 3 products of a square weight's size while its steps are small (up to about 0.07 radians), 4 up to
-    0.12, 5 beyond; one d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones. Memory: one
-    copy of each square weight, a float32 copy of each half weight. Attaching takes one SVD for each weight that moves.
+    Cost: a step adds 3 products of a square weight's size while its steps are small (up to about 0.1 radians), 4 up to
+    0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each but two. One d^3 matmul, forward and backward, is
+    3. A tall weight adds 4 and two small ones. Memory: one copy of each square weight, a float32 copy of each half
+    weight. Attaching takes one SVD for each weight that moves.
 
     When not to use: a weight that must shrink or grow freely (use `wellposed.OrthogonalityPenalty`), or an optimizer
     that keeps its own copy of the weights (DeepSpeed ZeRO, schedule-free): the copy would undo the retraction.

@@ -51,10 +51,9 @@ def retract_batch_(weights: list[Weight], work: Workspace) -> Retraction:
     before = [weight.before for weight in weights if weight.before is not None]
     if first.square and len(before) == len(weights):
         points = _stack(before, "points", work)
-        step = torch.sub(result, points, out=work("step", points.shape, points))
         taken = rotate(
             points,
-            step,
+            result.sub_(points),
             out=result,
             gain=first.gain,
             tolerance=first.inner_tolerance,

@@ -138,7 +138,7 @@ class Weight:
         current = self.parameter.detach()
         if not self.square or self.before is None:
             return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
-        step = torch.sub(current, self.before, out=work("step", current.shape, current))
+        step = current.sub_(self.before)
         return self._rotate(self.before, step, current, work)
 
     def _rotate(self, point: Tensor, step: Tensor, out: Tensor, work: Workspace) -> Retraction:
