@@ -62,12 +62,14 @@ class Seq2SeqTask(Task):
         references: Mapping[Split, Sequence[str]],
         max_tokens: int,
         tokens_per_batch: int | None = None,
+        generate_max_examples: int | None = None,
     ) -> None:
         self._encoder = encoder
         self._examples = {split: PairExamples(source, target) for split, (source, target) in encoded.items()}
         self._references = dict(references)
         self._max_tokens = max_tokens
         self._tokens_per_batch = tokens_per_batch
+        self._generate_max_examples = generate_max_examples
         self._signatures: dict[str, str] = {}
         self._sides = {
             split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
@@ -138,11 +140,19 @@ class Seq2SeqTask(Task):
     def generate_metrics(
         self, model: PreTrainedModel, split: Split, *, batch_size: int, max_examples: int | None = None
     ) -> dict[str, float]:
-        """Return the scores of the texts that ``model`` generates for the first ``max_examples`` sources of a split."""
+        """Return the scores of the texts that ``model`` generates for the first sources of a split.
+
+        Args:
+            model: an encoder-decoder; its mode is put back.
+            split: valid or test.
+            batch_size: most sources at a time.
+            max_examples: how many sources; the task's own limit, by default all, where not given.
+        """
         from wellposed.tasks._generate import generate_texts
 
         source = self._examples[split].source
-        count = len(source) if max_examples is None else min(max_examples, len(source))
+        limit = max_examples or self._generate_max_examples or len(source)
+        count = min(limit, len(source))
         texts = [""] * count
         was_training = model.training
         model.eval()
@@ -159,7 +169,12 @@ class Seq2SeqTask(Task):
     def describe_generation(self) -> dict[str, Any]:
         """Return how the scored texts were searched for, and the signature of every score."""
         decoding = self._decoding()
-        return {"beams": decoding.beams, "length_penalty": decoding.length_penalty, "signatures": self._signatures}
+        return {
+            "beams": decoding.beams,
+            "length_penalty": decoding.length_penalty,
+            "max_examples": self._generate_max_examples,
+            "signatures": self._signatures,
+        }
 
     def _decoding(self) -> Decoding:
         raise NotImplementedError

@@ -107,6 +107,7 @@ class TranslationTask(Seq2SeqTask):
             references={split: pairs[split].target for split in REPEATED},
             max_tokens=options.max_tokens,
             tokens_per_batch=options.tokens_per_batch,
+            generate_max_examples=options.generate_max_examples,
         )
 
     def _within_positions(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split (``loss`` among them), how many examples they are over, and a batch with a bad loss."""
+    """Metrics of one split (``loss`` among them), how many examples they are over, and a batch with a bad loss.
+
+    ``notes`` are entries of ``result.json`` about how the metrics came about.
+    """
 
     metrics: dict[str, float]
     examples: int
     bad_batch: Batch | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def evaluate(

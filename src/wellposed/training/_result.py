@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -93,17 +93,15 @@ def describe_result(
         for split, evaluation in evaluations.items()
         for metric, value in evaluation.metrics.items()
     }
-    # A task states the direction of its headline; its other metrics (bits beside nats, F1 beside accuracy) share it.
     metrics = {task.headline, "loss", *(metric for evaluation in evaluations.values() for metric in evaluation.metrics)}
-    directions = {metric: metric != "loss" and task.higher_is_better for metric in metrics}
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": config.task,
         "variant": config.variant,
         "seed": config.train.seed,
         "results": {config.task: results},
-        "headline": task.headline,
-        "higher_is_better": dict(sorted(directions.items())),
+        "headline": _report_headline(task, metrics),
+        "higher_is_better": _directions(task, metrics),
         "reference": task.reference(),
         "n-samples": {config.task: {split: evaluation.examples for split, evaluation in evaluations.items()}},
         "config": config.to_dict(),
@@ -123,6 +121,8 @@ def describe_result(
         },
         "data": task.description(),
     }
+    for evaluation in evaluations.values():
+        values |= evaluation.notes
     if message:
         values["train_info"]["reason"] = message
     if divergence is not None:
@@ -134,6 +134,25 @@ def describe_result(
             "reason": divergence.blame.reason,
         }
     return values
+
+
+def _report_headline(task: Task, metrics: Collection[str]) -> str:
+    """Return the metric a report shows first: of generated text, where the run got so far, else what chose weights."""
+    wanted: str = getattr(task, "report_headline", task.headline)
+    return wanted if wanted in metrics else task.headline
+
+
+def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
+    """Return for each metric whether higher is better.
+
+    A task states the direction of its headline, which its other metrics share (bits beside nats, F1 beside accuracy).
+    Where a report has another headline, the scores of generated text are better when higher.
+    """
+    plain = task.headline if getattr(task, "report_headline", None) else None
+    return {
+        metric: metric != "loss" and (task.higher_is_better if plain in (None, metric) else True)
+        for metric in sorted(metrics)
+    }
 
 
 def peak_memory_bytes() -> int:

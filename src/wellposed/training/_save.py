@@ -143,6 +143,7 @@ def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         kinds: dict[str, Any] = {
             "ForCausalLM": transformers.AutoModelForCausalLM,
             "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
+            "ForSeq2SeqLM": transformers.AutoModelForSeq2SeqLM,
         }
         kind = next((auto for suffix, auto in kinds.items() if architecture.endswith(suffix)), None)
         if kind is None:

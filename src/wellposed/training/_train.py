@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from wellposed.errors import CheckpointError
 from wellposed.training import _run_folder
 from wellposed.training._build import ModelFactory, build_run_model
-from wellposed.training._loop import Run
+from wellposed.training._complete import CompleteRun
 from wellposed.training._progress import Progress
 from wellposed.training._result import RunResult, read_result
 from wellposed.training._signals import StopRequest
@@ -41,7 +41,9 @@ def train(
     task, batch size and seed alone, so that every variant of a seed sees the same ones; k accumulated micro-batches
     give the gradient of one batch to rounding. SIGINT or SIGTERM finishes the step, saves a checkpoint and ends with
     status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the layer where
-    it began, before the weights are touched. The test split is read once, at the end, with the best weights.
+    it began, before the weights are touched. The test split is read once, at the end, with the best weights, or
+    with the mean of the last ``average_checkpoints`` evaluated ones where that is better on *valid*. A task that
+    generates text is scored on valid and test with the same weights.
 
     Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed.training.learning_rate`.
 
@@ -91,7 +93,7 @@ def train(
         task = build_task(config.task, config.task_options)
     set_seed(config.train.seed)
     network = model(config, task)
-    run = Run(config, out, task, network, accelerator)
+    run = CompleteRun(config, out, task, network, accelerator)
     try:
         checkpoint, notes = run.enter(resume, command)
         with (
