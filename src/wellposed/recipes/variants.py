@@ -162,3 +162,6 @@ def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
 def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     """post_ln + VAR-III of Zhang et al. (2021): VAR-II and orthogonal feed-forward weights."""
     return _orthogonality_constrained(base, "III", strength)
+
+
+from wellposed.recipes import _variants_seq2seq as _variants_seq2seq  # noqa: E402  (registers its variants)
