@@ -1,0 +1,168 @@
+"""Images: npz, CIFAR-10's binary version, folders by class, gray and colour, pickles refused, bad input by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import SPLITS, ImageTask, build_task
+
+X = np.random.default_rng(0).integers(0, 256, (30, 4, 4, 3), dtype=np.uint8)
+Y = np.arange(30) % 3
+
+
+def build(data: Path | str = "builtin", **options: Any) -> ImageTask:
+    task = build_task("image", {"data": str(data), **options})
+    assert isinstance(task, ImageTask)
+    return task
+
+
+def ids(task: ImageTask, split: Any) -> np.ndarray:
+    return np.array([example["input_ids"] for example in task.dataset(split)]) - 2
+
+
+def write_npz(folder: Path, **arrays: Any) -> None:
+    for split in SPLITS:
+        np.savez(folder / f"{split}.npz", **{"x": X, "y": Y, **arrays})
+
+
+def test_gray_and_colour_are_the_values_of_the_file(tmp_path: Path) -> None:
+    write_npz(tmp_path)
+    colour = build(tmp_path, color="rgb")
+    assert np.array_equal(ids(colour, "test"), X.reshape(30, -1))
+    gray = np.rint(X.astype(float) @ [0.299, 0.587, 0.114]).astype(int)
+    assert np.array_equal(ids(build(tmp_path), "test"), gray.reshape(30, -1))
+    assert build(tmp_path).dataset("test").labels.tolist() == Y.tolist()
+    shrunk = gray.reshape(30, 2, 2, 2, 2).mean((2, 4))
+    assert np.abs(ids(build(tmp_path, size=2), "test") - shrunk.reshape(30, -1)).max() <= 0.5
+    assert build(tmp_path).tokenizer.decode([2, 257]) == "0 255"
+
+
+def test_a_missing_split_is_cut_and_train_can_be_limited(tmp_path: Path) -> None:
+    np.savez(tmp_path / "train.npz", x=X, y=Y)
+    task = build(tmp_path / "train.npz", limit_train=10)
+    assert [len(task.dataset(split)) for split in SPLITS] == [10, 2, 2]
+    described = task.description()
+    assert described["train_images_left_out_by_limit_train"] == 16
+    assert described["cut_from_train"] == dict.fromkeys(("valid", "test"), "2 of 30 rows, by a fixed shuffle")
+    assert len(described["files"]["train"]["sha256"]) == 64
+
+
+def test_a_folder_with_gray_and_colour_files_gives_the_one_asked_for(tmp_path: Path) -> None:
+    np.savez(tmp_path / "train_rgb.npz", x=X, y=Y)
+    np.savez(tmp_path / "train_gray.npz", x=X[..., 0], y=Y)
+    assert build(tmp_path, color="rgb").lengths("train")[0] == 48
+    assert build(tmp_path).lengths("train")[0] == 16
+
+
+def test_the_binary_version_of_cifar(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    pixels = generator.integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
+    labels = (np.arange(60) % 10).astype(np.uint8)
+    records = np.concatenate([labels[:, None], pixels.reshape(60, -1)], 1)
+    for number in range(2):
+        (tmp_path / f"data_batch_{number + 1}.bin").write_bytes(records[20 * number : 20 * number + 20].tobytes())
+    (tmp_path / "test_batch.bin").write_bytes(records[40:].tobytes())
+    (tmp_path / "batches.meta.txt").write_text("\n".join(f"class{i}" for i in range(10)) + "\n\n")
+    task = build(tmp_path, color="rgb")
+    assert [len(task.dataset(split)) for split in SPLITS] == [38, 2, 20]
+    assert np.array_equal(ids(task, "test"), pixels[40:].transpose(0, 2, 3, 1).reshape(20, -1))
+    assert task.labels[3] == "class3"
+    (tmp_path / "test_batch.bin").write_bytes(b"\x0c" + records[0, 1:].tobytes())
+    with pytest.raises(DataError, match=r"test_batch.bin: record 0: label 12"):
+        build(tmp_path)
+    (tmp_path / "test_batch.bin").write_bytes(b"123")
+    with pytest.raises(DataError, match="3 bytes, expected records of 3073"):
+        build(tmp_path)
+
+
+def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(b"\x80\x02.")
+    for data in (tmp_path, tmp_path / "data_batch_1"):
+        with pytest.raises(DataError, match=r"never loaded.*binary version.*numpy.savez_compressed"):
+            build(data)
+    np.savez(tmp_path / "train.npz", x=np.array([{}], dtype=object), y=np.array([0]))
+    with pytest.raises(DataError, match="without unpickling"):
+        build(tmp_path / "train.npz")
+
+
+def test_folders_of_images_by_class(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for split in ("train", "test"):
+        for number, name in enumerate(("cat", "dog")):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for index in range(12):
+                values = np.full((4, 4), 10 * index + number, np.uint8)
+                image.fromarray(values).save(folder / f"{index:02}.png")
+    task = build(tmp_path)
+    assert task.labels == ("cat", "dog")
+    assert [len(task.dataset(split)) for split in SPLITS] == [23, 1, 24]
+    for example in task.dataset("test"):
+        assert (example["input_ids"][0] - 2) % 10 == example["labels"][0]
+    (tmp_path / "test" / "cat" / "00.png").write_bytes(b"no image")
+    image.fromarray(np.zeros((5, 4), np.uint8)).save(tmp_path / "test" / "dog" / "99.png")
+    with pytest.raises(DataError, match=r"00.png: cannot be decoded"):
+        build(tmp_path)
+    image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "test" / "cat" / "00.png")
+    with pytest.raises(DataError, match=r"99.png: 4 x 5 pixels, expected 4 x 4"):
+        build(tmp_path)
+    (tmp_path / "test" / "bird").mkdir()
+    with pytest.raises(DataError, match=r"bird: no image"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": X.astype(float)}, "x is float64 of shape"),
+        ({"x": X[..., 0, 0]}, "expected uint8 of shape"),
+        ({"y": Y[:-1]}, "30 images and 29 labels"),
+        ({"y": Y - 1}, "label -1 of image 0"),
+        ({"y": Y / 2}, "y is float64"),
+        ({"y": 0 * Y}, "every image has the label 0"),
+    ],
+)
+def test_arrays_that_cannot_be_used(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    write_npz(tmp_path, **arrays)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path)
+
+
+def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path: Path) -> None:
+    write_npz(tmp_path)
+    with pytest.raises(DataError, match="size = 3 does not divide them"):
+        build(tmp_path, size=3)
+    np.savez(tmp_path / "test.npz", x=X, y=Y + 1)
+    with pytest.raises(DataError, match=r"labels that train does not have: .*'test': \[3\]"):
+        build(tmp_path)
+    np.savez(tmp_path / "test.npz", x=X[:, :2], y=Y)
+    with pytest.raises(DataError, match="the splits differ in shape"):
+        build(tmp_path)
+    np.savez(tmp_path / "test.npz", z=X)
+    with pytest.raises(DataError, match="no array x and y; it has z"):
+        build(tmp_path)
+    write_npz(tmp_path, x=X[..., 0])
+    with pytest.raises(ConfigError, match="the images are gray"):
+        build(tmp_path, color="rgb")
+    with pytest.raises(ConfigError, match="data_seed says what is drawn"):
+        build(tmp_path, data_seed=3)
+    with pytest.raises(ConfigError, match="need data=FILE; the builtin shapes are gray"):
+        build(color="rgb")
+    with pytest.raises(DataError, match="no such file or folder"):
+        build(tmp_path / "nothing")
+
+
+def test_builtin_shapes_are_balanced_and_told_apart_by_their_pixels() -> None:
+    task, again = build(size=16), build(size=16)
+    assert list(task.dataset("valid")) == list(again.dataset("valid"))
+    assert task.reference() == {"accuracy": 0.25}
+    assert build(size=16, data_seed=1).dataset("valid")[0] != task.dataset("valid")[0]
+    bright = ids(task, "train").reshape(-1, 256) > 70
+    area = [bright[task.dataset("train").labels == label].mean() for label in range(4)]
+    assert area[2] > area[1] > area[3] > 0
+    assert task.description()["source"].startswith("builtin: drawn shapes")

@@ -1,0 +1,173 @@
+"""Pathfinder: labels read off the picture by another route, balance, determinism, the release's folders, bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import SPLITS, PathfinderTask, build_task
+from wellposed.tasks._pathfinder import RULES
+from wellposed.tasks._pathfinder_draw import DASH, GAP, RADIUS, SEPARATION, Drawing, PathfinderRules, draw_image, render
+
+FEW = {"num_train": 6, "num_valid": 2, "num_test": 2}
+
+
+def build(data: Path | str = "builtin", **options: Any) -> PathfinderTask:
+    task = build_task("pathfinder", {"data": str(data), **options})
+    assert isinstance(task, PathfinderTask)
+    return task
+
+
+def connected_on_paper(drawing: Drawing, size: int) -> bool:
+    """Draw dashes with a thick pen on fine paper, so that gaps close and curves do not touch; follow the ink."""
+    from scipy import ndimage
+
+    fine = 10
+    pen = (GAP + SEPARATION) / 4
+    paper = np.ones((size * fine,) * 2, bool)
+    marked = np.ones_like(paper)
+    for curve in drawing.curves:
+        for x0, y0, x1, y1 in curve:
+            for share in np.linspace(0, 1, 40):
+                paper[int((y0 + share * (y1 - y0)) * fine), int((x0 + share * (x1 - x0)) * fine)] = False
+    for x, y in drawing.dots:
+        marked[int(y * fine), int(x * fine)] = False
+    ink = ndimage.distance_transform_edt(paper) <= pen * fine
+    ink |= ndimage.distance_transform_edt(marked) <= (RADIUS + pen / 2) * fine
+    parts, _ = ndimage.label(ink)
+    ends = [parts[int(dot[1] * fine), int(dot[0] * fine)] for dot in drawing.dots]
+    return bool(ends[0] == ends[1])
+
+
+@pytest.mark.parametrize(("setting", "count"), [("easy", 6), ("medium", 2), ("hard", 2)])
+def test_the_label_is_what_following_the_ink_says(setting: str, count: int) -> None:
+    rules = RULES[setting]
+    for index in range(count):
+        drawing = draw_image(rules, index % 2, f"test/{index}")
+        assert [len(curve) for curve in drawing.curves] == [rules.contour_length] * 2 + [rules.distractor_length] * 5
+        assert connected_on_paper(drawing, rules.size) == bool(index % 2) == bool(drawing.label)
+
+
+def test_dashes_have_their_length_gap_and_turn_and_stay_inside() -> None:
+    rules = RULES["medium"]
+    drawing = draw_image(rules, 1, "geometry")
+    for curve in drawing.curves:
+        for (x0, y0, x1, y1), following in itertools.pairwise(curve):
+            assert math.dist((x0, y0), (x1, y1)) == pytest.approx(DASH)
+            assert math.dist((x1, y1), following[:2]) == pytest.approx(GAP)
+            turn = math.atan2(following[3] - following[1], following[2] - following[0]) - math.atan2(y1 - y0, x1 - x0)
+            assert abs(math.remainder(turn, 2 * math.pi)) <= rules.max_turn + 1e-9
+        assert all(1.9 < value < rules.size - 1.9 for dash in curve for value in dash)
+
+
+def test_pixels_show_the_dots_the_dashes_and_nothing_else() -> None:
+    drawing = Drawing((((4.5, 8.5, 10.5, 8.5),),), ((4.5, 8.5), (24.5, 20.5)), 0)
+    image = render(drawing, 32)
+    assert image[8, 4] == image[20, 24] == image[8, 5] == 255
+    assert image[8, 8] == round(255 * 0.75)
+    assert image[9, 8] == 0
+    assert image[8, 12:].max() == 0
+    assert (image > 0).sum() < 45
+
+
+def test_images_depend_on_seed_split_and_number_alone() -> None:
+    task, larger = build(**FEW), build(**{**FEW, "num_train": 8})
+    assert list(larger.dataset("train"))[:6] == list(task.dataset("train"))
+    assert build(**FEW, data_seed=1).dataset("train")[0] != task.dataset("train")[0]
+    every = [tuple(example["input_ids"]) for split in SPLITS for example in task.dataset(split)]
+    assert len(set(every)) == len(every)
+    for split in SPLITS:
+        assert task.dataset(split).labels.tolist() == [0, 1] * (FEW[f"num_{split}"] // 2)
+    described = task.description()
+    assert described["sha256"] == build(**FEW).description()["sha256"]
+    assert described["rules"]["contour_length"] == 6
+    assert described["image"] == [32, 32]
+
+
+def test_tokens_are_pixels_and_the_tokenizer_says_so() -> None:
+    task = build(**FEW)
+    drawn = render(draw_image(RULES["easy"], 0, "0/train/0"), 32)
+    decoded = task.tokenizer.decode(task.dataset("train")[0]["input_ids"])
+    assert [int(value) for value in decoded.split()] == drawn.reshape(-1).tolist()
+    assert task.model_kwargs()["max_position_embeddings"] == 1024
+
+
+def test_difficulty_options_are_followed_and_impossible_ones_refused() -> None:
+    task = build(**FEW, contour_length=3, distractors=0, size=24, max_turn=0.1)
+    assert task.lengths("train")[0] == 576
+    assert task.description()["rules"] == {
+        "size": 24, "contour_length": 3, "distractors": 0, "distractor_length": 2, "max_turn": 0.1,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="do not fit into 6 x 6 pixels; lower contour_length"):
+        draw_image(PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
+    with pytest.raises(ConfigError, match="expected 0 or more, above 0"):
+        build(**FEW, distractors=-1)
+    with pytest.raises(ConfigError, match="valid and test need data=FILE"):
+        build(valid="x.npz")
+
+
+def write_release(folder: Path, count: int = 30) -> None:
+    from PIL import Image
+
+    (folder / "metadata").mkdir()
+    for number in range(2):
+        (folder / "imgs" / str(number)).mkdir(parents=True)
+        lines = []
+        for index in range(count // 2):
+            values = np.full((32, 32), 8 * index + number, np.uint8)
+            Image.fromarray(values).save(folder / "imgs" / str(number) / f"sample_{index}.png")
+            lines.append(f"imgs/{number} sample_{index}.png {index} {index % 2} 1.8 6 2 1.5")
+        (folder / "metadata" / f"{number}.npy").write_text("\n".join(lines) + "\n")
+
+
+def test_the_public_release_is_read_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_release(tmp_path)
+    task = build(tmp_path)
+    assert [len(task.dataset(split)) for split in SPLITS] == [24, 3, 3]
+    for split in SPLITS:
+        for example in task.dataset(split):
+            value = example["input_ids"][0] - 2
+            assert set(example["input_ids"]) == {value + 2}
+            assert example["labels"] == [value // 8 % 2]
+    assert build(tmp_path, size=8).lengths("test") == [64] * 3
+    assert task.description()["cut_from_train"]["test"] == "3 of 30 rows, by a fixed shuffle"
+
+
+def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_release(tmp_path)
+    (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
+    metadata = tmp_path / "metadata" / "0.npy"
+    with pytest.raises(DataError, match="give unreadable='skip'") as caught:
+        build(tmp_path)
+    assert f"{metadata}:4: " in str(caught.value)
+    task = build(tmp_path, unreadable="skip")
+    assert sum(len(task.dataset(split)) for split in SPLITS) == 29
+    assert "sample_3.png: missing or empty" in task.description()["skipped_images"][0]
+    metadata.write_text("imgs/0 sample_0.png 0 2\n")
+    with pytest.raises(DataError, match=r"0.npy:1: expected folder, file, number, label"):
+        build(tmp_path, unreadable="skip")
+    np.save(metadata, np.zeros(3))
+    with pytest.raises(DataError, match="is a binary npy file"):
+        build(tmp_path)
+
+
+def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
+    for split in SPLITS:
+        x = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
+        np.savez(tmp_path / f"{split}.npz", x=x, y=np.array([0, 1, 0, 1]))
+    assert [len(build(tmp_path).dataset(split)) for split in SPLITS] == [4, 4, 4]
+    with pytest.raises(ConfigError, match="num_train say what is drawn and have no effect on"):
+        build(tmp_path, num_train=3)
+    np.savez(tmp_path / "train.npz", x=x, y=np.array([0, 1, 2, 1]))
+    with pytest.raises(DataError, match=r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)"):
+        build(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        build(tmp_path / "nothing")
