@@ -21,6 +21,7 @@ from wellposed.models._pooling import POOLINGS as POOLINGS
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
 from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
+from wellposed.models._seq2seq_generation import GNMTLengthPenalty as GNMTLengthPenalty
 from wellposed.models._sequence_classification import (
     WellposedForSequenceClassification as WellposedForSequenceClassification,
 )
@@ -31,6 +32,18 @@ from wellposed.models._sequence_pair_classification import PairHead as PairHead
 from wellposed.models._sequence_pair_classification import (
     WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )
+from wellposed.models._transject import TransJectModel as TransJectModel
+from wellposed.models._transject import TransJectModelOutput as TransJectModelOutput
+from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel
+from wellposed.models._transject_config import TransJectConfig as TransJectConfig
+from wellposed.models._transject_heads import TransJectForCausalLM as TransJectForCausalLM
+from wellposed.models._transject_heads import (
+    TransJectForSequenceClassification as TransJectForSequenceClassification,
+)
+from wellposed.models._transject_heads import (
+    TransJectForSequencePairClassification as TransJectForSequencePairClassification,
+)
+from wellposed.models._transject_heads import TransJectHeadOutput as TransJectHeadOutput
 from wellposed.models._wellposed import WellposedModel as WellposedModel
 from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
 

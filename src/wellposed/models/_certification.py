@@ -17,6 +17,7 @@ from wellposed.models._embeddings import Embeddings
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
 from wellposed.models._wellposed import WellposedModel
+from wellposed.nn import DecoderBlock
 
 
 def embedding_radius(model: nn.Module) -> float:
@@ -59,6 +60,14 @@ def _causal_lm(module: WellposedForCausalLM, site: Site) -> LayerBound:
     head = site.child(module.lm_head, "lm_head", radius=body.out_radius)
     site.set_head(module.lm_head.weight, body)
     return site.product([body, head])
+
+
+@register_rule(DecoderBlock)
+def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
+    del module
+    return site.refuse(
+        "a decoder's block is a function of two sequences; certify the encoder, or cross_attention alone"
+    )
 
 
 @register_rule(WellposedForSequenceClassification)

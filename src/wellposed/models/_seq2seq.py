@@ -22,6 +22,7 @@ from wellposed.models._caches import MemoryView
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import Embeddings, Given, padding_of, position_scale
 from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
+from wellposed.models._seq2seq_generation import Seq2SeqGeneration
 from wellposed.models._wellposed import WellposedBody, WellposedModel, WellposedPreTrainedModel, refuse_attentions
 from wellposed.nn import DecoderBlock, build_layers, memory_mask
 
@@ -190,7 +191,7 @@ def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutpu
     return BaseModelOutput(last_hidden_state=last, hidden_states=states[0] if states else None)
 
 
-class WellposedForSeq2SeqLM(LanguageHead, GenerationMixin):
+class WellposedForSeq2SeqLM(LanguageHead, Seq2SeqGeneration, GenerationMixin):
     """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source and earlier ones.
 
     Causality in the target is exact, and so is independence of padding on either side. `W` is the target's token
@@ -223,6 +224,8 @@ class WellposedForSeq2SeqLM(LanguageHead, GenerationMixin):
         self.model = WellposedSeq2SeqModel(config, is_part=True)
         self.add_head(config)
         self.post_init()
+        # a configuration marked as derived from the model's drops entries of its own when it is loaded
+        self.generation_config._from_model_config = False
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding of the source, which is the target's where it is shared."""
@@ -332,11 +335,18 @@ class WellposedForSeq2SeqLM(LanguageHead, GenerationMixin):
         # where no padding token is named any token serves: what follows it is not counted either
         return before.masked_fill(before == IGNORED_LABEL, start if padding is None else padding)
 
-    @staticmethod
-    def _reorder_cache(past_key_values: EncoderDecoderCache, beam_idx: Tensor) -> EncoderDecoderCache:
-        """Beams of one sentence read the same source, so only the target's keys and values move."""
-        past_key_values.self_attention_cache.reorder_cache(cast(Any, beam_idx))
-        return past_key_values
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Change the number of tokens of source and target alike; arguments as in transformers."""
+        source = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        embeddings = self.model.decoder.embeddings
+        if embeddings.token is not None and embeddings.token.num_embeddings != source.num_embeddings:
+            embeddings.token = self._get_resized_embeddings(
+                embeddings.token, source.num_embeddings, mean_resizing=mean_resizing
+            )
+            self.tie_weights()
+        return cast(nn.Embedding, source)
 
 
 def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -62,6 +63,20 @@ class WellposedPreTrainedModel(PreTrainedModel):
         whole = INITS.get(self.config.init).model
         if whole is not None and not self._is_part and self.device.type != "meta":
             whole(self)
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Recompute every n-th block, counted over the whole model; transformers does so for layers of its own class."""
+        if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int) or every_n_layers < 1:
+            raise ConfigError(f"every_n_layers: received {every_n_layers!r}; expected an integer >= 1")
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        for index, block in enumerate(blocks):
+            block.gradient_checkpointing = enable and index % every_n_layers == 0
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.nn._cosine import CosineCrossAttention
+from wellposed.nn._heads import HeadProjections
 from wellposed.nn._l2_refusal import l2_attention_refusal
 from wellposed.nn._masks import AttentionMask, PaddingMask
 from wellposed.nn._registry import LayerBuilder
@@ -60,7 +61,7 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
     return AttentionMask(~key_padding_mask[:, None, None, :], False)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(HeadProjections):
     """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q`, and `k = y W_k`, `v = y W_v` of a memory y.
 
     Exact up to rounding. Vaswani et al. (2017), sec. 3.2.3, computed by `scaled_dot_product_attention`. ``qk_norm`` as
@@ -97,21 +98,7 @@ class CrossAttention(nn.Module):
         bias: bool = True,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ShapeError(
-                f"CrossAttention: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of heads "
-                "that divides the width; change one of them"
-            )
-        memory_dim = embed_dim if memory_dim is None else memory_dim
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
-        self.dropout = dropout
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
-        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
         self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
         self.k_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
 
@@ -140,14 +127,11 @@ class CrossAttention(nn.Module):
         mask = memory_mask(key_padding_mask, memory).mask
         dropout = self.dropout if self.training else 0.0
         joined = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self.o_proj(joined.transpose(1, 2).flatten(2))
+        return self._join(joined)
 
     def _project(self, memory: Tensor) -> KeysAndValues:
         key, value = self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
         return (key if self.k_norm is None else self.k_norm(key).to(value.dtype)), value
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
