@@ -42,10 +42,10 @@ def constrain_(
     The weights stay plain parameters. Hooks on the optimizer replace their gradients before the step and retract them
     after it. A square weight steps in Lie coordinates: the optimizer sees ``skew(W^T G)`` and its step A is taken as
     ``W (I + A + A^2/2 - (W^T W - I)/2)``, with a cubic term, a polish or the exponential when A is large; it stays on
-    the component of its start. A tall or wide weight steps in the ambient space (projected gradient, polar retraction). This works
-    with any optimizer that changes parameters by a step: AdamW, SGD, Adafactor, Muon. Gradient accumulation needs
-    nothing; clipping sees the full gradient, before projection. Source: Absil, Mahony and Sepulchre 2008 (retractions);
-    Edelman, Arias and Smith 1998 (tangent spaces).
+    the component of its start. A tall or wide weight steps in the ambient space (projected gradient, polar
+    retraction). This works with any optimizer that changes parameters by a step: AdamW, SGD, Adafactor, Muon. Gradient
+    accumulation needs nothing; clipping sees the full gradient, before projection. Source: Absil, Mahony and Sepulchre
+    2008 (retractions); Edelman, Arias and Smith 1998 (tangent spaces).
 
     Attaching moves each weight to the nearest such matrix (polar factor) and reports how far; weights already within
     tolerance are not touched, so a resumed run goes on from the same weights.

@@ -31,7 +31,7 @@ class Retraction(NamedTuple):
     """What a retraction did: its name, and an upper bound on the spectral size of the step it was asked to take."""
 
     method: str
-    """``"quadratic"``, ``"cubic"``, ``"corrected"``, ``"newton_schulz"``, ``"exponential"``, ``"series"``, ``"svd"``."""
+    """``"quadratic"``, ``"cubic"``, ``"corrected"``, ``"newton_schulz"``, ``"exponential"``, ``"series"``, ``"svd"``"""
     size: float = math.nan
     """Upper bound on ``|A|_2`` (square) or on ``|W^T W / g^2 - I|_2`` (tall); nan where the method needs none."""
     drift: float = math.nan
