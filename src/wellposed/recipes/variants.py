@@ -164,4 +164,4 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     return _orthogonality_constrained(base, "III", strength)
 
 
-from wellposed.recipes import _variants_seq2seq as _variants_seq2seq  # noqa: E402  (registers its variants)
+from wellposed.recipes import _variants_seq2seq  # noqa: E402, F401  (registers its variants)
