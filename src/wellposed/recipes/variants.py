@@ -64,6 +64,10 @@ def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
         "norm": "post",
         "residual": "plain",
         "qk_norm": False,
+        # TransJect alone has experts and a spectrum
+        "num_experts": 1,
+        "spectrum": "gram",
+        "spectrum_norm": "max",
         # t_fixup belongs to the variant of that name: with norms it would be refused
         "init": "xavier" if base.model.init == "t_fixup" else base.model.init,
     }
@@ -165,3 +169,4 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
 
 
 from wellposed.recipes import _variants_seq2seq  # noqa: E402, F401  (registers its variants)
+from wellposed.recipes import _variants_transject  # noqa: E402, F401  (registers its variants)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from wellposed.constrain import Constraint
     from wellposed.tasks import Task
 
+# A value that asks for nothing, beside the default: one head is no heads.
+NEUTRAL: dict[str, object] = {"num_attention_heads": 1}
+
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
 
@@ -39,7 +42,11 @@ def _chosen_options(options: ModelOptions) -> dict[str, Any]:
     known = ARCHITECTURES.get(options.architecture).config.__dataclass_fields__
     values = {name: value for name, value in dataclasses.asdict(options).items() if name != "architecture"}
     defaults = dataclasses.asdict(ModelOptions())
-    foreign = [name for name, value in values.items() if name not in known and value != defaults[name]]
+    foreign = [
+        name
+        for name, value in values.items()
+        if name not in known and value not in (defaults[name], NEUTRAL.get(name, defaults[name]))
+    ]
     if foreign:
         lines = [f"model.{name}: received {values[name]!r}; leave it {defaults[name]!r}" for name in foreign]
         raise ConfigError(f"architecture {options.architecture!r} has no such option:\n" + listed(lines))
