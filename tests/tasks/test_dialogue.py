@@ -1,0 +1,302 @@
+"""Task ``dialogue``: both formats, contexts, splits, repetitions, refusals with file:line, metrics by generation."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import TASKS, build_task
+from wellposed.tasks._dailydialog import Dialogue, parse_dailydialog
+from wellposed.tasks._dialogue import DialogueOptions, DialogueTask
+from wellposed.tasks._dialogue_sources import detect_format, load_dialogues, read_synonyms, repeated
+from wellposed.tasks._personachat import parse_personachat
+from wellposed.tasks._sources import TextFile
+
+DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
+PERSONA = (
+    "1 your persona: i like tea.\n2 partner's persona: i fly.\n3 hi\thello .\t\tno .|hello .|yes .\n"
+    "4 what do you drink ?\ttea , of course .\n1 your persona: i ski.\n2 hey\tyo\n"
+)
+
+
+def _file(text: str) -> TextFile:
+    return TextFile(Path("x.txt"), text, "0", len(text), False)
+
+
+def _daily(folder: Path, *, train: int = 30, **later: list[str]) -> Path:
+    """Write a folder of made-up dialogues as DailyDialog is released, label files beside them."""
+    rng = random.Random(0)
+
+    def line() -> str:
+        return " ".join(f"{' '.join(rng.choices('abcde', k=3))} __eou__" for _ in range(rng.randint(2, 5)))
+
+    train_lines = [line() for _ in range(train)]
+    (folder / "dialogues_train.txt.gz").write_bytes(gzip.compress(("\n".join(train_lines) + "\n").encode()))
+    (folder / "dialogues_act_train.txt").write_text("1 2\n" * train)
+    for name, lines in {"validation": [line(), line()], "test": [line(), line(), line()], **later}.items():
+        (folder / f"dialogues_{name}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def _task(data: Path | str, **options: Any) -> DialogueTask:
+    task = build_task("dialogue", {"data": str(data), "tokenizer": "char", **options})
+    assert isinstance(task, DialogueTask)
+    return task
+
+
+def _texts(task: DialogueTask, split: Any = "train") -> list[tuple[str, str]]:
+    decode = lambda ids: str(task.tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
+    return [(decode(row["input_ids"]), decode(row["labels"])) for row in task.dataset(split)]
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+def test_dailydialog_is_one_dialogue_a_line_and_every_later_turn_a_reply() -> None:
+    (dialogue,) = parse_dailydialog(_file(DAILY))
+    assert dialogue.turns == ("hello there !", "hi .", "how are you ?", "fine .")
+    assert list(dialogue.replies()) == [1, 2, 3]
+
+
+def test_personachat_keeps_personas_exchanges_and_counts_candidates() -> None:
+    first, second = parse_personachat(_file(PERSONA))
+    assert first == Dialogue(
+        1, ("hi", "hello .", "what do you drink ?", "tea , of course ."), ("i like tea.",), ("i fly.",), True, 3
+    )
+    assert list(first.replies()) == [1, 3]
+    assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
+
+
+@pytest.mark.parametrize(("text", "name"), [(DAILY, "dailydialog"), (PERSONA, "personachat")])
+def test_the_format_is_seen_in_the_first_line(text: str, name: str) -> None:
+    assert detect_format(_file(text)) == name
+
+
+def test_an_unknown_format_says_what_was_expected() -> None:
+    with pytest.raises(DataError, match=r"x.txt:1: neither format .* __eou__ .* received 'plain text'"):
+        detect_format(_file("plain text\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (DAILY + "no mark\n", "x.txt:2: no __eou__: 'no mark'"),
+        (DAILY + "\n", "x.txt:2: no __eou__"),
+        ("a __eou__ b\n", "x.txt:1: text after the last __eou__: 'b'"),
+        ("a __eou__ __eou__ b __eou__\n", "x.txt:1: utterance 2 is empty"),
+    ],
+)
+def test_malformed_dailydialog_lines_are_named(text: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        parse_dailydialog(_file(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1 a\tb\nc\td\n", "x.txt:2: expected a number and a space first, received 'c.td'"),
+        ("1 a\tb\n3 a\tb\n", "x.txt:2: numbered 3, expected 2, or 1"),
+        ("2 a\tb\n", "x.txt:1: numbered 2, expected 1"),
+        ("1 a b\n", "x.txt:1: expected an utterance, a tab and a reply"),
+        ("1 a\t\n", "x.txt:1: the reply is empty"),
+        ("1 \tb\n", "x.txt:1: the utterance is empty"),
+        ("1 a\tb\t\tc|d\n", "x.txt:1: the reply is not among its 2 candidates"),
+        ("1 a\tb\t\tb\te\n", "x.txt:1: 5 columns"),
+        ("1 a\tb\n2 your persona: x\n", "x.txt:2: a persona after an exchange"),
+        ("1 your persona: \n2 a\tb\n", "x.txt:1: the persona is empty"),
+        ("1 your persona: x\n1 a\tb\n", "x.txt:1: the dialogue that starts here has no exchange"),
+    ],
+)
+def test_malformed_personachat_lines_are_named(text: str, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        parse_personachat(_file(text))
+    assert str(caught.value).count("x.txt:") == 1
+
+
+# Contexts -------------------------------------------------------------------------------------------------------------
+
+
+def _fill(folder: Path, text: str) -> Path:
+    for name in ("train", "valid", "test"):
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def test_contexts_are_the_latest_utterances_with_the_replier_as_b(tmp_path: Path) -> None:
+    assert _texts(_task(_fill(tmp_path, DAILY), context=2)) == [
+        ("A: hello there !", "hi ."),
+        ("B: hello there ! A: hi .", "how are you ?"),
+        ("B: hi . A: how are you ?", "fine ."),
+    ]
+    assert _texts(_task(tmp_path, context=1, speaker_marks=False))[1:] == [
+        ("hi .", "how are you ?"),
+        ("how are you ?", "fine ."),
+    ]
+
+
+def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path: Path) -> None:
+    data = _fill(tmp_path, PERSONA)
+    assert _texts(_task(data)) == [
+        ("persona: i like tea. A: hi", "hello ."),
+        ("persona: i like tea. A: hi B: hello . A: what do you drink ?", "tea , of course ."),
+        ("persona: i ski. A: hey", "yo"),
+    ]
+    assert _texts(_task(data, persona="both"))[0][0] == "persona: i like tea. persona: i fly. A: hi"
+    assert _texts(_task(data, persona="none", lowercase=True))[0][0] == "a: hi"
+
+
+def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path: Path) -> None:
+    data = _fill(tmp_path, DAILY)
+    task = _task(data, max_tokens=6, context=1)
+    assert _texts(task)[0] == ("ere !", "hi .")
+    assert _texts(task)[1] == (" hi .", "how ar")
+    assert task.description()["cut_to_max_tokens"]["train"] == {"contexts": 3, "replies": 2}
+    with pytest.raises(DataError, match=r"max_tokens = 6 tokens.*overflow='cut'"):
+        _task(data, max_tokens=6, overflow="error")
+
+
+# Splits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path: Path) -> None:
+    described = _task(_daily(tmp_path)).description()
+    assert described["dialogues"] == {"train": 30, "valid": 2, "test": 3}
+    assert {split: Path(file["path"]).name for split, file in described["files"].items()} == {
+        "train": "dialogues_train.txt.gz",
+        "valid": "dialogues_validation.txt",
+        "test": "dialogues_test.txt",
+    }
+
+
+def test_missing_splits_are_cut_by_whole_dialogues_that_share_no_persona_line(tmp_path: Path) -> None:
+    lines = []
+    for number in range(60):  # dialogues 0 2 4, 6 8 10, ... and 1 3 5, ... are linked through their second lines
+        persona = [f"i am {number}.", f"i was {number // 6} {number % 2}."]
+        lines += [f"{i} your persona: {text}" for i, text in enumerate(persona, start=1)]
+        lines += [f"3 hi {number}\tyo {number}", "4 b\tc"]
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join(lines) + "\n")
+    loaded = load_dialogues(str(path))
+    splits = loaded.splits
+    seen = [dialogue.turns for part in splits.values() for dialogue in part]
+    assert len(seen) == len(set(seen)) == 60
+    personas = [{line for dialogue in part for line in dialogue.persona} for part in splits.values()]
+    assert not personas[0] & personas[1]
+    assert not personas[0] & personas[2]
+    assert set(loaded.description["cut_from_train"]) == {"valid", "test"}
+
+
+def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(DAILY)
+    with pytest.raises(DataError, match="1 dialogues are too few to cut valid and test from"):
+        _task(tmp_path)
+
+
+def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path: Path) -> None:
+    _daily(tmp_path, test=["x y __eou__ z __eou__", "new one __eou__ bad __eou__"])
+    train = gzip.decompress((tmp_path / "dialogues_train.txt.gz").read_bytes()).decode() + "xy __eou__ z __eou__\n"
+    (tmp_path / "dialogues_train.txt.gz").write_bytes(gzip.compress(train.encode()))
+    described = _task(tmp_path).description()
+    assert described["dialogues_also_in_train"] == {"valid": 0, "test": 1}
+    assert described["dialogues"]["test"] == 2
+    dropped = _task(tmp_path, drop_repeated_test=True)
+    assert dropped.description()["dialogues"]["test"] == 1
+    assert dropped.description()["dialogues_also_in_train"]["test"] == 1
+    assert [reply for _, reply in _texts(dropped, "test")] == ["bad"]
+
+
+def test_a_test_split_of_repetitions_alone_cannot_be_dropped(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="drop_repeated_test leaves none"):
+        _task(_fill(tmp_path, DAILY), drop_repeated_test=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"context": 0, "max_tokens": 0}, "context = 0, max_tokens = 0; expected at least 1"),
+        ({"speaker_mark": True}, "unknown option 'speaker_mark'; nearest: speaker_marks"),
+        ({"generate_length_penalty": float("nan")}, "generate_length_penalty = nan"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _task(_fill(tmp_path, DAILY), **options)
+
+
+def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no built-in data"):
+        _task("builtin")
+    with pytest.raises(DataError, match="no train file, expected one named like"):
+        _task(tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        _task(tmp_path / "none.txt")
+    (tmp_path / "train.txt").write_text("alone __eou__\n")
+    for name in ("valid", "test"):
+        (tmp_path / f"{name}.txt").write_text(DAILY)
+    with pytest.raises(DataError, match=r"\(train\): no dialogue has a reply"):
+        _task(tmp_path)
+
+
+def test_synonyms_are_groups_of_words_each_in_one(tmp_path: Path) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text("big large huge\nSmall little\n")
+    assert read_synonyms(path) == {"big": "big", "large": "big", "huge": "big", "small": "small", "little": "small"}
+    path.write_text("big large\nlarge huge\nalone\n")
+    with pytest.raises(DataError, match=r"s.txt:2: 'large' is in a group already\n.*s.txt:3: expected two words"):
+        read_synonyms(path)
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_path: Path) -> None:
+    data = _fill(tmp_path, DAILY)
+    task = _task(data)
+    references = ["hi .", "how are you ?", "fine ."]
+    assert set(task.description()["metrics_not_computed"]) == {
+        "sentence_cosine", "embedding_average", "vector_extrema", "greedy_matching",
+    }  # fmt: skip
+    vectors = tmp_path / "vectors.vec"
+    vectors.write_text("hi 1 0\nfine 0 1\n")
+    full = _task(data, vectors=str(vectors))
+    assert list(full.description()["metrics_not_computed"]) == ["sentence_cosine"]
+    bare, scored = task._score(references, references), full._score(references, references)
+    assert set(scored.scores) - set(bare.scores) == {"embedding_average", "vector_extrema", "greedy_matching"}
+    assert scored.scores["bleu_1"] == pytest.approx(100)
+    assert scored.scores["rouge_l"] == pytest.approx(100)
+    # "hi ." and "fine ." have a vector, "how are you ?" has none: two pairs of three.
+    assert scored.scores["embedding_average"] == pytest.approx(200 / 3)
+    with pytest.raises(DataError, match="no such file"):
+        _task(data, vectors=str(tmp_path / "none.vec"))
+
+
+def test_the_task_is_registered_with_its_options() -> None:
+    spec = TASKS.get("dialogue")
+    assert spec.options is DialogueOptions
+    assert DialogueTask.kind == "seq2seq_lm"
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_data: Path) -> None:
+    splits = load_dialogues(str(shared_data / "dailydialog")).splits
+    assert {split: len(part) for split, part in splits.items()} == {"train": 11118, "valid": 1000, "test": 1000}
+    assert sum(len(dialogue.turns) for dialogue in splits["test"]) == 7740
+    assert len(repeated(splits["valid"], splits["train"])) == 89
+    assert len(repeated(splits["test"], splits["train"])) == 112
+
+
+@pytest.mark.data
+def test_the_shared_personachat_is_read_whole(shared_data: Path) -> None:
+    loaded = load_dialogues(str(shared_data / "personachat"))
+    train, valid, test = loaded.splits.values()
+    assert len(train) + len(test) == 701
+    assert (len(valid), sum(len(dialogue.replies()) for dialogue in valid)) == (100, 769)
+    lines = [{line for dialogue in part for line in dialogue.persona} for part in (train, valid, test)]
+    assert not lines[0] & lines[1]
+    assert not lines[0] & lines[2]
