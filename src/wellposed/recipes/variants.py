@@ -168,5 +168,7 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     return _orthogonality_constrained(base, "III", strength)
 
 
-from wellposed.recipes import _variants_seq2seq  # noqa: E402, F401  (registers its variants)
-from wellposed.recipes import _variants_transject  # noqa: E402, F401  (registers its variants)
+from wellposed.recipes import (  # noqa: E402  (they register their variants)
+    _variants_seq2seq,  # noqa: F401
+    _variants_transject,  # noqa: F401
+)
