@@ -7,6 +7,7 @@ an attack on the model and a certificate of it speak of the same thing. ``radius
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ def embedding_radius(model: nn.Module) -> float:
 def _embeddings(module: Embeddings, site: Site, num_positions: int) -> LayerBound:
     """``e -> s (e + P)``: the positions only shift, but they enlarge the ball."""
     with torch.no_grad():
-        device = module.token.weight.device
+        device = cast(nn.Embedding, module.token).weight.device
         largest = float(module.position(torch.arange(num_positions, device=device)).double().norm(dim=-1).max())
     radius = module.scale * (site.radius + largest)
     return LayerBound(float(module.scale), "scale of the embeddings", "exact", out_radius=radius)

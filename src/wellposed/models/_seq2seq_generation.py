@@ -14,16 +14,16 @@ from wellposed.errors import ConfigError
 class GNMTLengthPenalty(float):
     """A length penalty a with which beam search divides log-probabilities by ((5 + n) / 6)^a, n the new tokens.
 
-    Exact. Wu et al. (2016), "Google's Neural Machine Translation System", eq. 14 without coverage; Vaswani et al. (2017)
-    take a = 0.6 with it. transformers (and fairseq) divide by n^a. Both are 1 at n = 1 and grow like n^a, but GNMT's
-    is flatter for short outputs: from 5 to 10 tokens with a = 0.6 the divisor grows by 1.28 instead of 1.52, so an a
-    tuned for one is wrong for the other. n counts the end token and not the start token, in both.
+    Exact. Wu et al. (2016), "Google's Neural Machine Translation System", eq. 14 without coverage; Vaswani et al.
+    (2017) take a = 0.6 with it. transformers (and fairseq) divide by n^a. Both are 1 at n = 1 and grow like n^a, but
+    GNMT's is flatter for short outputs: from 5 to 10 tokens with a = 0.6 the divisor grows by 1.28 instead of 1.52, so
+    an a tuned for one is wrong for the other. n counts the end token and not the start token, in both.
 
     transformers' beam search computes ``n ** length_penalty``, here and in its stopping rule, and nothing else from it:
     a number that answers ``n ** self`` with GNMT's divisor is all that it takes. Give it as
-    ``model.generate(..., num_beams=4, length_penalty=GNMTLengthPenalty(0.6))`` to any model of transformers. A saved
-    generation configuration keeps the bare number; to save it, set ``model.generation_config.gnmt_length_penalty``, which
-    our models read.
+    ``model.generate(..., num_beams=4, length_penalty=GNMTLengthPenalty(0.6))`` to any model of transformers; our
+    encoder-decoders take ``gnmt_length_penalty=0.6`` as well. A saved generation configuration keeps the bare number:
+    to save the form, set ``model.generation_config.gnmt_length_penalty``.
 
     Raises:
         ConfigError: not a finite number.
@@ -57,7 +57,7 @@ class Seq2SeqGeneration(GenerationMixin):
                 f"generate: received length_penalty={kwargs['length_penalty']!r} (n^a) and "
                 f"gnmt_length_penalty={given!r} (((5 + n) / 6)^a); give one"
             )
-        prepared, others = super()._prepare_generation_config(generation_config, **kwargs)
+        prepared, others = cast(Any, super())._prepare_generation_config(generation_config, **kwargs)
         beams = prepared.num_beams or 1
         if given is not None and beams == 1:
             raise ConfigError(

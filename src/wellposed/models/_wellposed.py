@@ -70,7 +70,7 @@ class WellposedPreTrainedModel(PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Recompute every n-th block, counted over the whole model; transformers does so for layers of its own class."""
+        """Recompute every n-th block, counted over the model; transformers counts layers of its own class only."""
         if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int) or every_n_layers < 1:
             raise ConfigError(f"every_n_layers: received {every_n_layers!r}; expected an integer >= 1")
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
