@@ -22,3 +22,4 @@ from wellposed.certification._rules import LayerBound as LayerBound
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import register_rule as register_rule
 from wellposed.certification._transformer import mean_pooling as mean_pooling
+from wellposed.certification._transject import token_distance_bounds as token_distance_bounds

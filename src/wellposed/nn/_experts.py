@@ -120,8 +120,9 @@ class ExpertMixture(nn.Module):
     def expert_outputs(self, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """Return `F_e(x)` of each expert, (batch, tokens, d) each."""
         experts = self._experts()
-        # Hooks and adapters see their module called; and a loop is as fast where each product fills the machine.
-        if len(experts) == 1 or x.device.type == "cpu" or not is_plain([p for e in experts for p in e.modules()]):
+        # Hooks and adapters see their module called.
+        parts = [part for expert in experts for part in expert.modules()]
+        if len(experts) == 1 or prefers_loop(x) or not is_plain(parts):
             return [expert(x, sigma) for expert in experts]
         left = torch.stack([transposed_weight(expert.left) for expert in experts])
         right = torch.stack([transposed_weight(expert.right) for expert in experts])
@@ -203,3 +204,8 @@ class ExpertMixture(nn.Module):
     def extra_repr(self) -> str:
         """The gating."""
         return f"gating={self.gating!r}"
+
+
+def prefers_loop(x: Tensor) -> bool:
+    """Whether one product after the other is as fast as a batch of them: on a CPU each fills the machine by itself."""
+    return x.device.type == "cpu"

@@ -164,28 +164,27 @@ def _without(values: Tensor, key_padding_mask: Tensor | None, fill: float) -> Te
     return values if key_padding_mask is None else values.masked_fill(key_padding_mask.unsqueeze(-1), fill)
 
 
-def check_padding(key_padding_mask: Tensor | None, x: Tensor, num_cached: int = 0) -> Tensor | None:
+def check_padding(key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCache | None = None) -> Tensor | None:
     """Return the part of the mask that belongs to the tokens of x, or None.
 
     Args:
-        key_padding_mask: bool (batch, num_cached + tokens) or (batch, tokens), True = padding; or None.
+        key_padding_mask: bool (batch, cached + tokens) or (batch, tokens), True = padding; or None.
         x: (batch, tokens, d).
-        num_cached: tokens seen before these.
+        cache: of the tokens seen before these; with one, a piece of the sequence may be padding alone.
 
     Raises:
-        ShapeError: another shape or dtype, or a sample without a real token among all that the mask shows.
+        ShapeError: another shape or dtype, or a sample without a real token.
     """
     if key_padding_mask is None:
         return None
     batch, tokens = x.shape[:2]
-    shapes = ((batch, num_cached + tokens), (batch, tokens))
+    shapes = ((batch, tokens + (0 if cache is None else cache.num_tokens)), (batch, tokens))
     if key_padding_mask.dtype is not torch.bool or tuple(key_padding_mask.shape) not in shapes:
         raise ShapeError(
             f"TransJect: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
             f"torch.bool {shapes[0]}, True = padding; from a Hugging Face attention_mask pass attention_mask == 0"
         )
-    empty = key_padding_mask.all(-1)
-    if not num_cached and bool(empty.any()):
+    if cache is None and bool((empty := key_padding_mask.all(-1)).any()):
         rows = torch.nonzero(empty).flatten().tolist()
         raise ShapeError(
             f"TransJect: {len(rows)} of {batch} samples are padding alone (rows {rows[:10]}), so they have no spectrum "

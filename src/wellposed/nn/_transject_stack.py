@@ -154,7 +154,7 @@ class TransJectStack(nn.Module):
             raise ConfigError(
                 "TransJectStack: a cache needs is_causal=True: otherwise later tokens change earlier ones"
             )
-        padding = check_padding(key_padding_mask, x, 0 if cache is None else cache.num_tokens)
+        padding = check_padding(key_padding_mask, x, cache)
         spectrum: Tensor = (
             self.spectrum(x, key_padding_mask=padding, is_causal=self.is_causal, cache=cache)
             if sigma is None

@@ -1,0 +1,159 @@
+"""TransJect's certificates: the whole map against an attack, distances between tokens, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import certify, lipschitz_lower_bound, token_distance_bounds
+from wellposed.errors import NotLipschitzError
+from wellposed.nn import OrthogonalFeedForward, TransJectStack
+
+D, L, N = 4, 2, 4
+
+
+def make(alpha: float = 0.9, **options: Any) -> TransJectStack:
+    torch.manual_seed(3)
+    stack = TransJectStack(D, L, **options).double().eval()
+    with torch.no_grad():
+        for layer in stack.layers:
+            layer.residual.weight.fill_(torch.atanh(torch.tensor(alpha)))  # pyright: ignore
+    return stack
+
+
+class Hidden(nn.Module):
+    def __init__(self, stack: TransJectStack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x).last_hidden_state
+
+
+CERTIFIED: list[dict[str, Any]] = [
+    {"spectrum_norm": "trace"},
+    {"spectrum_norm": "max"},
+    {"spectrum": "random"},
+    {"spectrum_norm": "trace", "num_experts": 2, "gating": "normalized"},
+    {"spectrum": "random", "num_experts": 2, "gating": "fixed"},
+]
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+@pytest.mark.parametrize("options", CERTIFIED, ids=lambda options: "-".join(map(str, options.values())))
+def test_certificate_holds_under_attack(options: dict[str, Any], norm: Any) -> None:
+    stack = make(**options)
+    certificate = certify(stack, seq_len=N, norm=norm).require()
+    assert certificate.label == "certified"
+    attack = lipschitz_lower_bound(Hidden(stack), (N, D), norm=norm, restarts=3, steps=20)
+    assert 0.02 < attack.ratio(certificate) <= 1
+
+
+def test_certificate_of_random_pairs_far_apart() -> None:
+    stack = make(spectrum_norm="trace", num_experts=3, gating="normalized", eps=1e-3)
+    total = certify(stack, seq_len=N, norm=2).total
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x, y = (10.0 ** torch.randint(-3, 3, (1,)) * torch.randn(1, N, D, dtype=torch.float64) for _ in range(2))
+        moved = (stack(x).last_hidden_state - stack(y).last_hidden_state).norm()
+        assert moved <= total * (x - y).norm()
+
+
+def test_fixed_spectrum_and_one_expert_multiply_token_by_token() -> None:
+    # sigma = tanh(w) <= s: prod (1 + r s)(1 + r).
+    stack = make(spectrum="random")
+    sigma = float(stack.spectrum.weight.detach().tanh().abs().max())
+    expected = ((1 + 0.45 * sigma) * 1.45) ** 2
+    for norm in ("tok", 2):
+        assert certify(stack, seq_len=N, norm=norm).total == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
+
+
+def test_the_maximum_costs_sqrt_d_and_says_so() -> None:
+    certificate = certify(make(spectrum_norm="max"), seq_len=N, norm=2)
+    assert certificate.total > 1.5 * certify(make(spectrum_norm="trace"), seq_len=N, norm=2).total
+    assert "sqrt d" in certify(nn.Sequential(make(spectrum_norm="max")), seq_len=N, norm=2).table()
+
+
+def test_identity_at_the_start() -> None:
+    stack = TransJectStack(D, L, num_experts=2, gating="normalized")
+    assert certify(stack.eval(), seq_len=N).total == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "norm", "reason"),
+    [
+        ({"num_experts": 2}, "tok", "gating='normalized'"),
+        ({"is_causal": True}, "tok", "causal"),
+        ({"spectrum_norm": "trace"}, "inf", "norm 'tok'"),
+    ],
+)
+def test_no_certificate_and_why(options: dict[str, Any], norm: Any, reason: str) -> None:
+    certificate = certify(make(**options), seq_len=N, norm=norm)
+    assert certificate.label == "uncertified"
+    with pytest.raises(NotLipschitzError, match=reason):
+        certificate.require()
+
+
+def test_active_dropout_has_no_certificate() -> None:
+    for module in (make(dropout=0.1).train(), OrthogonalFeedForward(D, dropout=0.1)):
+        assert "dropout" in certify(module, seq_len=N).table()
+        assert certify(module.eval(), seq_len=N).label == "certified"
+
+
+def test_a_basis_far_from_orthogonal_is_named() -> None:
+    stack = make(spectrum_norm="trace")
+    with torch.no_grad():
+        stack.spectrum.basis.weight.mul_(2)  # pyright: ignore
+    with pytest.raises(NotLipschitzError, match=r"\*\.basis"):
+        certify(stack, seq_len=N).require()
+
+
+def test_inexact_weights_are_paid_for() -> None:
+    stack = make(spectrum_norm="trace")
+    before = certify(stack, seq_len=N).total
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(1.05)
+    assert certify(stack, seq_len=N).total > before * 1.05
+    attack = lipschitz_lower_bound(Hidden(stack), (N, D), norm=2, restarts=2, steps=10)
+    assert attack.value <= certify(stack, seq_len=N, norm=2).total
+
+
+def ratios(stack: TransJectStack, x: Tensor) -> list[Tensor]:
+    states = stack(x, output_hidden_states=True).hidden_states
+    first = (states[0][:, 0] - states[0][:, 1]).norm(dim=-1)
+    return [(state[:, 0] - state[:, 1]).norm(dim=-1) / first for state in states[1:]]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_experts": 3}, {"num_experts": 2, "spectrum": "random"}])
+def test_token_distances_stay_within_bounds_on_ascended_pairs(options: dict[str, Any]) -> None:
+    stack = make(**options)
+    bounds = token_distance_bounds(stack)
+    if options.get("spectrum") != "random":
+        assert bounds[-1] == pytest.approx((0.55**4, 1.45**4), rel=1e-5)
+    for direction in (1, -1):
+        torch.manual_seed(4)
+        x = torch.randn(6, N, D, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.Adam([x], lr=0.1)
+        start = ratios(stack, x)[-1].mean()
+        for _ in range(25):
+            optimizer.zero_grad()
+            found = ratios(stack, x)
+            for ratio, (lower, upper) in zip(found, bounds, strict=True):
+                assert (ratio >= lower * (1 - 1e-9)).all()
+                assert (ratio <= upper * (1 + 1e-9)).all()
+            (-direction * found[-1].log().sum()).backward()
+            optimizer.step()
+        # The ascent did move.
+        assert direction * (ratios(stack, x)[-1].mean() - start) > 0.05
+
+
+def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound() -> None:
+    stack = make(alpha=0.99)
+    with torch.no_grad():
+        stack.layers[0].feedforward.up_proj.weight.mul_(3)  # pyright: ignore
+    assert token_distance_bounds(stack)[0][0] == 0

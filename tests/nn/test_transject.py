@@ -1,0 +1,389 @@
+"""TransJect's mixture, block and stack: against the formulas, both paths, masks, causality, the cache, the inverse."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.constrain import constrain_
+from wellposed.errors import ConfigError, NotContractiveError, ShapeError
+from wellposed.linalg import isometry_error
+from wellposed.nn import (
+    ExpertMixture,
+    InjectiveResidual,
+    OrthogonalFeedForward,
+    OrthogonalLinear,
+    TransJectBlock,
+    TransJectCache,
+    TransJectStack,
+    orthogonal_patterns,
+    transject_parameter_count,
+)
+from wellposed.nn._transject_inference import elu_
+
+D, L, N = 6, 3, 7
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"num_experts": 3},
+    {"num_experts": 2, "gating": "normalized", "spectrum_norm": "trace"},
+    {"num_experts": 2, "gating": "fixed", "spectrum": "random"},
+    {"num_experts": 2, "spectrum": "random"},
+]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
+
+
+def make(*, start: float = 1.2, dtype: torch.dtype = torch.float64, width: int = D, **options: Any) -> TransJectStack:
+    """Return a stack whose residual weights are away from zero, whose gates differ, in eval mode."""
+    torch.manual_seed(7)
+    stack = TransJectStack(width, L, **options).to(dtype).eval()
+    with torch.no_grad():
+        for index, layer in enumerate(stack.layers):
+            layer.residual.weight.fill_(start - index / 2)  # pyright: ignore
+            if hasattr(layer.attention, "gate"):
+                layer.attention.gate.weight.mul_(4)  # pyright: ignore
+            if hasattr(layer.attention, "logits"):
+                layer.attention.logits.normal_()  # pyright: ignore
+    return stack
+
+
+def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def slow(stack: Any, x: Tensor) -> Tensor:
+    """One sample, (tokens, d), by the formulas."""
+    if hasattr(stack.spectrum, "basis"):
+        u0 = stack.spectrum.basis.weight.T
+        g = torch.diag(u0.T @ x.T @ x @ u0)
+        sigma = g / ((g.max() if stack.spectrum.normalization == "max" else g.sum()) + 1e-6)
+    else:
+        sigma = stack.spectrum.weight.tanh()
+    for layer in stack.layers:
+        r = torch.tanh(layer.residual.weight) / L
+        ways, logits = [], []
+        for expert in layer.attention.experts:
+            f = F.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)
+            ways.append(x + r * f)
+            if hasattr(layer.attention, "gate"):
+                logits.append(ways[-1].max(0).values @ layer.attention.gate.weight[0])
+        if hasattr(layer.attention, "logits"):
+            logits = list(layer.attention.logits)
+        elif layer.attention.gating == "normalized":
+            logits = [value / (x.square().sum() + 1e-6).sqrt() for value in logits]
+        gates = torch.stack(logits).softmax(0) if logits else torch.ones(1)
+        x = sum((gate * way for gate, way in zip(gates, ways, strict=True)), torch.zeros_like(x))
+        x = x + r * F.elu(F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T)
+    return x
+
+
+@kinds
+@pytest.mark.parametrize("length", [3, 11])
+def test_stack_is_the_formula_on_both_paths(kind: dict[str, Any], length: int) -> None:
+    stack, x = make(**kind), tokens(2, length, D)
+    with_gradient = stack(x).last_hidden_state
+    with torch.no_grad():
+        without = stack(x).last_hidden_state
+        expected = torch.stack([slow(stack, sample) for sample in x])
+    torch.testing.assert_close(with_gradient, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(without, expected, rtol=0, atol=1e-12)
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(5, 40), (2, 300), (1, 600)])
+def test_blocks_of_rows_equal_the_modules_in_float32(kind: dict[str, Any], shape: tuple[int, int]) -> None:
+    stack, x = make(dtype=torch.float32, width=32, **kind), tokens(*shape, 32, dtype=torch.float32)
+    padding = torch.zeros(shape, dtype=torch.bool)
+    padding[-1, shape[1] // 3 :] = True
+    for mask in (None, padding):
+        slow_path = stack(x, key_padding_mask=mask, output_hidden_states=True)
+        before = x.clone()
+        with torch.no_grad():
+            fast = stack(x, key_padding_mask=mask, output_hidden_states=True)
+        assert torch.equal(before, x)
+        for one, other in zip(fast.hidden_states, slow_path.hidden_states, strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=3e-5)
+        for one, other in zip(fast.gates, slow_path.gates, strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-5)
+
+
+def test_hooks_are_called_without_gradients_too() -> None:
+    stack, x = make(num_experts=2), tokens(1, N, D)
+    seen: list[str] = []
+    stack.layers[1].attention.experts[1].register_forward_hook(lambda *_: seen.append("expert"))  # pyright: ignore
+    stack.layers[2].feedforward.up_proj.register_forward_hook(lambda *_: seen.append("up"))  # pyright: ignore
+    with torch.no_grad():
+        stack(x)
+    assert seen == ["expert", "up"]
+
+
+def test_elu_of_the_blocks() -> None:
+    x = torch.tensor([-torch.inf, -200.0, -1e-3, -0.0, 1e-30, 88.0, 3e38, torch.inf, torch.nan])
+    found = elu_(x.clone(), torch.empty_like(x))
+    torch.testing.assert_close(found, F.elu(x), rtol=0, atol=1.2e-7, equal_nan=True)
+
+
+@kinds
+def test_padding_changes_nothing(kind: dict[str, Any]) -> None:
+    x = tokens(2, N, D)
+    longer = torch.cat([tokens(2, 3, D, seed=1) * 100, x, tokens(2, 5, D, seed=2) * 100], 1)
+    padding = torch.ones(2, N + 8, dtype=torch.bool)
+    padding[:, 3 : 3 + N] = False
+    for causal in (False, True):
+        stack = make(is_causal=causal, **kind)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                short, long = stack(x), stack(longer, key_padding_mask=padding)
+            assert long.last_hidden_state.isfinite().all()
+            torch.testing.assert_close(
+                long.last_hidden_state[:, 3 : 3 + N], short.last_hidden_state, rtol=0, atol=1e-12
+            )
+
+
+@kinds
+def test_permuted_tokens_are_permuted_outputs(kind: dict[str, Any]) -> None:
+    stack, x, order = make(**kind), tokens(2, N, D), torch.randperm(N)
+    torch.testing.assert_close(
+        stack(x[:, order]).last_hidden_state, stack(x).last_hidden_state[:, order], rtol=0, atol=1e-12
+    )
+
+
+@kinds
+def test_causal_form_sees_no_later_token(kind: dict[str, Any]) -> None:
+    stack, x = make(is_causal=True, **kind), tokens(1, N, D).requires_grad_()
+    y = stack(x).last_hidden_state
+    for t in range(N):
+        (gradient,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
+        reached = gradient[0].abs().amax(-1)
+        assert (reached[t + 1 :] == 0).all()
+        assert reached[t] > 0
+        # Earlier tokens are reached through sigma or the gates, where these follow the input.
+        if t and kind.get("gating") != "fixed":
+            assert reached[:t].max() > 0
+
+
+@kinds
+def test_gates_of_the_causal_form_are_those_of_the_prefix(kind: dict[str, Any]) -> None:
+    causal, whole, x = make(is_causal=True, **kind), make(**kind), tokens(2, N, D)
+    # One layer and one sigma: else earlier tokens of the prefix went by other sigmas and gates than the last.
+    for stack in (causal, whole):
+        del stack.layers[1:]
+    sigma = torch.rand(D, dtype=torch.float64)
+    found = causal(x, sigma=sigma)
+    for t in range(N):
+        expected = whole(x[:, : t + 1], sigma=sigma)
+        torch.testing.assert_close(found.last_hidden_state[:, t], expected.last_hidden_state[:, t], rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.gates[0][:, t], expected.gates[0], rtol=0, atol=1e-12)
+
+
+@kinds
+@pytest.mark.parametrize("pieces", [[1] * N, [4, 1, 2]])
+def test_cache_equals_one_pass(kind: dict[str, Any], pieces: list[int]) -> None:
+    stack, x = make(is_causal=True, **kind), tokens(2, N, D)
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[1, :2] = True
+    expected = stack(x, key_padding_mask=padding).last_hidden_state
+    cache, found, start = TransJectCache(), [], 0
+    with torch.no_grad():
+        for size in pieces:
+            stop = start + size
+            found.append(stack(x[:, start:stop], key_padding_mask=padding[:, :stop], cache=cache).last_hidden_state)
+            start = stop
+    assert cache.num_tokens == N
+    found = torch.cat(found, 1)
+    real = ~padding
+    torch.testing.assert_close(found[real], expected[real].detach(), rtol=0, atol=1e-12)
+
+
+def test_cache_reorders_and_does_not_grow() -> None:
+    stack, x = make(is_causal=True, num_experts=2, gating="normalized"), tokens(3, N, D)
+    cache, sizes = TransJectCache(), []
+    with torch.no_grad():
+        for t in range(N - 1):
+            stack(x[:, t : t + 1], cache=cache)
+            kept = [cache.energy, *cache.pools.values(), *cache.squares.values()]
+            sizes.append(sum(part.numel() for part in kept if part is not None))
+        rows = torch.tensor([2, 0])
+        found = stack(x[rows, N - 1 :], cache=cache.reorder_(rows)).last_hidden_state
+        expected = stack(x[rows]).last_hidden_state[:, -1:]
+    assert len(set(sizes)) == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@kinds
+def test_identity_at_the_start_bitwise_on_both_paths(kind: dict[str, Any]) -> None:
+    x = torch.randn(2, N, D)
+    for causal in (False, True):
+        stack = TransJectStack(D, L, is_causal=causal, **kind).eval()
+        assert torch.equal(stack(x).last_hidden_state, x)
+        with torch.no_grad():
+            assert torch.equal(stack(x).last_hidden_state, x)
+
+
+@kinds
+@pytest.mark.parametrize("causal", [False, True])
+def test_inverse(kind: dict[str, Any], causal: bool) -> None:
+    stack, x = make(start=2.5, is_causal=causal, **kind), tokens(3, N, D)
+    padding = torch.zeros(3, N, dtype=torch.bool)
+    padding[0, 4:] = True
+    out = stack(x, key_padding_mask=padding)
+    back, report = stack.inverse(out.last_hidden_state.detach(), out.sigma, out.gates)
+    error = float((back - x).norm(dim=-1).max())
+    assert error <= report.error_bound + 1e-13
+    assert report.error_bound < 1e-11
+    assert len(report.blocks) == 2 * L
+
+
+def test_inverse_in_float32_and_its_loose_tolerance() -> None:
+    stack, x = make(dtype=torch.float32, width=32, num_experts=2), tokens(2, 50, 32, dtype=torch.float32)
+    out = stack(x)
+    back, report = stack.inverse(out.last_hidden_state.detach(), out.sigma, out.gates)
+    assert (back - x).abs().max() < 1e-4
+    rough, loose = stack.inverse(out.last_hidden_state.detach(), out.sigma, out.gates, tol=1e-2)
+    assert loose.iterations < report.iterations
+    assert (rough - x).norm(dim=-1).max() <= loose.error_bound
+
+
+def test_inverse_refuses_what_is_no_bijection() -> None:
+    stack, x = make(num_experts=2), tokens(1, N, D)
+    out = stack(x)
+    with pytest.raises(ConfigError, match="gates of 1 layers; expected 3"):
+        stack.inverse(x, out.sigma, out.gates[:1])
+    with torch.no_grad():
+        stack.layers[0].feedforward.up_proj.weight.mul_(9)  # pyright: ignore
+    with pytest.raises(NotContractiveError):
+        stack.inverse(x, out.sigma, out.gates)
+    dropping = TransJectStack(D, L, dropout=0.1)
+    with pytest.raises(ConfigError, match="dropout"):
+        dropping.inverse(x.float(), out.sigma.float(), [gate.float() for gate in out.gates])
+
+
+def test_given_sigma_and_gates_repeat_a_pass() -> None:
+    stack, x = make(num_experts=2), tokens(2, N, D)
+    out = stack(x)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            again = stack(x, sigma=out.sigma, gates=out.gates)
+            # One token alone goes the same way: nothing else passes between them.
+            alone = stack(x[:, 2:3], sigma=out.sigma, gates=out.gates)
+        torch.testing.assert_close(again.last_hidden_state, out.last_hidden_state, rtol=0, atol=1e-12)
+        torch.testing.assert_close(alone.last_hidden_state[:, 0], out.last_hidden_state[:, 2], rtol=0, atol=1e-12)
+
+
+def test_orthogonal_through_training_save_and_load() -> None:
+    torch.manual_seed(11)
+    stack = TransJectStack(16, 2, num_experts=2, residual="sigmoid")
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=3e-3, weight_decay=0.0)
+    handle = constrain_(stack, optimizer, where=OrthogonalLinear)
+    twin = TransJectStack(16, 2, num_experts=2)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
+    by_name = constrain_(twin, twin_optimizer, where=list(orthogonal_patterns(twin)), dry_run=True)
+    assert {row.path for row in handle.report.rows} == {row.path for row in by_name.report.rows}
+    assert len(handle.report.rows) == 1 + 2 * (2 * 2 + 2)
+    x, goal = torch.randn(4, 9, 16), torch.randn(4, 9, 16)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (stack(x).last_hidden_state - goal).square().mean() + 0.1 * stack.reconstruction_loss(x)  # pyright: ignore
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    saved = io.BytesIO()
+    torch.save(stack.state_dict(), saved)
+    saved.seek(0)
+    fresh = TransJectStack(16, 2, num_experts=2, residual="sigmoid")
+    fresh.load_state_dict(torch.load(saved, weights_only=True))
+    assert torch.equal(fresh(x).last_hidden_state, stack(x).last_hidden_state)
+    for part in fresh.modules():
+        if isinstance(part, OrthogonalLinear):
+            assert isometry_error(part.weight) < 1e-5
+            assert part.norm_bound() < 1 + 1e-4
+
+
+def test_every_weight_has_a_gradient_once_the_residual_is_open() -> None:
+    stack = make(num_experts=2)
+    loss = stack(tokens(2, N, D)).last_hidden_state.square().sum() + stack.reconstruction_loss(tokens(2, N, D))
+    loss.backward()
+    without = [name for name, p in stack.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert without == []
+
+
+def test_norm_bound_is_above_the_norm() -> None:
+    torch.manual_seed(5)
+    layer = OrthogonalLinear(D)
+    with torch.no_grad():
+        layer.weight.add_(0.01 * torch.randn(D, D))
+    true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    assert true <= layer.norm_bound() < 1.2
+
+
+def test_residual_starts() -> None:
+    x, f = torch.randn(3), torch.randn(3)
+    assert torch.equal(InjectiveResidual(4)(x, f), x)
+    torch.testing.assert_close(InjectiveResidual(4, "sigmoid")(x, f), x + f / 8)
+    residual = InjectiveResidual(2)
+    with torch.no_grad():
+        residual.weight.fill_(-3.0)
+    assert residual.coefficients() == (1.0, pytest.approx(torch.tanh(torch.tensor(-3.0)).item() / 2))
+
+
+def test_gates_are_convex_and_follow_the_sample() -> None:
+    stack = make(num_experts=3)
+    gates = stack(torch.cat([tokens(1, N, D), 5 * tokens(1, N, D, seed=3)])).gates
+    for gate in gates:
+        assert (gate > 0).all()
+        torch.testing.assert_close(gate.sum(-1), torch.ones(2, dtype=torch.float64))
+    assert (gates[0][0] - gates[0][1]).abs().max() > 1e-3
+
+
+def test_batched_experts_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wellposed.nn import _experts
+
+    mixture, x = make(num_experts=3).layers[0].attention, tokens(2, N, D)
+    sigma = torch.rand(2, D, dtype=torch.float64)
+    loop = mixture.expert_outputs(x, sigma)  # pyright: ignore
+    calls: list[int] = []
+    real = _experts.gram_attention
+    monkeypatch.setattr(_experts, "gram_attention", lambda *a: (calls.append(1), real(*a))[1])
+    monkeypatch.setattr(_experts, "prefers_loop", lambda _: False)
+    for one, other in zip(mixture.expert_outputs(x, sigma), loop, strict=True):  # pyright: ignore
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(("vocab", "experts"), [(187, 1), (50, 4)])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_parameter_count_by_counting(vocab: int, experts: int, outputs: int) -> None:
+    stack = TransJectStack(8, 2, num_experts=experts)
+    model = nn.ModuleList([nn.Embedding(vocab, 4), stack, nn.Linear(8, outputs)])
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == transject_parameter_count(vocab, 8, 2, experts, num_outputs=outputs)
+    # The released code: biases of every map and of the spectrum, a gate with bias for one expert too.
+    extra = 2 * (experts * 2 * 8 + (8 if experts == 1 else 0) + 1 + 2 * 8) + 8
+    assert transject_parameter_count(vocab, 8, 2, experts, num_outputs=outputs, released=True) == counted + extra
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="num_layers is 0"):
+        TransJectStack(D, 0)
+    with pytest.raises(ConfigError, match="num_experts is 0"):
+        ExpertMixture(D, 0)
+    with pytest.raises(ConfigError, match="hidden_dim is 24"):
+        OrthogonalFeedForward(D, 24)
+    with pytest.raises(ConfigError, match="nearest: random"):
+        TransJectStack(D, 1, spectrum="randm")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nearest: pooled"):
+        TransJectStack(D, 1, num_experts=2, gating="poled")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is_causal=True"):
+        TransJectStack(D, 1)(torch.zeros(1, 2, D), cache=TransJectCache())
+    with pytest.raises(ShapeError, match="tokens >= 1"):
+        TransJectStack(D, 1)(torch.zeros(1, 0, D))
+    with pytest.raises(ShapeError, match=r"expected \(batch"):
+        TransJectStack(D, 1)(torch.zeros(1, 2, D + 1))
+    with pytest.raises(ConfigError, match="dropout is 1"):
+        TransJectBlock(D, 1, dropout=1.0)
