@@ -54,6 +54,7 @@ def load_model(name: str) -> PreTrainedModel:
         ("LMHeadModel", transformers.AutoModelForCausalLM),
         ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
         ("ForConditionalGeneration", transformers.AutoModelForSeq2SeqLM),
+        ("ForSeq2SeqLM", transformers.AutoModelForSeq2SeqLM),
     ):
         if architecture.endswith(suffix):
             auto = kind

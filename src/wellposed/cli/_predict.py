@@ -1,4 +1,4 @@
-"""``wellposed predict MODEL``: continue a text, or label every line of one."""
+"""``wellposed predict MODEL``: continue a text, or label or translate every line of one."""
 
 from __future__ import annotations
 
@@ -6,46 +6,65 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from wellposed.cli._lines import LineSource
 from wellposed.errors import ConfigError, DataError, ShapeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+MAX_NEW_TOKENS = 200
+TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
+
 
 @dataclass(frozen=True)
 class PredictArguments:
-    """Continue a text with a language model, or label each line with a classifier."""
+    """Continue a text with a language model, label each line with a classifier, or translate it."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A run folder or a saved model folder."""
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
-    """Read the text (one item per line for a classifier) from this UTF-8 file; - reads standard input."""
+    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads standard input."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
-    max_new_tokens: int = 200
-    """How many tokens a language model adds; past its positions it goes on from the last half of them."""
+    max_new_tokens: int | None = None
+    """Most tokens to add. A language model adds 200 where not given, and past its positions goes on from the last half
+    of them; a translation has at most 2 x source + 10."""
     temperature: float = 0.8
-    """Sampling temperature; 0 takes the most probable token."""
+    """Sampling temperature of a language model; 0 takes the most probable token."""
     seed: int = 0
     """Seed of the sampling."""
     batch_size: int = 32
-    """Lines a classifier labels at a time."""
+    """Lines that are labelled or translated at a time."""
+    beams: int = 4
+    """Beams of a translation; 1 is greedy."""
+    length_penalty: float = 1.0
+    """Exponent a: beams score log p / length^a."""
+    gnmt: bool = False
+    """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
+    n_best: int = 1
+    """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
+    long: Literal["refuse", "truncate", "split"] = "refuse"
+    """What happens to lines longer than the positions of a translation model: an error, their start, or in parts."""
 
 
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
     options = tyro.cli(PredictArguments, args=list(words), prog="wellposed predict")
-    text = _text(options)
+    _check(options)
 
     from wellposed.cli._load import load_model, load_tokenizer
 
     model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+    if model.config.is_encoder_decoder:
+        return _translate(model, tokenizer, options)
+    _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
+    text = _text(options)
     if model.can_generate():
         lines: Iterable[str] = [_continuation(model, tokenizer, text, options)]
     else:
@@ -59,17 +78,51 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _text(options: PredictArguments) -> str:
+def _check(options: PredictArguments) -> None:
     if (options.text is None) == (options.input is None):
         raise ConfigError("wellposed predict: give the text with --text, or a file with --input (exactly one of them)")
+    if options.batch_size < 1 or (options.max_new_tokens or 1) < 1:
+        raise ConfigError("wellposed predict: --batch-size and --max-new-tokens must be at least 1")
+    if options.input is not None and str(options.input) != "-" and not options.input.is_file():
+        raise DataError(f"{options.input}: no such file")
+
+
+def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:
+    """Refuse options that would have no effect on this kind of model."""
+    defaults = PredictArguments(model="")
+    changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    if changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise ConfigError(f"wellposed predict: {flags} has no effect on this model: {reason}; leave it out")
+
+
+def _translate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments) -> int:
+    from wellposed.cli._predict_translate import Translator, build_decoding, translate_lines
+
+    _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
+    if options.n_best > 1 and options.long == "split":
+        raise ConfigError("wellposed predict: --long split joins the best text of each part; leave --n-best at 1")
+    decoding = build_decoding(
+        beams=options.beams,
+        length_penalty=options.length_penalty,
+        gnmt=options.gnmt,
+        n_best=options.n_best,
+        max_new_tokens=options.max_new_tokens,
+    )
+    translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
+    translate_lines(
+        LineSource(text=options.text, path=options.input), options.output, translator, n_best=options.n_best
+    )
+    return 0
+
+
+def _text(options: PredictArguments) -> str:
     if options.text is not None:
         return options.text
     path = options.input
     assert path is not None
     if str(path) == "-":
         return sys.stdin.read()
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -93,8 +146,8 @@ def _continuation(
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else {"do_sample": False}
     )
-    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or ids.shape[1] + options.max_new_tokens
-    wanted = ids.shape[1] + options.max_new_tokens
+    wanted = ids.shape[1] + (options.max_new_tokens or MAX_NEW_TOKENS)
+    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or wanted
     while ids.shape[1] < wanted:
         # The model sees at most `positions` tokens: past them it goes on from the last half of what it can see.
         window = ids if ids.shape[1] < positions else ids[:, -max(1, positions // 2) :]

@@ -100,8 +100,6 @@ def generate_keywords(
         "suppress_tokens": [number for number in special if number not in (None, tokenizer.eos_token_id)],
         "return_dict_in_generate": True,
         "output_scores": decoding.beams > 1,
-        "decoder_start_token_id": model.config.decoder_start_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
