@@ -9,13 +9,13 @@ from wellposed.tasks._base import TaskSpec as TaskSpec
 from wellposed.tasks._base import build_task as build_task
 from wellposed.tasks._char_lm import CharLMOptions as CharLMOptions
 from wellposed.tasks._char_lm import CharLMTask as CharLMTask
-from wellposed.tasks._image_classification import ImageOptions as ImageOptions
-from wellposed.tasks._image_classification import ImageTask as ImageTask
 from wellposed.tasks._dialogue import DialogueOptions as DialogueOptions
 from wellposed.tasks._dialogue import DialogueTask as DialogueTask
 from wellposed.tasks._dialogue_metrics import DIALOGUE_METRICS as DIALOGUE_METRICS
 from wellposed.tasks._dialogue_metrics import DialogueScores as DialogueScores
 from wellposed.tasks._dialogue_metrics import dialogue_scores as dialogue_scores
+from wellposed.tasks._image_classification import ImageOptions as ImageOptions
+from wellposed.tasks._image_classification import ImageTask as ImageTask
 from wellposed.tasks._listops import ListOpsOptions as ListOpsOptions
 from wellposed.tasks._listops import ListOpsTask as ListOpsTask
 from wellposed.tasks._pathfinder import PathfinderOptions as PathfinderOptions
@@ -26,3 +26,5 @@ from wellposed.tasks._text_classification import TextClassificationOptions as Te
 from wellposed.tasks._text_classification import TextClassificationTask as TextClassificationTask
 from wellposed.tasks._translation import TranslationOptions as TranslationOptions
 from wellposed.tasks._translation import TranslationTask as TranslationTask
+from wellposed.tasks._word_lm import WordLMOptions as WordLMOptions
+from wellposed.tasks._word_lm import WordLMTask as WordLMTask

@@ -1,0 +1,112 @@
+"""Word language modelling: words, ends of lines, vocabulary, accounting, perplexity, Penn Treebank's counts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError
+from wellposed.tasks import SPLITS, WordLMTask, build_task
+
+LINES = [" the cat <unk> N times ", " a dog 's bark ", "", " the dog sat "]
+
+
+def build(data: Path | str, **options: Any) -> WordLMTask:
+    task = build_task("word_lm", {"data": str(data), "seq_len": 6, **options})
+    assert isinstance(task, WordLMTask)
+    return task
+
+
+def decoded(task: WordLMTask, split: Any) -> list[str]:
+    """Join the blocks of a split, without their one-token overlap, back into its words."""
+    blocks = [block["input_ids"] for block in task.dataset(split)]
+    ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
+    return task.tokenizer.convert_ids_to_tokens(ids)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split, lines in {"train": LINES * 5, "valid": LINES, "test": [" the parrot sat "]}.items():
+        (tmp_path / f"ptb.{split}.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_words_and_ends_of_lines_are_those_of_the_file(folder: Path) -> None:
+    task = build(folder)
+    expected = [word for line in LINES if line.strip() for word in [*line.split(), "<eos>"]]
+    assert decoded(task, "train") == expected * 5
+    assert decoded(task, "valid") == expected
+    assert task.description()["words"]["train"] == 5 * len(expected)
+    without = build(folder, eos=False)
+    assert decoded(without, "valid") == [word for word in expected if word != "<eos>"]
+
+
+def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder: Path) -> None:
+    task = build(folder)
+    assert task.model_kwargs()["vocab_size"] == 2 + 11
+    described = task.description()["unknown_words"]
+    assert described["test"] == {"count": 1, "distinct": 1, "most_frequent": {"parrot": 1}}
+    assert described["valid"]["count"] == 0
+    small = build(folder, max_words=3)
+    assert small.model_kwargs()["vocab_size"] == 2 + 3
+    assert {"<eos>", "the", "dog"} <= set(decoded(small, "train"))
+
+
+def test_pieces_are_words_and_marks(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("Well, it's (almost) done.\n" * 30)
+    task = build(tmp_path / "x.txt", words="pieces", eos=False)
+    text = "".join(decoded(task, "train")[:7])
+    assert text == "Well,it's(almost"
+    assert "done." in decoded(build(tmp_path / "x.txt"), "train")
+
+
+def test_totals_count_every_word_but_the_first_and_perplexity_is_exp_of_the_mean(folder: Path) -> None:
+    task = build(folder)
+    classes = task.model_kwargs()["vocab_size"]
+    totals = (0.0, 0.0)
+    for indices in task.batches("valid", 2, seed=0, epoch=0):
+        batch = task.collate([task.dataset("valid")[i] for i in indices])
+        sums = task.metric_sums(torch.zeros(*batch["input_ids"].shape, classes), batch)["nats_per_word"]
+        totals = (totals[0] + sums[0], totals[1] + sums[1])
+    assert totals[1] == len(decoded(task, "valid")) - 1
+    assert task.summarize({"nats_per_word": totals})["perplexity"] == pytest.approx(classes, rel=1e-5)
+    assert task.summarize({"nats_per_word": (1e6, 1.0)})["perplexity"] == math.inf
+
+
+def test_reference_is_the_perplexity_of_single_words(folder: Path) -> None:
+    task = build(folder)
+    counts = Counter(decoded(task, "valid")[1:])
+    total = sum(counts.values())
+    entropy = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert task.reference()["perplexity"] == pytest.approx(math.exp(entropy), rel=1e-9)
+
+
+def test_limit_words_cuts_train_alone(folder: Path) -> None:
+    full, task = build(folder), build(folder, limit_words=9)
+    assert decoded(task, "train") == decoded(full, "train")[:9]
+    assert task.description()["train_words_left_out_by_limit_words"] == len(decoded(full, "train")) - 9
+    with pytest.raises(ConfigError, match="limit_words = 1, expected at least 2"):
+        build(folder, limit_words=1)
+
+
+def test_builtin_prose_has_ten_thousand_words_and_says_where_it_is_from() -> None:
+    task = build("builtin", seq_len=36, limit_words=50_000)
+    described = task.description()
+    assert described["source"].startswith("builtin")
+    assert described["tokenizer"]["vocabulary"] <= 10_002
+    assert described["words"]["valid"] > 1000
+    assert random.Random(0).choice(decoded(task, "train")).strip()
+
+
+@pytest.mark.data
+def test_penn_treebank_has_its_published_counts(shared_data: Path) -> None:
+    task = build(shared_data / "ptb" / "ptb.train.txt.gz", seq_len=36)
+    assert task.description()["words"] == {"train": 929_589, "valid": 73_760, "test": 82_430}
+    assert task.model_kwargs()["vocab_size"] == 10_000 + 2
+    assert [task.description()["unknown_words"][split]["count"] for split in SPLITS] == [0, 0, 0]
