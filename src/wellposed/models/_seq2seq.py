@@ -350,10 +350,11 @@ class WellposedForSeq2SeqLM(LanguageHead, Seq2SeqGeneration, GenerationMixin):
 
 
 def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
-    """Return a copy that says what it is; raise `ConfigError` where it says otherwise."""
+    """Return a copy that says what it is, or the one that does; raise `ConfigError` where it says otherwise."""
     if config.is_causal:
         raise ConfigError(f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave None")
+    if config.is_encoder_decoder:
+        return config
     config = copy.copy(config)
-    config.is_causal = None
     config.is_encoder_decoder = True
     return config
