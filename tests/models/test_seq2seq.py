@@ -1,0 +1,360 @@
+"""The encoder-decoder against a slow float64 one written from the papers; padding, cache, labels, refusals."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, DynamicCache
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.models import WellposedConfig, WellposedForSeq2SeqLM, build_model
+
+SIZES = {
+    "vocab_size": 13, "max_position_embeddings": 12, "hidden_size": 12, "num_hidden_layers": 1, "num_decoder_layers": 2,
+    "num_attention_heads": 3, "intermediate_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SOURCES = [[3, 1, 4, 1, 5, 9], [6, 5, 3], [5]]
+TARGETS = [[1, 7, 8, 2], [1, 10, 11, 12, 4], [1, 6]]
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    model = WellposedForSeq2SeqLM(WellposedConfig(**{**SIZES, **changes})).double().eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if type(module).__name__ == "SinusoidalPositions":
+                module.reset_parameters()
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("_proj.weight", "token.weight")):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+class Slow:
+    """One unpadded pair at a time, one head and one query at a time."""
+
+    def __init__(self, model):
+        self.config = model.config
+        self.weights = {name: value.detach() for name, value in model.state_dict().items()}
+
+    def linear(self, name, x):
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def norm(self, name, x, *, bias=True):
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.weights[f"{name}.weight"]
+        return scaled + (self.weights[f"{name}.bias"] if bias else 0)
+
+    def embed(self, side, tokens):
+        shared = side == "encoder" or self.config.share_embeddings
+        table = self.weights[f"model.{'encoder' if shared else 'decoder'}.embeddings.token.weight"]
+        places = self.weights[f"model.{side}.embeddings.position.weight"]
+        return torch.stack([(table[token] + places[i]) * math.sqrt(12) for i, token in enumerate(tokens)])
+
+    def attend(self, path, x, memory, *, is_causal):
+        query, key, value = (
+            self.linear(f"{path}.{n}_proj", m) for n, m in zip("qkv", (x, memory, memory), strict=True)
+        )
+        joined = torch.zeros_like(x)
+        for head in range(3):
+            q, k, v = (m[:, 4 * head : 4 * head + 4] for m in (query, key, value))
+            if f"{path}.q_norm.weight" in self.weights:
+                q, k = self.norm(f"{path}.q_norm", q, bias=False), self.norm(f"{path}.k_norm", k, bias=False)
+            cosine = f"{path}.log_tau" in self.weights
+            if cosine:
+                q, k, v = (m / (m.square().sum(-1, keepdim=True) + 0.01).sqrt() for m in (q, k, v))
+            factor = self.weights[f"{path}.log_tau"][head].exp() if cosine else 0.5
+            size = self.weights[f"{path}.nu"][head] if cosine else 1.0
+            for i in range(len(x)):
+                seen = i + 1 if is_causal else len(memory)
+                weights = (factor * (k[:seen] @ q[i])).exp()
+                joined[i, 4 * head : 4 * head + 4] = size * (weights / weights.sum()) @ v[:seen]
+        return self.linear(f"{path}.o_proj", joined)
+
+    def half(self, path, x, branch):
+        kind = self.config.norm
+        joined = branch(self.norm(f"{path}_norm", x) if kind == "pre" else x)
+        total = x + self.weights.get(f"{path}_residual.scale", 1.0) * joined
+        return self.norm(f"{path}_norm", total) if kind == "post" else total
+
+    def layers(self, side, x, count, memory=None):
+        for layer in range(count):
+            path, causal = f"model.{side}.layers.{layer}", side == "decoder"
+            x = self.half(
+                f"{path}.attention", x, lambda h, p=path, c=causal: self.attend(f"{p}.attention", h, h, is_causal=c)
+            )
+            if memory is not None:
+                cross = f"{path}.cross_attention"
+                x = self.half(cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False))
+            feed = f"{path}.feedforward"
+            x = self.half(
+                feed, x, lambda h, p=feed: self.linear(f"{p}.down_proj", self.linear(f"{p}.up_proj", h).clamp(min=0))
+            )
+        return self.norm(f"model.{side}.final_norm", x) if self.config.norm == "pre" else x
+
+    def logits(self, source, target):
+        memory = self.layers("encoder", self.embed("encoder", source), self.config.num_hidden_layers)
+        states = self.layers("decoder", self.embed("decoder", target), self.config.num_decoder_layers, memory)
+        return states @ self.weights["lm_head.weight"].T
+
+
+def padded(rows, side, extra=0):
+    width = max(map(len, rows)) + extra
+    ids, mask = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return ids, mask
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "pre", "qk_norm": True, "share_embeddings": False},
+        {"norm": "none", "residual": "rezero", "tie_word_embeddings": False},
+        {"attention": "cosine", "num_hidden_layers": 2, "num_decoder_layers": 1},
+        {"cross_attention": "cosine", "share_embeddings": False, "tie_word_embeddings": False},
+    ],
+)
+def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
+    model = build(activation="relu", **changes)
+    slow = Slow(model)
+    for source_side, target_side in [("right", "right"), ("left", "left"), ("right", "left")]:
+        ids, mask = padded(SOURCES, source_side, extra=2)
+        target, target_mask = padded(TARGETS, target_side, extra=1)
+        given = None if target_side == "right" else target_mask
+        logits = model(
+            input_ids=ids, attention_mask=mask, decoder_input_ids=target, decoder_attention_mask=given
+        ).logits
+        for row, row_mask, source, words in zip(logits, target_mask, SOURCES, TARGETS, strict=True):
+            torch.testing.assert_close(row[row_mask.bool()], slow.logits(source, words), rtol=1e-10, atol=1e-10)
+
+
+def test_with_l2_attention_the_cross_attention_is_cosine():
+    model = build(attention="l2_tied")
+    kinds = {type(layer.attention).__name__ for layer in model.model.decoder.layers}
+    crossing = {type(layer.cross_attention).__name__ for layer in model.model.decoder.layers}
+    assert kinds == {"L2SelfAttention"}
+    assert crossing == {"CosineMemoryAttention"}
+    with pytest.raises(ConfigError, match=r"cross_attention: received 'l2'.*keys come from another sequence only"):
+        WellposedConfig(cross_attention="l2")
+    with pytest.raises(ConfigError, match="unknown cross-attention 'cosin'; nearest: cosine"):
+        WellposedConfig(cross_attention="cosin")
+
+
+def test_no_gradient_comes_from_a_later_target_token_and_all_of_the_source_is_read():
+    model = build()
+    source = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(1, 5, 12, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    logits = model(inputs_embeds=source, attention_mask=mask, decoder_inputs_embeds=target).logits
+    from_source, from_target = torch.autograd.grad(logits[0, 2].square().sum(), (source, target))
+    assert from_source[0, :3].abs().amax(-1).min() > 0
+    assert from_source[0, 3].abs().max() == 0
+    assert from_target[0, :3].abs().amax(-1).min() > 0
+    assert from_target[0, 3:].abs().max() == 0
+
+
+@pytest.mark.parametrize("cross", ["dot_product", "cosine"])
+def test_a_source_of_padding_gives_finite_values_and_gradients(cross):
+    model = build(cross_attention=cross)
+    ids, target = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[1, 8], [1, 9]])
+    output = model(
+        input_ids=ids, attention_mask=torch.tensor([[1, 1], [0, 0]]), decoder_input_ids=target, labels=target
+    )
+    output.loss.backward()
+    alone = model(input_ids=ids[:1], decoder_input_ids=target[:1]).logits
+    torch.testing.assert_close(output.logits[:1], alone, rtol=0, atol=1e-12)
+    assert output.logits.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("attention", ["dot_product", "cosine", "l2_tied"])
+@pytest.mark.parametrize("portions", [[1] * 4, [2, 2]])
+def test_a_cache_in_any_portions_gives_the_logits_of_one_call_and_reads_the_source_once(attention, portions):
+    model = build(attention=attention, num_hidden_layers=2, num_decoder_layers=3)
+    ids, mask = padded(SOURCES[:2], "right")
+    target = torch.tensor([[1, 7, 8, 2], [1, 10, 11, 12]])
+    full = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target)
+    assert full.past_key_values is None
+    projected = []
+    model.model.decoder.layers[2].cross_attention.k_proj.register_forward_hook(lambda *_: projected.append(1))
+    cache, parts, start = None, [], 0
+    read = model.model.encoder(ids, attention_mask=mask)
+    for size in portions:
+        output = model(
+            attention_mask=mask, encoder_outputs=read, decoder_input_ids=target[:, start : start + size],
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        cache = output.past_key_values
+        parts.append(output.logits)
+        start += size
+    torch.testing.assert_close(torch.cat(parts, dim=1), full.logits, rtol=0, atol=1e-11)
+    assert len(projected) == 1
+    assert len(cache) == 3
+
+
+def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
+    model = build()
+    ids, labels = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[7, 8, 2], [9, 2, -100]])
+    started = torch.tensor([[1, 7, 8], [1, 9, 2]])
+    logits = model(input_ids=ids, decoder_input_ids=started).logits.float().log_softmax(-1)
+    terms = [-logits[b, t, labels[b, t]] for b, t in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]]
+    for given in ({}, {"decoder_input_ids": started}):
+        output = model(input_ids=ids, labels=labels, **given)
+        torch.testing.assert_close(output.loss, sum(terms) / 5, rtol=1e-6, atol=0)
+    summed = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(10)).loss
+    torch.testing.assert_close(summed, sum(terms) / 10, rtol=1e-6, atol=0)
+    kept = model(input_ids=ids, labels=labels, logits_to_keep=2)
+    assert kept.logits.shape[1] == 2
+    torch.testing.assert_close(kept.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
+    other = build(decoder_start_token_id=4)
+    assert other.prepare_decoder_input_ids_from_labels(labels).tolist() == [[4, 7, 8], [4, 9, 2]]
+    with pytest.raises(ConfigError, match="neither decoder_start_token_id nor bos_token_id"):
+        build(bos_token_id=None)(input_ids=ids, labels=labels)
+
+
+def test_outputs_by_name_by_place_and_from_a_tuple():
+    model = build(norm="pre")
+    ids, target = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 7]])
+    output = model(input_ids=ids, decoder_input_ids=target, output_hidden_states=True)
+    assert (len(output.encoder_hidden_states), len(output.decoder_hidden_states)) == (2, 3)
+    assert torch.equal(output.encoder_hidden_states[-1], output.encoder_last_hidden_state)
+    assert torch.equal(output.decoder_hidden_states[-1] @ model.lm_head.weight.T, output.logits)
+    (logits, *_) = model(input_ids=ids, decoder_input_ids=target, return_dict=False)
+    assert torch.equal(logits, output.logits)
+    again = model(encoder_outputs=(output.encoder_last_hidden_state,), decoder_input_ids=target)
+    assert torch.equal(again.logits, output.logits)
+
+
+SHARED, OWN, HEAD = "model.encoder.embeddings.token.weight", "model.decoder.embeddings.token.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("share", "tie", "names"),
+    [
+        (True, True, {SHARED}),
+        (True, False, {SHARED, HEAD}),
+        (False, True, {SHARED, OWN}),
+        (False, False, {SHARED, OWN, HEAD}),
+    ],
+)
+def test_what_is_shared_is_saved_once_and_comes_back(share, tie, names, tmp_path):
+    model = build(share_embeddings=share, tie_word_embeddings=tie).float()
+    tables = {name for name, p in model.named_parameters() if p.shape == (13, 12)}
+    assert tables == names
+    target = model.model.encoder if share else model.model.decoder
+    assert (model.lm_head.weight is target.embeddings.token.weight) == tie
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    batch = {"input_ids": torch.tensor([[3, 4, 5]]), "decoder_input_ids": torch.tensor([[1, 7]])}
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert {name for name, p in loaded.named_parameters() if p.shape == (13, 12)} == names
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_vocabularies_grow_together(share):
+    model = build(share_embeddings=share)
+    batch = {"input_ids": torch.tensor([[3, 4]]), "decoder_input_ids": torch.tensor([[1, 7]])}
+    before = model(**batch).logits
+    model.resize_token_embeddings(20, mean_resizing=False)
+    torch.testing.assert_close(model(**batch).logits[..., :13], before, rtol=0, atol=1e-12)
+    wide = model(input_ids=torch.tensor([[19]]), decoder_input_ids=torch.tensor([[19]])).logits
+    assert wide.shape == (1, 1, 20)
+
+
+def run(**changes):
+    torch.manual_seed(0)
+    model = build_model("wellposed", "seq2seq_lm", **{**SIZES, **changes})
+    torch.manual_seed(1)
+    ids, mask = padded(SOURCES, "right")
+    target, _ = padded(TARGETS, "right")
+    return model, model(input_ids=ids, attention_mask=mask, decoder_input_ids=target, labels=target)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_decoder_layers": 3}, {"num_decoder_layers": None}, {"share_embeddings": False},
+        {"cross_attention": "cosine"}, {"dropout": 0.5}, {"attention_dropout": 0.5}, {"scale_embeddings": False},
+        {"position": "sinusoidal"}, {"norm": "pre"}, {"residual": "rezero"}, {"qk_norm": True},
+    ],
+)  # fmt: skip
+def test_every_option_changes_the_result(changes):
+    assert (run()[1].logits - run(**changes)[1].logits).abs().max() > 1e-4
+
+
+def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
+    ids = torch.arange(5)
+    plain = run(position="sinusoidal")[0].model.encoder.embeddings.position(ids)
+    halved = run(position="sinusoidal", position_scale=0.5)[0].model.encoder.embeddings.position(ids)
+    torch.testing.assert_close(halved, 0.5 * plain)
+    fixed = {"position": "sinusoidal", "norm": "none", "init": "t_fixup", "share_embeddings": False}
+    model = run(**fixed)[0].model
+    torch.testing.assert_close(model.encoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
+    torch.testing.assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
+    shared = run(**{**fixed, "share_embeddings": True})[0].model
+    torch.testing.assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
+    with pytest.raises(ConfigError, match=r"position_scale: received 0\.5 with position='learned'"):
+        WellposedConfig(position_scale=0.5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_gives_the_same_gradients_for_every_n_layers(reentrant):
+    gradients, counts = [], []
+    for every in (None, 1, 2):
+        torch.manual_seed(0)
+        model = build_model("wellposed", "seq2seq_lm", **{**SIZES, "dropout": 0.3})
+        calls = []
+        for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
+            layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        if every is not None:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=every)
+        torch.manual_seed(1)
+        target = torch.tensor([[1, 7, 8], [1, 9, 2]])
+        model(input_ids=torch.tensor([[3, 4], [5, 6]]), decoder_input_ids=target, labels=target).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        counts.append(len(calls))
+    assert counts == [3, 6, 5]  # blocks 0, 1, 2: none, all, 0 and 2 are run twice
+    for plain, *recomputed in zip(*gradients, strict=True):
+        for other in recomputed:
+            # equal up to the order in which the gradients of one source are added
+            torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="every_n_layers: received 0; expected an integer >= 1"):
+        model.activation_checkpointing_enable(every_n_layers=0)
+
+
+def test_bf16_autocast_is_close():
+    model, exact = run(norm="pre", qk_norm=True)
+    ids, mask = padded(SOURCES, "right")
+    target, _ = padded(TARGETS, "right")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target, labels=target)
+    assert output.loss.dtype == torch.float32
+    # unit roundoff 2^-8, about fifteen roundings in a row: two of an embedding, four a block of three, one of the head
+    assert (output.logits - exact.logits).norm() <= 15 * 2**-8 * exact.logits.norm()
+
+
+def test_what_does_not_fit_is_named():
+    model = build()
+    ids = torch.tensor([[3, 4]])
+    with pytest.raises(ShapeError, match="received neither of decoder_input_ids and decoder_inputs_embeds"):
+        model(input_ids=ids)
+    with pytest.raises(ShapeError, match="received neither of input_ids and inputs_embeds"):
+        model(decoder_input_ids=ids)
+    with pytest.raises(ShapeError, match="decoder_input_ids: received token 13 at row 0, position 1"):
+        model(input_ids=ids, decoder_input_ids=torch.tensor([[1, 13]]))
+    with pytest.raises(ShapeError, match="a sequence of 13 tokens; expected at most 12"):
+        model(input_ids=ids, decoder_input_ids=torch.ones(1, 13, dtype=torch.long))
+    with pytest.raises(ShapeError, match=r"attention_mask: received shape \(1, 3\)"):
+        model(input_ids=ids, attention_mask=torch.ones(1, 3), decoder_input_ids=ids)
+    with pytest.raises(ConfigError, match="received a DynamicCache; expected an EncoderDecoderCache"):
+        model(input_ids=ids, decoder_input_ids=ids, past_key_values=DynamicCache())
+    with pytest.raises(ConfigError, match="output_attentions=True"):
+        model(input_ids=ids, decoder_input_ids=ids, output_attentions=True)
+    with pytest.raises(ConfigError, match="received is_causal=True; its encoder is not causal"):
+        build(is_causal=True)
+    with pytest.raises(ConfigError, match="num_decoder_layers: received 0"):
+        WellposedConfig(num_decoder_layers=0)
