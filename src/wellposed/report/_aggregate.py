@@ -149,8 +149,11 @@ def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
     metric = next(m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values)
     higher = bool(runs[0].result["higher_is_better"].get(headline, True))
     reference = {k: float(v) for k, v in (runs[0].result.get("reference") or {}).items() if v is not None}
-    expected = reference_value(headline, reference)
-    known = f"{headline},valid" if f"{headline},valid" in runs[0].values else metric
+    # A score of generated text has no reference; whether such a task is learnt is read off the loss.
+    judged = "loss" if reference_value(headline, reference) is None and "loss" in reference else headline
+    expected = reference_value(judged, reference)
+    known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
+    more_is_learned = bool(runs[0].result["higher_is_better"].get(judged, True))
     groups = _by_label(runs, lambda run: run.variant, lambda run: _variant_settings(run.result["config"]))
     ordered = {variant: sorted(group, key=lambda run: run.seed) for variant, group in groups.items()}
     results, notes = [], []
@@ -169,7 +172,7 @@ def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
-            learned = mean > expected if higher else mean < expected
+            learned = mean > expected if more_is_learned else mean < expected
         results.append(VariantResult(variant, tuple(run.seed for run in group), metrics, learned, comparison))
     return TaskComparison(
         task=name,

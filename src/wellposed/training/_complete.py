@@ -78,9 +78,6 @@ class CompleteRun(Run):
         )
         if found is not None:
             state.best_metrics, state.best_examples = found.metrics, found.examples
-            self._add_row(
-                {"step": state.step, "split": "valid", **found.metrics, "averaged": True, "seconds": self._elapsed()}
-            )
         self.progress.say(
             f"final weights: {report['used']} ({report['chosen_by']}: best {report['best']}, mean {report['average']})"
         )

@@ -1,0 +1,255 @@
+"""Translation: batches, losses, what is counted or refused, and scores of generated texts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks import SPLITS, Task, build_task
+from wellposed.tasks._batching import token_batches
+from wellposed.tasks._generate import Decoding, generate_texts
+from wellposed.tasks._seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
+
+WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    draw = random.Random(0)
+    for split, count in (("train", 60), ("val", 9), ("test", 8)):
+        rows = [draw.choices(list(WORDS), k=draw.randint(1, 6)) for _ in range(count)]
+        (folder / f"{split}.de").write_text("".join(" ".join(row) + "\n" for row in rows))
+        (folder / f"{split}.en").write_text("".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows))
+    return folder
+
+
+def build(corpus: Path, **options: Any) -> Task:
+    known = {"src": "de", "tgt": "en", "vocab_size": 40, "max_tokens": 40}
+    return build_task("translation", {"data": str(corpus), **known, **options})
+
+
+def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> None:
+    task = build(corpus)
+    batch = task.collate([task.dataset("train")[i] for i in range(4)])
+    assert {name: value.dtype for name, value in batch.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "decoder_input_ids", "labels"), torch.int64
+    )
+    for row, labels in zip(batch["decoder_input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        target = [token for token in labels if token != -100]
+        assert target[-1] == EOS_ID
+        assert row[: len(target)] == [BOS_ID, *target[:-1]]
+        assert set(row[len(target) :]) <= {PAD_ID}
+    texts = [task.tokenizer.decode(example["labels"], skip_special_tokens=True) for example in task.dataset("test")]
+    assert texts == (corpus / "test.en").read_text().splitlines()
+    assert task.model_kwargs()["decoder_start_token_id"] == BOS_ID
+
+
+def test_loss_and_perplexity_do_not_depend_on_batches(corpus: Path) -> None:
+    """The mean over all targets of -log p, token by token in float64."""
+    task = build(corpus)
+    table = torch.randn(task.model_kwargs()["vocab_size"], task.model_kwargs()["vocab_size"], dtype=torch.float64)
+    slow = [
+        float(-table[before].log_softmax(-1)[token])
+        for example in task.dataset("valid")
+        for before, token in zip([BOS_ID, *example["labels"]], example["labels"], strict=False)
+    ]
+    for size in (2, 9):
+        sums = []
+        for members in task.batches("valid", size, seed=0, epoch=0):
+            batch = task.collate([task.dataset("valid")[i] for i in members])
+            logits = table[batch["decoder_input_ids"]]
+            sums.append(task.metric_sums(logits, batch)["perplexity"])
+            assert float(task.loss_sum(logits, batch)[0]) == pytest.approx(sums[-1][0])
+        total, count = (math.fsum(column) for column in zip(*sums, strict=True))
+        assert count == len(slow)
+        assert task.summarize({"perplexity": (total, count)})["perplexity"] == pytest.approx(
+            math.exp(math.fsum(slow) / len(slow)), rel=1e-5
+        )
+
+
+def test_the_reference_is_the_unigram_model(corpus: Path) -> None:
+    task = build(corpus)
+    tokens = Counter(token for example in task.dataset("valid") for token in example["labels"])
+    total = sum(tokens.values())
+    entropy = -math.fsum(count / total * math.log(count / total) for count in tokens.values())
+    assert task.reference() == pytest.approx({"loss": entropy, "perplexity": math.exp(entropy)})
+
+
+@pytest.mark.parametrize("limit", [40, 64])
+def test_token_batches_hold_their_limit_and_every_pair_once(corpus: Path, limit: int) -> None:
+    task = build(corpus, tokens_per_batch=limit)
+    sides = [[len(example[name]) for example in task.dataset("train")] for name in ("input_ids", "labels")]
+    batches = task.batches("train", 6, seed=3, epoch=1)
+    assert sorted(index for batch in batches for index in batch) == list(range(60))
+    for batch in batches:
+        assert len(batch) <= 6
+        assert len(batch) * max(side[i] for side in sides for i in batch) <= limit
+    assert batches == build(corpus, tokens_per_batch=limit).batches("train", 6, seed=3, epoch=1)
+    assert batches != task.batches("train", 6, seed=3, epoch=2)
+    assert task.batches("test", 6, seed=0, epoch=0) == task.batches("test", 6, seed=9, epoch=4)
+
+
+def test_token_batches_waste_little() -> None:
+    draw = random.Random(1)
+    lengths = [draw.randint(3, 40) for _ in range(2000)]
+    batches = token_batches(lengths, lengths, 400, 1000, shuffle="a")
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    assert sum(lengths) / padded > 0.93
+    assert sum(lengths) / (400 * len(batches)) > 0.85
+    with pytest.raises(ConfigError, match=r"tokens_per_batch = 39 .* at least 40 \(the longest"):
+        token_batches([40], [3], 39, 8, shuffle="a")
+
+
+def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        for language in ("de", "en"):
+            lines = (corpus / f"{split}.{language}").read_text().splitlines()
+            lines[4:5] = [" ".join(lines[:9])] if split == "train" else lines[4:5]
+            (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
+    with pytest.raises(
+        DataError, match=r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
+    ):
+        build(tmp_path, max_tokens=25)
+    task = build(tmp_path, max_tokens=25, overflow="drop")
+    dropped = task.description()["train_pairs_dropped_as_too_long"]
+    assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
+    assert dropped["longest"] > 25
+    with pytest.raises(DataError, match=r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;"):
+        build(corpus, max_tokens=3, overflow="drop")
+
+
+def test_what_the_data_lacks_or_repeats_is_described(corpus: Path, tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        for language in ("de", "en"):
+            lines = (corpus / f"{split}.{language}").read_text().splitlines()
+            if split == "test":
+                lines[:2] = [
+                    ("☃ eins" if language == "de" else "Ž one"),
+                    (tmp_path / f"train.{language}").read_text().split("\n")[0],
+                ]
+            (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
+    described = build(tmp_path, limit_pairs=50).description()
+    assert described["unknown_characters"]["test"] == {
+        "source": {"count": 1, "distinct": 1, "most_frequent": {"☃": 1}},
+        "target": {"count": 1, "distinct": 1, "most_frequent": {"Ž": 1}},
+    }
+    assert described["pairs_also_in_train"]["test"] >= 1
+    assert described["train_pairs_left_out_by_limit_pairs"] == 10
+    assert described["pairs"] == {"train": 50, "valid": 9, "test": 8}
+    lowered = build(tmp_path, lowercase=True).description()["unknown_characters"]["test"]["target"]
+    assert lowered["most_frequent"] == {"ž": 1}
+
+
+class Oracle(torch.nn.Module):
+    """An encoder-decoder that knows the right answers: `generate` looks the source up."""
+
+    def __init__(self, task: Task, spoil: int = 0) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.config = SimpleNamespace(max_position_embeddings=40, decoder_start_token_id=BOS_ID)
+        self.widths: list[int] = []
+        pairs = [(example["input_ids"], example["labels"]) for split in SPLITS for example in task.dataset(split)]
+        self.answers = {tuple(source): target[spoil:] for source, target in pairs}
+
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **keywords: Any) -> SimpleNamespace:
+        self.keywords = keywords
+        self.widths.append(input_ids.shape[1])
+        rows = [
+            self.answers[tuple(row[mask == 1].tolist())] for row, mask in zip(input_ids, attention_mask, strict=True)
+        ]
+        longest = max(map(len, rows))
+        return SimpleNamespace(
+            sequences=torch.tensor([[BOS_ID, *row, *[PAD_ID] * (longest - len(row))] for row in rows])
+        )
+
+
+def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path) -> None:
+    task: Any = build(corpus, bleu_tokens="char", generate_beams=2, generate_length_penalty=0.6)
+    right = Oracle(task).train()
+    assert task.generate_metrics(right, "test", batch_size=3) == pytest.approx({"bleu": 100.0, "chrf": 100.0})
+    assert right.training
+    assert right.widths == sorted(right.widths, reverse=True)
+    assert (right.keywords["num_beams"], right.keywords["length_penalty"]) == (2, 0.6)
+    assert right.keywords["max_new_tokens"] <= 40
+    wrong = task.generate_metrics(Oracle(task, spoil=1), "test", batch_size=3)
+    assert 0 < wrong["bleu"] < 100
+    described = task.describe_generation()
+    assert described["beams"] == 2
+    assert "tok:char" in described["signatures"]["bleu"]
+
+
+def test_the_number_of_generated_texts_can_be_limited(corpus: Path) -> None:
+    task: Any = build(corpus, generate_max_examples=2)
+    model = Oracle(task)
+    for given, count in ((None, 2), (5, 5)):
+        model.widths.clear()
+        task.generate_metrics(model, "valid", batch_size=1, max_examples=given)
+        assert len(model.widths) == count
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, beams: int) -> None:
+    """Batched by length, every row gets what it gets alone."""
+    from wellposed.models import build_model
+
+    task = build(corpus)
+    torch.manual_seed(0)
+    model: Any = build_model(
+        "wellposed", "seq2seq_lm", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, **task.model_kwargs()
+    ).eval()
+    rows: Sequence[Any] = [task.dataset("test")[i]["input_ids"] for i in range(5)]
+    decoding = Decoding(beams=beams, num_return=beams, options={"max_new_tokens": 6})
+    together = dict(generate_texts(model, task.tokenizer, rows, decoding, batch_size=5))
+    assert sorted(together) == list(range(5))
+    for index, row in enumerate(rows):
+        alone = dict(generate_texts(model, task.tokenizer, [row], decoding, batch_size=1))[0]
+        assert [found.text for found in alone] == [found.text for found in together[index]]
+        assert len(alone) == beams
+        scores = [found.score for found in alone if found.score is not None]
+        assert len(scores) == (beams if beams > 1 else 0)
+        assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tgt": "fr"}, "languages that exist there: de, en"),
+        ({"tokenizer": "word"}, "expected 'bpe' or 'char'"),
+        ({"vocab_size": 0, "max_tokens": -1}, "vocab_size = 0, max_tokens = -1; expected at least 1"),
+        ({"generate_length_penalty": math.inf}, "generate_length_penalty = inf"),
+    ],
+)
+def test_bad_options_are_refused(corpus: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=says):
+        build(corpus, **options)
+
+
+@pytest.mark.data
+def test_multi30k_both_ways_and_tatoeba_by_characters(shared_data: Path) -> None:
+    folder = str(shared_data / "multi30k")
+    for src, tgt in (("de", "en"), ("en", "fr")):
+        task = build_task(
+            "translation", {"data": folder, "src": src, "tgt": tgt, "limit_pairs": 300, "vocab_size": 400}
+        )
+        assert [len(task.dataset(split)) for split in SPLITS] == [300, 1014, 1000]
+    options = {
+        "data": str(shared_data / "tatoeba_en_fr"),
+        "src": "fr",
+        "tgt": "en",
+        "columns": "en,fr",
+        "tokenizer": "char",
+    }
+    task = build_task("translation", {**options, "limit_pairs": 2000, "max_tokens": 400})
+    assert len(task.dataset("test")) == 2000
+    first = task.dataset("train")[0]
+    assert task.tokenizer.decode(first["input_ids"], skip_special_tokens=True) == "Va !"
