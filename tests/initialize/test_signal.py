@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.initialize import remove_norms_, signal_propagation, t_fixup_
-from wellposed.models import WellposedConfig, WellposedModel
+from wellposed.initialize import remove_norms_, signal_propagation, step_change, t_fixup_
+from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
 
 from .zoo import bart, batch_for, bert
 
@@ -99,38 +99,64 @@ def test_a_batch_that_cannot_be_called() -> None:
         signal_propagation(encoder(1, 16, 16), 3)
 
 
-def change_per_step(layers: int, *, fixup: bool) -> float:
-    """Return |f(W - lr dL/dW) - f(W)| / lr of one step on the matrices, with |dL/df| = 1, in float64.
-
-    The argument of huang2020 is on matrices: each bias after them moves the output by order one by itself.
-    """
+def change_per_step(model_class: type[nn.Module], layers: int, *, fixup: bool) -> float:
+    """Return the change of the output over lr of one step on the matrices, in float64."""
     torch.manual_seed(layers)
     config = WellposedConfig(
         vocab_size=40, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=8, norm="none", scale_embeddings=False, is_causal=False,
+        max_position_embeddings=8, norm="none", scale_embeddings=False, init="t_fixup" if fixup else "xavier",
     )  # fmt: skip
-    model = WellposedModel(config).double().eval()
-    if fixup:
-        t_fixup_(model)
-    else:
-        plain_xavier_(model)
-    ids = torch.randint(0, 40, (2, 6))
-    before = model(input_ids=ids).last_hidden_state
-    direction = torch.randn_like(before)
-    (before * direction / direction.norm()).sum().backward()
-    lr = 1e-5 if fixup else 1e-11
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2 and parameter.grad is not None:
-                parameter -= lr * parameter.grad
-        return (model(input_ids=ids).last_hidden_state - before).norm().item() / lr
+    model = model_class(config).double().eval()
+    batch = {"input_ids": torch.randint(0, 40, (2, 6))}
+    if model_class is WellposedSeq2SeqModel:
+        batch["decoder_input_ids"] = torch.randint(0, 40, (2, 6))
+    return step_change(model, batch, lr=1e-5 if fixup else 1e-11)
 
 
-def test_one_step_moves_the_output_alike_at_every_depth() -> None:
-    sizes = [change_per_step(layers, fixup=True) for layers in (2, 8, 32)]
+BODIES = [WellposedModel, WellposedSeq2SeqModel]
+
+
+@pytest.mark.parametrize("model_class", BODIES)
+def test_one_step_moves_the_output_alike_at_every_depth(model_class: type[nn.Module]) -> None:
+    sizes = [change_per_step(model_class, layers, fixup=True) for layers in (2, 8, 32)]
     assert max(sizes) <= 2 * min(sizes), sizes
 
 
-def test_one_step_of_plain_xavier_grows_with_depth() -> None:
-    shallow, deep = (change_per_step(layers, fixup=False) for layers in (2, 8))
+@pytest.mark.parametrize("model_class", BODIES)
+def test_one_step_of_plain_xavier_grows_with_depth(model_class: type[nn.Module]) -> None:
+    shallow, deep = (change_per_step(model_class, layers, fixup=False) for layers in (2, 8))
     assert deep > 100 * shallow
+
+
+def test_a_step_is_measured_and_taken_back() -> None:
+    # f = W x and <f, u> has the gradient u x^T, so the step moves f by lr u |x|^2
+    model = nn.Linear(3, 2).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.tensor([[1.0, 2.0, 2.0]], dtype=torch.float64)
+    assert step_change(model, x) == pytest.approx(9.0, rel=1e-6)
+    assert step_change(model, [x], biases=True) == pytest.approx(10.0, rel=1e-6)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.weight.grad is None
+    with pytest.raises(ConfigError, match="lr: received 0"):
+        step_change(model, x, lr=0)
+    with pytest.raises(ConfigError, match="no floating tensor"):
+        step_change(nn.Flatten(), torch.ones(2, 2, dtype=torch.long))
+
+
+def our_encoder_ratio(layers: int) -> float:
+    config = WellposedConfig(
+        vocab_size=50, hidden_size=512, num_attention_heads=8, intermediate_size=1024, num_hidden_layers=layers,
+        num_decoder_layers=1, activation="relu", norm="none", position="sinusoidal", init="t_fixup",
+    )  # fmt: skip
+    ids = torch.randint(0, 50, (2, 16))
+    return signal_propagation(WellposedSeq2SeqModel(config), [ids, None, ids]).ratios("encoder")[-1]
+
+
+def test_signal_of_our_encoder_keeps_its_size() -> None:
+    assert 1.0 <= our_encoder_ratio(6) <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [20, 100])
+def test_signal_of_our_deep_encoders_keeps_its_size(layers: int) -> None:
+    assert 1.0 <= our_encoder_ratio(layers) <= 1.1

@@ -10,7 +10,12 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSeq2SeqLM,
+    WellposedForSequenceClassification,
+)
 
 D, F, V, HEADS = 16, 24, 30, 4
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -53,12 +58,17 @@ def ours(layers: int = 2, **options: object) -> WellposedForCausalLM:
     return WellposedForCausalLM(WellposedConfig(num_hidden_layers=layers, **{**PLAIN, **options}))
 
 
+def seq2seq(encoder: int = 2, decoder: int = 3, **options: object) -> WellposedForSeq2SeqLM:
+    depths = {"num_hidden_layers": encoder, "num_decoder_layers": decoder, "max_position_embeddings": 32}
+    return WellposedForSeq2SeqLM(WellposedConfig(**{**PLAIN, **SPECIAL, **depths, **options}))
+
+
 def classifier(layers: int = 2) -> nn.Module:
     return WellposedForSequenceClassification(WellposedConfig(num_hidden_layers=layers, **PLAIN))
 
 
 ENCODER_ONLY = {"bert": bert, "bert_masked": bert_masked, "gpt2": gpt2, "ours": ours, "classifier": classifier}
-ENCODER_DECODER = {"bart": bart, "marian": marian}
+ENCODER_DECODER = {"bart": bart, "marian": marian, "seq2seq": seq2seq}
 ALL = {**ENCODER_ONLY, **ENCODER_DECODER}
 
 

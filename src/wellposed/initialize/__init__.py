@@ -13,4 +13,5 @@ from wellposed.initialize._rule import t_fixup_factor as t_fixup_factor
 from wellposed.initialize._signal import LayerSignal as LayerSignal
 from wellposed.initialize._signal import SignalPropagation as SignalPropagation
 from wellposed.initialize._signal import signal_propagation as signal_propagation
+from wellposed.initialize._step import step_change as step_change
 from wellposed.initialize._t_fixup import t_fixup_ as t_fixup_

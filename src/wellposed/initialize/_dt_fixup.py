@@ -18,7 +18,7 @@ from wellposed.initialize._plan import check_steps, head_steps, layer_steps
 from wellposed.initialize._report import DTFixupReport
 from wellposed.initialize._rule import dt_fixup_factor
 from wellposed.initialize._towers import Tower, find_towers
-from wellposed.initialize._trace import hooks, quiet, real_tokens, run, token_norms
+from wellposed.initialize._trace import call, hooks, quiet, real_tokens, token_norms
 from wellposed.initialize._write import largest_bias, write, zero_biases_
 from wellposed.roles import find_roles
 
@@ -167,7 +167,7 @@ def _entering_norms(model: nn.Module, new: nn.Module, loader: Iterable[Any], max
     with quiet(model), hooks([(door, note)], []):
         for batch in islice(loader, max_batches):
             current[0] = batch
-            run(model, batch)
+            call(model, batch)
     if not sum(found.numel() for found in norms):
         raise DataError("dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses them")
     return torch.cat(norms)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, listed
 from wellposed.initialize._report import aligned
 from wellposed.initialize._towers import find_towers
-from wellposed.initialize._trace import MeanNorm, hooks, quiet, real_tokens, run
+from wellposed.initialize._trace import MeanNorm, call, hooks, quiet, real_tokens
 from wellposed.roles import find_roles
 
 
@@ -106,7 +106,7 @@ def signal_propagation(
             before.append((layer, partial(_note, pair[0], batch, tower.stack)))
             after.append((layer, partial(_note, pair[1], batch, tower.stack)))
     with quiet(model), hooks(before, after):
-        run(model, batch)
+        call(model, batch)
     unseen = [path for (_, path), (entered, left) in meters.items() if not (entered.tokens and left.tokens)]
     if unseen:
         raise ConfigError("the batch never went through these layers:\n" + listed(unseen))

@@ -17,7 +17,7 @@ from wellposed.initialize._plan import Step, check_steps, embedding_steps, head_
 from wellposed.initialize._report import InitializationReport, InitializedWeight
 from wellposed.initialize._rule import t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
 from wellposed.initialize._towers import Tower, encoder_and_decoder, find_towers
-from wellposed.initialize._trace import Hook, MeanNorm, Third, hooks, quiet, real_tokens, run
+from wellposed.initialize._trace import Hook, MeanNorm, Third, call, hooks, quiet, real_tokens
 from wellposed.initialize._write import largest_bias, write, zero_biases_
 from wellposed.roles import find_roles
 
@@ -197,7 +197,7 @@ def measure_inputs(
         layer = model.get_submodule(tower.layer_paths()[0])
         before.append((layer, partial(_note, stacks[tower.stack], batch, tower.stack)))
     with quiet(model), hooks(before, after):
-        run(model, batch)
+        call(model, batch)
     measured = [replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)]
     return measured, {stack: meter.mean for stack, meter in stacks.items() if meter.mean is not None}
 

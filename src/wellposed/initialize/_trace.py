@@ -16,19 +16,18 @@ from wellposed.errors import ConfigError, ConvergenceError
 Hook = Callable[[Tensor], None]
 
 
-def run(model: nn.Module, batch: Any) -> None:
+def call(model: nn.Module, batch: Any) -> Any:
     """Call the model as ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
     if isinstance(batch, Tensor):
-        model(batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        model(*batch)
-    else:
-        raise ConfigError(
-            f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword arguments or a sequence "
-            "of positional ones"
-        )
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return model(*batch)
+    raise ConfigError(
+        f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword arguments or a sequence of "
+        "positional ones"
+    )
 
 
 @contextmanager
