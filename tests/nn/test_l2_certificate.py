@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError
 from wellposed.functional import l2_attention
+from wellposed.linalg import l2_bracket
 from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
 
 NORMS = ("tok", "inf", 2)
@@ -82,10 +83,9 @@ def test_no_random_jacobian_exceeds_the_bound(options: dict[str, Any], heads: in
         layer, generator = random_layer(seed, heads=heads, **options)
         n = 3 + seed
         x = attacked_input(layer, n, generator)
-        # Random masks that keep the diagonal are drawn too, so norm 2 needs the bound for any mask. A contractive layer
-        # takes its masks to be full or causal, see the next test.
+        # Random masks that keep the diagonal are drawn too, so norm 2 needs the bound for any mask.
         bounds = {norm: layer.lipschitz_bound(n, norm=norm, mask="any") for norm in NORMS}  # type: ignore[arg-type]
-        for mask in masks(n, generator)[: 5 if layer.contractive is None else 4]:
+        for mask in masks(n, generator):
             matrix = layer_jacobian(layer, x, **mask)
             for norm in NORMS:
                 assert operator_norm(matrix, norm) <= bounds[norm] * (1 + 1e-9)
@@ -98,10 +98,43 @@ def test_contractive_layers_contract(norm: Any, max_tokens: int | None) -> None:
     for seed in range(5):
         layer, generator = random_layer(seed, contractive=0.8, norm=norm, max_tokens=max_tokens)
         x = attacked_input(layer, 5, generator)
-        for mask in masks(5, generator)[:4]:
+        for mask in masks(5, generator):
             largest = max(largest, float(operator_norm(layer_jacobian(layer, x, **mask), norm)))
         assert layer.lipschitz_bound(5) <= 0.8
     assert 0.1 < largest <= 0.8
+
+
+def star(n: int) -> AttentionMask:
+    """Every token sees itself and the first: two keys a row, n queries on one key."""
+    mask = torch.eye(n, dtype=torch.bool)
+    mask[:, 0] = True
+    return AttentionMask(mask[None, None], False)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 64])
+def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(max_tokens: int | None) -> None:
+    layer = L2SelfAttention(1, 1, contractive=0.9, norm=2, max_tokens=max_tokens, values="free", bias=False).double()
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
+    x = torch.zeros(1, 64, 1, dtype=torch.float64)
+    function = lambda x: layer(x, key_padding_mask=star(64))  # noqa: E731
+    matrix = jacobian(function, x).reshape(64, 64)
+    largest = float(torch.linalg.matrix_norm(matrix, 2))
+    # With all tokens equal the Jacobian is the scaled P, whose norm grows as sqrt(N) / 2: above 4 here.
+    assert largest <= 0.9
+    assert largest > 0.9 * 4 / l2_bracket(64, norm=2, mask="any") * 0.99
+
+
+def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it() -> None:
+    torch.manual_seed(0)
+    layer = L2SelfAttention(4, 2, contractive=0.9, norm=2, max_tokens=64, bias=False)
+    x = torch.randn(1, 64, 4)
+    every = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+    known = layer(x, key_padding_mask=AttentionMask(every, False, "full"))
+    unknown = layer(x, key_padding_mask=AttentionMask(every, False))
+    torch.testing.assert_close(known, layer(x))
+    ratio = l2_bracket(64, norm=2, mask="full") / l2_bracket(64, norm=2, mask="any")
+    torch.testing.assert_close(unknown, ratio * known, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("norm", [2, "inf"])

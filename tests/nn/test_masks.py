@@ -51,7 +51,14 @@ def test_without_padding_the_pair_means_the_same(is_causal, num_queries):
     ("is_causal", "num_queries", "flag"), [(False, 5, False), (True, 5, True), (True, 1, False), (False, 2, False)]
 )
 def test_no_mask_is_made_where_none_is_needed(is_causal, num_queries, flag):
-    assert attention_mask(None, is_causal, num_queries, 5, CPU) == AttentionMask(None, flag)
+    kind = "causal" if is_causal else "full"
+    assert attention_mask(None, is_causal, num_queries, 5, CPU) == AttentionMask(None, flag, kind)
+
+
+def test_only_masks_made_here_claim_a_pattern():
+    padding = torch.tensor([[False, True]])
+    assert [attention_mask(padding, flag, 2, 2, CPU).kind for flag in (False, True)] == ["full", "causal"]
+    assert AttentionMask(torch.ones(1, 1, 2, 2, dtype=torch.bool), False).kind == "any"
 
 
 def test_a_finished_mask_is_returned_as_it_is():

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellposed.certification._heads import TRAINING_DROPOUT, AttentionWeights, in_norm, norms, row_mass
+from wellposed.certification._heads import TRAINING_DROPOUT, in_norm, norms, row_mass, weights_of
 from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, check_norm, least
@@ -29,6 +29,7 @@ def cosine_attention_bound(
     seq_len: int,
     norm: Norm = "tok",
     mask: MaskKind = "any",
+    output_norm: Tensor | None = None,
 ) -> Bound:
     """Return ``L >= Lip(nu softmax(tau n(x W_Q) . n(x W_K)) n(x W_V) W_O)``, where ``n(a) = a/sqrt(|a|^2 + eps)``.
 
@@ -45,6 +46,7 @@ def cosine_attention_bound(
         seq_len: at most this many tokens; only norm 2 depends on it.
         norm: ``"tok"``, ``"inf"`` or ``2``.
         mask: sharpens norm 2.
+        output_norm: an upper bound of ``|W_O|``; computed where not given.
 
     Returns:
         `wellposed.linalg.Bound`, value in float64.
@@ -60,7 +62,7 @@ def cosine_attention_bound(
     by_query, by_key, by_value = _terms(
         query, key, value, eps=eps, temperature=temperature, value_scale=value_scale
     ).scaled(norm, seq_len, mask)
-    best = _joined(by_query + by_key + by_value, output, norm)
+    best = _joined(by_query + by_key + by_value, output, norm, output_norm)
     return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})") if norm == "inf" else best
 
 
@@ -123,8 +125,9 @@ def _terms(
     return _Terms(scale * tau * norms(query), scale * tau * norms(key), scale * norms(value), float(tau.max()))
 
 
-def _joined(per_head: Tensor, output: Tensor, norm: Norm) -> Bound:
-    through_output = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
+def _joined(per_head: Tensor, output: Tensor, norm: Norm, through_output: Tensor | None = None) -> Bound:
+    if through_output is None:
+        through_output = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
     return least(
         [
             Bound(through_output * per_head.square().sum().sqrt(), f"|W_O| sqrt(sum L_h^2), {norm} (B6)"),
@@ -137,7 +140,7 @@ def _joined(per_head: Tensor, output: Tensor, norm: Norm) -> Bound:
 def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBound:
     if module.training and module.dropout > 0:
         return site.refuse(TRAINING_DROPOUT)
-    weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads)
+    weights = weights_of(module, site)
     # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
     nu = module.nu.detach().double()
@@ -152,6 +155,7 @@ def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBoun
         value_scale=nu,
         seq_len=site.seq_len,
         mask=site.mask,
+        output_norm=weights.output_norm,
     )
     # Each head's output is an average of vectors shorter than nu, whatever comes in.
     spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())

@@ -20,6 +20,7 @@ from wellposed.certification._heads import (
     norms,
     product_norms,
     row_mass,
+    weights_of,
 )
 from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import ShapeError
@@ -165,7 +166,7 @@ def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
             "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1); pass radius=, "
             "a 2-norm that no input token exceeds, or use L2SelfAttention"
         )
-    weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads)
+    weights = weights_of(module, site)
     q_norm, k_norm = module.q_norm, module.k_norm
     bound: Callable[..., Bound]
     if q_norm is None or k_norm is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wellposed.certification._rules import LayerBound, Site, times
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
+from wellposed.nn import HeadProjections
 
 TRAINING_DROPOUT = (
     "dropout on attention weights is on (training mode), for which no bound is proved; call module.eval()"
@@ -70,6 +71,12 @@ class AttentionWeights:
     def path_norms(self) -> Tensor:
         """``|V_h W_O,h|``."""
         return product_norms(self.value, self.output.mT)
+
+
+def weights_of(module: HeadProjections, site: Site) -> AttentionWeights:
+    """The weights of a module, with the norms that they have already needed in this certificate."""
+    projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+    return site.remember(module, "AttentionWeights", lambda: AttentionWeights.of(*projections, module.num_heads))
 
 
 def norms(weights: Tensor) -> Tensor:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import WellposedError
 from wellposed.linalg import (
+    L2Layer,
     certified_spectral_norm,
     infinity_norm,
     kim_bracket,
-    l2_attention_bound,
     l2_constants,
 )
 from wellposed.nn import L2SelfAttention
@@ -78,9 +78,9 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
         return _contractive(module, site)
     constants = l2_constants(site.seq_len, mask=site.mask)
     # R_h is a product of weights: in the module's own precision it would be rounded before it is bounded.
-    weights = copy.deepcopy(module).double().head_weights()
-    bound = l2_attention_bound(*weights, constants, norm=site.norm, method="cholesky")
-    radius = math.inf if math.isinf(site.radius) else _spread(weights) * site.radius + _at_zero(module, 1)
+    layer = site.remember(module, "L2Layer", lambda: L2Layer(*module.head_weights(torch.float64), method="cholesky"))
+    bound = layer.bound(constants, norm=site.norm)
+    radius = math.inf if math.isinf(site.radius) else _spread(layer) * site.radius + _at_zero(module, 1)
     return LayerBound(float(bound.value), bound.form, out_radius=radius)
 
 
@@ -95,10 +95,9 @@ def _contractive(module: L2SelfAttention, site: Site) -> LayerBound:
     return LayerBound(value, f"divided by its bound in norm {module.norm}", out_radius=radius)
 
 
-def _spread(weights: tuple[Tensor, Tensor, Tensor]) -> float:
+def _spread(layer: L2Layer) -> float:
     """``sum_h |W_h| |C_h|``: averages of ``x W_h`` stay within ``|W_h| R``; equal tokens pass a constant through."""
-    projection, mixing, output = weights
-    return float((certified_spectral_norm(projection) * certified_spectral_norm(mixing @ output)).sum())
+    return float((layer.read * layer.write).sum())
 
 
 def _at_zero(module: L2SelfAttention, seq_len: int) -> float:

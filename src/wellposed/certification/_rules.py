@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
 from wellposed.errors import ConfigError
 from wellposed.linalg import MaskKind, Norm, certified_spectral_norm, infinity_norm
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Shared:
     min_tokens: int
     masks: set[MaskKind] = field(default_factory=set)
     rows: list[CertifiedLayer | None] = field(default_factory=list)
-    norms: dict[tuple[int, str], tuple[Tensor, float]] = field(default_factory=dict)
+    memory: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict)
     head: tuple[Tensor, float] | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -84,20 +86,21 @@ class Site:
 
     def spectral_norm(self, weight: Tensor) -> float:
         """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and certificate."""
-        return self._cached(weight, "2", lambda: certified_spectral_norm(weight.detach(), method="cholesky"))
+        return self.remember(weight, "2", lambda: float(certified_spectral_norm(weight.detach(), method="cholesky")))
 
     def operator_norm(self, weight: Tensor) -> float:
         """Bound of ``x -> weight @ x`` for each token, in the norm of this certificate."""
         if self.norm != "inf":
             return self.spectral_norm(weight)
-        return self._cached(weight, "inf", lambda: infinity_norm(weight.detach()))
+        return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
 
-    def _cached(self, weight: Tensor, kind: str, compute: Callable[[], Tensor]) -> float:
-        key = (id(weight), kind)
-        if key not in self.shared.norms:
-            # The tensor is kept, so that its id is not given to another one during this call.
-            self.shared.norms[key] = (weight, float(compute()))
-        return self.shared.norms[key][1]
+    def remember(self, owner: object, kind: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the norm or route."""
+        key = (id(owner), kind)
+        if key not in self.shared.memory:
+            # The owner is kept, so that its id is not given to another object during this call.
+            self.shared.memory[key] = (owner, compute())
+        return self.shared.memory[key][1]
 
     def child(self, module: nn.Module, name: str, *, radius: float | None = None) -> LayerBound:
         """Return the bound of a child whose input tokens are within ``radius`` (this site's where not given)."""
@@ -129,7 +132,7 @@ class Site:
 
     def in_norm(self, norm: Norm) -> Site:
         """Return this site in another norm, with rows of its own, to compare two routes; see `adopt`."""
-        shared = Shared(norm, self.seq_len, self.min_tokens, self.shared.masks, norms=self.shared.norms)
+        shared = Shared(norm, self.seq_len, self.min_tokens, self.shared.masks, memory=self.shared.memory)
         return replace(self, shared=shared)
 
     def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:

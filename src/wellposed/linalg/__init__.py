@@ -14,6 +14,7 @@ from wellposed.linalg._cayley import based_cayley as based_cayley
 from wellposed.linalg._cayley import cayley as cayley
 from wellposed.linalg._cayley import inverse_cayley as inverse_cayley
 from wellposed.linalg._l2_bound import Bound as Bound
+from wellposed.linalg._l2_bound import L2Layer as L2Layer
 from wellposed.linalg._l2_bound import l2_attention_bound as l2_attention_bound
 from wellposed.linalg._l2_bound import least as least
 from wellposed.linalg._norms import SpectralMethod as SpectralMethod

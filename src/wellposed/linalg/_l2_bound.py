@@ -8,9 +8,9 @@ value biases and output biases change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -80,62 +80,83 @@ def l2_attention_bound(
     >>> round(float(bound.value), 3)
     2.114
     """
-    check_norm(norm)
-    _check_shapes(projection, mixing, output)
-    dtype = torch.float64 if method in ("svd", "cholesky") else torch.promote_types(projection.dtype, torch.float32)
-    projection, mixing, output = projection.to(dtype), mixing.to(dtype), output.to(dtype)
-    paths = mixing @ output
-    if norm == "inf":
-        return _inf_bound(projection, paths, constants)
-    heads = _Heads(
-        projection,
-        paths,
-        certified_spectral_norm(projection, method=method),
-        certified_spectral_norm(paths, method=method),
-    )
-    composite = Bound((heads.read * heads.write).sum() * constants.bracket(norm), f"sum |W_h||C_h|, {norm} (B3)")
-    if per_head_only or projection.shape[0] == 1:
-        return composite
-    mixed = certified_spectral_norm(mixing, method=method)
-    choices = {
-        "|W_O| sqrt(sum |W_h|^2|R_h|^2)": 1 / _positive(mixed),
-        "|stack C_h| |[W_h]|": torch.ones_like(mixed),
-        "balanced stack |s C_h| |[W_h/s]|": (_positive(heads.read) / _positive(heads.write)).sqrt(),
-    }
-    bounds = [composite]
-    if projection.shape[1] > _TRY_ALL_BELOW:
-        # Every scaling is valid, so a guess may choose the one whose two large norms are then certified.
-        guesses = {
-            form: float(_stacked_bound(heads, s, constants, norm, _power_guess).detach()) for form, s in choices.items()
+    return L2Layer(projection, mixing, output, method=method).bound(constants, norm=norm, per_head_only=per_head_only)
+
+
+class L2Layer:
+    """The weights of `l2_attention_bound`, whose spectral norms are computed when first needed and kept.
+
+    A bound in another norm, or for other constants, of the same weights then costs little. Arguments as there.
+
+    >>> from wellposed.linalg import l2_constants
+    >>> W = torch.eye(4).reshape(1, 4, 4)
+    >>> layer = L2Layer(W, W, W)
+    >>> [round(float(layer.bound(l2_constants(2), norm=norm).value), 3) for norm in ("tok", 2)]
+    [2.114, 2.114]
+    """
+
+    def __init__(self, projection: Tensor, mixing: Tensor, output: Tensor, *, method: SpectralMethod = "svd") -> None:
+        _check_shapes(projection, mixing, output)
+        double = method in ("svd", "cholesky")
+        dtype = torch.float64 if double else torch.promote_types(projection.dtype, torch.float32)
+        self.projection, self.mixing = projection.to(dtype), mixing.to(dtype)
+        self.paths = self.mixing @ output.to(dtype)
+        self.method: SpectralMethod = method
+        self._stacked: dict[tuple[str, bool], tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def read(self) -> Tensor:
+        """``|W_h|``, (H,)."""
+        return certified_spectral_norm(self.projection, method=self.method)
+
+    @cached_property
+    def write(self) -> Tensor:
+        """``|C_h|``, (H,)."""
+        return certified_spectral_norm(self.paths, method=self.method)
+
+    @cached_property
+    def scalings(self) -> dict[str, Tensor]:
+        """Choices of ``s_h`` by the name of the form they give."""
+        mixed = certified_spectral_norm(self.mixing, method=self.method)
+        scalings = {
+            "|W_O| sqrt(sum |W_h|^2|R_h|^2)": 1 / _positive(mixed),
+            "|stack C_h| |[W_h]|": torch.ones_like(mixed),
+            "balanced stack |s C_h| |[W_h/s]|": (_positive(self.read) / _positive(self.write)).sqrt(),
         }
-        form = min(guesses, key=lambda form: guesses[form])
-        choices = {form: choices[form]}
-    certified = partial(certified_spectral_norm, method=method)
-    for form, scales in choices.items():
-        value = _stacked_bound(heads, scales.detach(), constants, norm, certified)
-        bounds.append(Bound(value, f"{form}, {norm} (B3)"))
-    return least(bounds)
+        return {form: scales.detach() for form, scales in scalings.items()}
 
+    def bound(self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False) -> Bound:
+        """Return the least of the proved bounds, see `l2_attention_bound`."""
+        check_norm(norm)
+        if norm == "inf":
+            return _inf_bound(self.projection, self.paths, constants)
+        composite = Bound((self.read * self.write).sum() * constants.bracket(norm), f"sum |W_h||C_h|, {norm} (B3)")
+        if per_head_only or self.projection.shape[0] == 1:
+            return composite
+        forms = list(self.scalings)
+        if self.projection.shape[1] > _TRY_ALL_BELOW:
+            # Every scaling is valid, so a guess may choose the one whose two large norms are then certified.
+            forms = [min(forms, key=lambda form: float(self._joint(form, constants, norm, guess=True).detach()))]
+        values = [Bound(self._joint(form, constants, norm), f"{form}, {norm} (B3)") for form in forms]
+        return least([composite, *values])
 
-@dataclass(frozen=True)
-class _Heads:
-    """``W_h``, ``C_h`` and their spectral norms."""
+    def _joint(self, form: str, constants: L2Constants, norm: Norm, *, guess: bool = False) -> Tensor:
+        scales = self.scalings[form]
+        write, read = self._stack_norms(form, guess)
+        if norm == 2:
+            return write * read * constants.bracket(2)
+        heads_apart = (self.read / scales).square().sum().sqrt()
+        return write * ((1 + 2 * constants.c) * heads_apart + 2 * constants.c * read)
 
-    projection: Tensor
-    paths: Tensor
-    read: Tensor
-    write: Tensor
-
-
-def _stacked_bound(
-    heads: _Heads, scales: Tensor, constants: L2Constants, norm: Norm, size: Callable[[Tensor], Tensor]
-) -> Tensor:
-    write = size((heads.paths * scales[:, None, None]).flatten(0, 1))
-    read = size((heads.projection / scales[:, None, None]).movedim(0, 1).flatten(1))
-    if norm == 2:
-        return write * read * constants.bracket(2)
-    heads_apart = (heads.read / scales).square().sum().sqrt()
-    return write * ((1 + 2 * constants.c) * heads_apart + 2 * constants.c * read)
+    def _stack_norms(self, form: str, guess: bool) -> tuple[Tensor, Tensor]:
+        """``|stack_h s_h C_h|`` and ``|[W_h / s_h]|``."""
+        if (form, guess) not in self._stacked:
+            scales = self.scalings[form][:, None, None]
+            paths = (self.paths * scales).flatten(0, 1)
+            projections = (self.projection / scales).movedim(0, 1).flatten(1)
+            size = _power_guess if guess else partial(certified_spectral_norm, method=self.method)
+            self._stacked[form, guess] = size(paths), size(projections)
+        return self._stacked[form, guess]
 
 
 def _inf_bound(projection: Tensor, paths: Tensor, constants: L2Constants) -> Bound:
@@ -158,13 +179,9 @@ def _inf_bound(projection: Tensor, paths: Tensor, constants: L2Constants) -> Bou
 
 
 @torch.no_grad()
-def _guess(heads: _Heads, scales: Tensor, constants: L2Constants, norm: Norm) -> float:
-    return float(_stacked_bound(heads, scales, constants, norm, _power_guess))
-
-
-@torch.no_grad()
 def _power_guess(matrix: Tensor) -> Tensor:
     """Cheap guess of a spectral norm, only to choose among valid scalings; never part of a bound."""
+    matrix = matrix.float()
     vector = torch.linspace(1, 2, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(8):
         vector = matrix.mT @ (matrix @ vector)

@@ -5,7 +5,9 @@ Power iteration is nowhere in this file: it approaches the norm from below, so i
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -149,7 +151,7 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
     matrix = _wide_enough(weight.detach(), dtype=torch.float64)
     if matrix.numel() == 0 or min(matrix.shape[-2:]) < _CHOLESKY_FROM:
         return _svd_norm(weight.detach())
-    grams, outers = _scaled_gram(matrix)
+    grams, outers = _scaled_gram(matrix, _gram_by_blocks)
     size = grams.shape[-1]
     squares = [_gram_norm(gram) for gram in grams.reshape(-1, size, size)]
     return torch.stack(squares).reshape(outers.shape).sqrt() * outers * (1 + SVD_MARGIN)
@@ -161,7 +163,9 @@ def _gram_norm(gram: Tensor) -> Tensor:
     A factorisation that runs to completion shows that the smallest eigenvalue exceeds minus ``n u`` times the trace
     (Rump, 2006), which `SVD_MARGIN` covers.
     """
-    estimate = _lanczos_largest(gram)
+    # A rough estimate will do, since the factor below proves it: float32 halves the traffic.
+    size = gram.diagonal().amax().clamp_min(torch.finfo(gram.dtype).tiny)
+    estimate = _lanczos_largest((gram / size).float()).to(gram.dtype) * size
     for slack in (2e-5, 2e-4):
         candidate = estimate * (1 + slack)
         shifted = -gram
@@ -190,19 +194,32 @@ def _lanczos_largest(gram: Tensor, steps: int = 32) -> Tensor:
     return torch.linalg.eigvalsh(projected)[-1].clamp_min(torch.finfo(gram.dtype).tiny)
 
 
-def _scaled_gram(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _scaled_gram(matrix: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Return the smaller Gram matrix of ``W / m`` and ``m``, a magnitude chosen so that squares keep their digits."""
-    gram = _gram(matrix)
+    product = product or _gram
+    gram = product(matrix)
     diagonal = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     if bool(((diagonal < 1e200) & (diagonal > 1e-200)).all()):
         return gram, torch.ones_like(diagonal)
     outer = matrix.detach().abs().amax((-2, -1), keepdim=True)
     outer = torch.where(outer > 0, outer, 1.0)
-    return _gram(matrix / outer), outer[..., 0, 0]
+    return product(matrix / outer), outer[..., 0, 0]
 
 
 def _gram(matrix: Tensor) -> Tensor:
     return matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
+
+
+def _gram_by_blocks(matrix: Tensor, blocks: int = 4) -> Tensor:
+    """`_gram` with the upper triangle mirrored instead of multiplied: 5/8 of the work at four blocks; no gradient."""
+    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+    size = wide.shape[-2]
+    gram = wide.new_empty(*wide.shape[:-1], size)
+    edges = [size * block // blocks for block in range(blocks + 1)]
+    for start, end in itertools.pairwise(edges):
+        gram[..., start:end, :end] = wide[..., start:end, :] @ wide[..., :end, :].mT
+        gram[..., :start, start:end] = gram[..., start:end, :start].mT
+    return gram
 
 
 def _frobenius(matrix: Tensor) -> Tensor:

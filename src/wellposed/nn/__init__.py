@@ -17,6 +17,10 @@ from wellposed.nn._experts import ExpertMixture as ExpertMixture
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
 from wellposed.nn._gram_attention import GramAttention as GramAttention
+from wellposed.nn._heads import HeadProjections as HeadProjections
+from wellposed.nn._heads import head_width as head_width
+from wellposed.nn._heads import join_heads as join_heads
+from wellposed.nn._heads import split_heads as split_heads
 from wellposed.nn._injective_embedding import InjectiveEmbedding as InjectiveEmbedding
 from wellposed.nn._injective_residual import InjectiveResidual as InjectiveResidual
 from wellposed.nn._invertible import InvertibleResidual as InvertibleResidual

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.functional import cosine_attention
+from wellposed.nn._heads import HeadProjections
 from wellposed.nn._masks import PaddingMask, attention_mask
 from wellposed.nn._options import reads
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 
 
-class _CosineAttention(nn.Module):
-    """Projections and scales that the self and the cross form share."""
+class _CosineAttention(HeadProjections):
+    """The scales that the self and the cross form share."""
 
     log_tau: Tensor
     nu: Tensor
@@ -25,8 +26,8 @@ class _CosineAttention(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        memory_dim: int,
         *,
+        memory_dim: int | None = None,
         eps: float,
         tau: float | None,
         nu: float,
@@ -34,24 +35,10 @@ class _CosineAttention(nn.Module):
         dropout: float,
         bias: bool,
     ) -> None:
-        super().__init__()
-        name = type(self).__name__
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ShapeError(
-                f"{name}: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of heads that "
-                "divides the width; change one of them"
-            )
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
+        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
         self.eps = eps
-        self.dropout = dropout
         self._start = (math.sqrt(self.head_dim) if tau is None else tau, nu)
-        _check_options(name, eps, self._start[0], dropout)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
-        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        _check_options(type(self).__name__, eps, self._start[0], dropout)
         for scale in ("log_tau", "nu"):
             if learn_scales:
                 self.register_parameter(scale, nn.Parameter(torch.empty(num_heads)))
@@ -83,11 +70,7 @@ class _CosineAttention(nn.Module):
             is_causal=is_causal,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(heads.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split (batch, tokens, D) into (batch, heads, tokens, d), a view."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return self._join(heads)
 
     def extra_repr(self) -> str:
         """Everything that is not seen from the projections."""
@@ -140,7 +123,6 @@ class CosineSelfAttention(_CosineAttention):
         super().__init__(
             embed_dim,
             num_heads,
-            embed_dim,
             eps=eps,
             tau=tau,
             nu=nu,
@@ -174,8 +156,8 @@ class CosineSelfAttention(_CosineAttention):
         query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if cache is not None:
             key, value = cache.update(key, value)
-        mask, causal = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
-        return self._joined(query, key, value, mask, is_causal=causal)
+        allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
+        return self._joined(query, key, value, allowed.mask, is_causal=allowed.is_causal)
 
 
 class CosineCrossAttention(_CosineAttention):
@@ -214,7 +196,7 @@ class CosineCrossAttention(_CosineAttention):
         super().__init__(
             embed_dim,
             num_heads,
-            embed_dim if memory_dim is None else memory_dim,
+            memory_dim=memory_dim,
             eps=eps,
             tau=tau,
             nu=nu,

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ShapeError
+from wellposed.nn._heads import HeadProjections
 from wellposed.nn._masks import PaddingMask, attention_mask
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(HeadProjections):
     """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q, k = x W_k, v = x W_v`; the heads are joined by `W_o`.
 
     Exact up to rounding. Vaswani et al. (2017), eq. 1, computed by `scaled_dot_product_attention`. With `qk_norm`,
@@ -49,20 +49,7 @@ class DotProductAttention(nn.Module):
         bias: bool = True,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ShapeError(
-                f"DotProductAttention: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of "
-                "heads that divides the width; change one of them"
-            )
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
-        self.dropout = dropout
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
         self.k_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
 
@@ -93,15 +80,16 @@ class DotProductAttention(nn.Module):
             query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         if cache is not None:
             key, value = cache.update(key, value)
-        mask, is_causal = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
-        joined = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=self.dropout if self.training else 0.0
+        allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
+        heads = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=allowed.mask,
+            is_causal=allowed.is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(joined.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split (batch, tokens, D) into (batch, heads, tokens, d), a view."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return self._join(heads)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"

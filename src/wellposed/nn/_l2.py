@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.functional import l2_attention
-from wellposed.linalg import MaskKind, Norm, SpectralMethod, check_norm, l2_attention_bound, l2_constants
+from wellposed.linalg import MASK_KINDS, MaskKind, Norm, SpectralMethod, check_norm, l2_attention_bound, l2_constants
+from wellposed.nn._heads import head_width, join_heads, split_heads
 from wellposed.nn._l2_refusal import l2_attention_refusal
-from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask
+from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask, known_pattern, most_visible
 from wellposed.nn._registry import LayerCache
 
 Values = Literal["paper", "free", "plain"]
@@ -83,14 +84,9 @@ class L2SelfAttention(nn.Module):
         init_scale: float | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ShapeError(
-                f"L2SelfAttention: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of "
-                "heads that divides the width; change one of them"
-            )
+        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
         self.tied = tied
         self.contractive = contractive
         self.norm: Norm = check_norm(norm)
@@ -152,6 +148,9 @@ class L2SelfAttention(nn.Module):
             ShapeError: the padding mask does not fit, or a sequence is longer than `max_tokens`.
             ConfigError: a cache in a contractive layer without `max_tokens`.
             NotLipschitzError: a finished mask drops the diagonal of a contractive layer.
+
+        A finished mask that `attention_mask` did not make is taken to be any that keeps the diagonal; in norm 2 its
+        bound is larger, so that a contractive layer's output is smaller than under a full or causal one.
         """
         query = self._heads(self.q_proj(x))
         key = query if self.k_proj is None else self._heads(self.k_proj(x))
@@ -169,7 +168,7 @@ class L2SelfAttention(nn.Module):
             heads = (heads * scale).to(heads.dtype)
         if self.v_proj is not None and self.v_proj.bias is not None and self.values != "plain":
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
-        return self.o_proj(heads.transpose(1, 2).flatten(2))
+        return self.o_proj(join_heads(heads))
 
     def certificate_refusal(self) -> str | None:
         """Return why this layer, in its present mode, has no Lipschitz constant; None where it has one."""
@@ -213,7 +212,7 @@ class L2SelfAttention(nn.Module):
                 )
             return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
         self._check_length(num_tokens)
-        kinds: tuple[MaskKind, ...] = ("full", "causal") if mask == "any" else (mask,)
+        kinds: tuple[MaskKind, ...] = MASK_KINDS if mask == "any" else (mask,)
         bounds = [
             self._scale(self.max_tokens, kind) * self._weights_bound(num_tokens, norm, kind, method) for kind in kinds
         ]
@@ -236,18 +235,22 @@ class L2SelfAttention(nn.Module):
         finally:
             self._frozen_scales = outer
 
-    def head_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and W_O zero-padded.
+
+        Args:
+            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not given.
 
         Raises:
             NotLipschitzError: the values are plain, so there is no `R_h`.
         """
         if self.values == "plain":
             raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
-        projection = self.q_proj.weight.unflatten(0, (self.num_heads, -1)).mT
+        dtype = dtype or self.q_proj.weight.dtype
+        projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
         missing = projection.shape[-1] - self.head_dim
-        output = self.o_proj.weight.mT.unflatten(0, (self.num_heads, -1))
-        return projection, F.pad(self._mixing(), (0, missing)), F.pad(output, (0, 0, 0, missing))
+        output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
+        return projection, F.pad(self._mixing(dtype), (0, missing)), F.pad(output, (0, 0, 0, missing))
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: PaddingMask, is_causal: bool
@@ -256,8 +259,9 @@ class L2SelfAttention(nn.Module):
         scale = 1 / math.sqrt(self.head_dim)
         queries, keys = query.shape[-2], key.shape[-2]
         if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
-            mask, causal = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
-            return l2_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale)
+            allowed = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
+            flags = {"attn_mask": allowed.mask, "is_causal": allowed.is_causal}
+            return l2_attention(query, key, value, **flags, dropout_p=dropout, scale=scale)
         # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by hand.
         heads = l2_attention(
             query,
@@ -272,17 +276,17 @@ class L2SelfAttention(nn.Module):
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Split (batch, tokens, columns) into (batch, heads, tokens, columns / heads), a view."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return split_heads(x, self.num_heads)
 
-    def _mixing(self) -> Tensor:
+    def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
         """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
+        dtype = dtype or self.q_proj.weight.dtype
         if self.mix is not None:
-            return self.mix
+            return self.mix.to(dtype)
         assert self.v_proj is not None
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            query = self.q_proj.weight.unflatten(0, (self.num_heads, -1))
-            value = self.v_proj.weight.unflatten(0, (self.num_heads, -1))
+            query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             return query @ value.mT / math.sqrt(self.head_dim)
 
     def _weights_bound(self, num_tokens: int, norm: Norm, mask: MaskKind, method: SpectralMethod) -> Tensor:
@@ -304,13 +308,12 @@ class L2SelfAttention(nn.Module):
 
     def _contraction(self, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int) -> Tensor:
         """The factor of the output: one number, or (batch, 1, 1, 1) where each sequence has its own length."""
-        mask: MaskKind = "causal" if is_causal else "full"
+        mask = known_pattern(key_padding_mask, is_causal)
         if isinstance(key_padding_mask, AttentionMask):
-            mask = "causal" if key_padding_mask.is_causal else mask
             self._check_diagonal(key_padding_mask, queries, keys)
         if self.max_tokens is not None and keys <= self.max_tokens:
             return self._scale(self.max_tokens, mask)
-        counts = _visible(key_padding_mask, keys)
+        counts = most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
             self._check_length(int(counts.max()) if isinstance(counts, Tensor) else counts)
             return self._scale(self.max_tokens, mask)
@@ -385,12 +388,3 @@ class L2SelfAttention(nn.Module):
 
 def _uniform_(weight: Tensor, bound: float) -> None:
     nn.init.uniform_(weight, -bound, bound)
-
-
-def _visible(mask: PaddingMask, keys: int) -> Tensor | int:
-    """Most keys that a query of each sequence sees: (batch,), or one number for all."""
-    if isinstance(mask, Tensor):
-        return (~mask).sum(-1).clamp_min(1)
-    if mask is None or mask.mask is None:
-        return keys
-    return mask.mask.sum(-1).flatten(1).amax(-1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
+from wellposed.linalg import MaskKind
 
 
 class AttentionMask(NamedTuple):
@@ -15,10 +16,15 @@ class AttentionMask(NamedTuple):
 
     `is_causal` is the flag for `scaled_dot_product_attention`; it is True only when `mask` is None. A stack makes one
     `AttentionMask` and hands it to every layer in place of the `key_padding_mask`, so that layers do not rebuild it.
+
+    `kind` is what is known of the pattern, for Lipschitz bounds: `"full"` (real tokens see each other, padding sees
+    itself), `"causal"` (the same, earlier tokens only), or `"any"` (nothing but that each token may see itself), which
+    is right for every mask and is what a mask made by hand has.
     """
 
     mask: Tensor | None
     is_causal: bool
+    kind: MaskKind = "any"
 
 
 PaddingMask = Tensor | AttentionMask | None
@@ -42,18 +48,18 @@ def attention_mask(
         device: where the mask is made.
 
     Returns:
-        `(mask, is_causal)` for `scaled_dot_product_attention`; `mask` broadcasts to (batch, heads, queries, keys).
+        `mask` and `is_causal` for `scaled_dot_product_attention`; `mask` broadcasts to (batch, heads, queries, keys).
 
     Raises:
         ShapeError: the padding mask is not bool (batch, keys), or there are more queries than keys.
 
     Cost: at most three boolean passes over (batch, queries, keys); nothing without padding.
 
-    >>> mask, is_causal = attention_mask(torch.tensor([[False, False, True]]), True, 3, 3, torch.device("cpu"))
-    >>> mask[0, 0].int().tolist(), is_causal
+    >>> made = attention_mask(torch.tensor([[False, False, True]]), True, 3, 3, torch.device("cpu"))
+    >>> made.mask[0, 0].int().tolist(), made.is_causal
     ([[1, 0, 0], [1, 1, 0], [0, 0, 1]], False)
     >>> attention_mask(None, True, 3, 3, torch.device("cpu"))
-    AttentionMask(mask=None, is_causal=True)
+    AttentionMask(mask=None, is_causal=True, kind='causal')
     """
     if isinstance(key_padding_mask, AttentionMask):
         return key_padding_mask
@@ -62,19 +68,41 @@ def attention_mask(
             f"attention: received {num_queries} queries and {num_keys} keys; expected the queries to be the last of "
             "the keys, so at most as many; pass a cache that returns the earlier keys and the new ones together"
         )
+    kind: MaskKind = "causal" if is_causal else "full"
     if key_padding_mask is None:
         if not is_causal or num_queries == 1:
-            return AttentionMask(None, False)
+            return AttentionMask(None, False, kind)
         if num_queries == num_keys:
-            return AttentionMask(None, True)
-        return AttentionMask(_causal(num_queries, num_keys, device)[None, None], False)
+            return AttentionMask(None, True, kind)
+        return AttentionMask(_causal(num_queries, num_keys, device)[None, None], False, kind)
     _check_padding(key_padding_mask, num_keys)
     real = ~key_padding_mask.to(device)
     queries = real[:, num_keys - num_queries :]
     allowed = queries[:, None, :, None] & real[:, None, None, :]
     if is_causal and num_queries > 1:
         allowed = allowed & _causal(num_queries, num_keys, device)
-    return AttentionMask(allowed | _itself(num_queries, num_keys, device), False)
+    return AttentionMask(allowed | _itself(num_queries, num_keys, device), False, kind)
+
+
+def known_pattern(mask: PaddingMask, is_causal: bool) -> MaskKind:
+    """What may be assumed of the mask in a bound: of a mask made by hand, only that it keeps the diagonal."""
+    if not isinstance(mask, AttentionMask):
+        return "causal" if is_causal else "full"
+    if mask.mask is None and mask.kind == "any":
+        return "causal" if is_causal or mask.is_causal else "full"
+    return mask.kind
+
+
+def most_visible(mask: PaddingMask, keys: int) -> Tensor | int:
+    """The N of the bound, (batch,) or one number for all: most keys that a query sees or queries that see a key.
+
+    The two are equal for padding with or without a causal mask; a hub that all see makes the second larger.
+    """
+    if isinstance(mask, Tensor):
+        return (~mask).sum(-1).clamp_min(1)
+    if mask is None or mask.mask is None:
+        return keys
+    return torch.maximum(*(mask.mask.sum(dim).flatten(1).amax(-1) for dim in (-1, -2)))
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
