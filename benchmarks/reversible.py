@@ -1,7 +1,9 @@
 """Activation memory of reversible stacks by depth, and the time their backward pass costs.
 
-Saved bytes are counted with `torch.autograd.graph.saved_tensors_hooks`. Peak memory is that of a fresh process, less
-what it holds before the forward pass; the gradients of the parameters, which backward returns at its end, are in it.
+Three measures. Saved: bytes the graph keeps, by `torch.autograd.graph.saved_tensors_hooks`. Live: the most bytes of
+tensors alive at one moment of forward and backward, less those alive before and less one gradient for each parameter
+(a stack of L blocks has L blocks' gradients whatever its method; they are no activations). Process: growth of the
+resident memory of a fresh process, less the same gradients; the allocator's unused pages are in it.
 Run: python benchmarks/reversible.py [--depths 8 64]
 """
 
@@ -14,10 +16,14 @@ import resource
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from wellposed.nn import AdditiveCoupling, InvertibleResidual, L2SelfAttention, ReversibleSequential
 
@@ -62,13 +68,55 @@ def saved_bytes(stack: ReversibleSequential, x: Tensor, plain: bool) -> int:
     return sum(storages.values())
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make and that are alive: now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count what it made."""
+        del types
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage(), given)
+        return made
+
+    def _count(self, storage: Any, given: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in given or key in self._alive:
+            return
+        self._alive.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
+
+def live_bytes(stack: ReversibleSequential, x: Tensor, plain: bool) -> int:
+    """Most bytes of tensors alive during forward and backward, without one gradient for each parameter."""
+    stack.zero_grad()
+    x.grad = None
+    gradients = sum(parameter.nbytes for parameter in stack.parameters())
+    with LiveBytes() as counter:
+        forward(stack, x, plain).square().mean().backward()
+    return counter.most - gradients
+
+
 def measure(kind: str, depth: int, width: int, tokens: int, batch: int, plain: bool) -> dict[str, float]:
     """Return saved bytes, growth of the process, seconds of forward + backward, and the gradient's size."""
     stack = build(kind, depth, width, tokens)
     x = torch.randn(batch, tokens, width).requires_grad_()
     warm = build(kind, 1, width, tokens)
     forward(warm, x.detach().clone().requires_grad_(), plain).sum().backward()
-    saved = saved_bytes(stack, x, plain)
+    saved, live = saved_bytes(stack, x, plain), live_bytes(stack, x, plain)
     for parameter in stack.parameters():
         parameter.grad = torch.ones_like(parameter)  # written, so that the pages are there before
     gradients = sum(parameter.nbytes for parameter in stack.parameters())
@@ -77,7 +125,12 @@ def measure(kind: str, depth: int, width: int, tokens: int, batch: int, plain: b
     forward(stack, x, plain).square().mean().backward()
     seconds = time.perf_counter() - start
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"saved_MiB": saved / 2**20, "peak_MiB": grown / 2**10 - gradients / 2**20, "seconds": seconds}
+    return {
+        "saved_MiB": saved / 2**20,
+        "live_MiB": live / 2**20,
+        "process_MiB": grown / 2**10 - gradients / 2**20,
+        "seconds": seconds,
+    }
 
 
 def in_fresh_process(arguments: list[str]) -> dict[str, float]:
