@@ -39,7 +39,7 @@ def measure_activations(model: nn.Module, roles: Roles, batch: Any) -> tuple[lis
     handles = [_watch(model, place, masks[_side(place.stack, roles)], norms[place.path]) for place in places]
     capture = AttentionCapture(model, attention, real)
     try:
-        with _undisturbed(model), capture:
+        with undisturbed(model), capture:
             _call(model, batch)
     finally:
         capture.remove()
@@ -165,7 +165,7 @@ def _real_tokens(batch: Any) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradient, and the random state and training flags put back afterwards."""
     flags = {module: module.training for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})

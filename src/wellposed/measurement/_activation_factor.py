@@ -1,0 +1,177 @@
+"""The activation factor of sengupta2023: how much the layers of a model stretch the distances between tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError
+from wellposed.measurement._states import States, read_states, real_tokens, sequences
+from wellposed.measurement._token_distances import Metric, between, check_metric, paired
+
+_BLOCK = 512  # tokens whose distances to all others are held at once
+
+
+@dataclass(frozen=True)
+class ActivationFactor:
+    """What `activation_factor` found; entry l of a list is layer l + 1."""
+
+    metric: str
+    mean: list[float]
+    """Mean over the sequences of the mean over their pairs: eq. 5."""
+    median: list[float]
+    """Median over the sequences of the same."""
+    smallest: list[float]
+    """Least ratio of any pair."""
+    largest: list[float]
+    """Largest ratio of any pair: a lower bound of the layers' Lipschitz constant, for ``euclidean``."""
+    standard_error: list[float | None]
+    """Of the mean, from the spread over sequences; None for a single one."""
+    per_sequence: list[list[float]]
+    """For each layer, the mean over the pairs of each sequence."""
+    pairs: int
+    """Pairs of tokens looked at."""
+    left_out: int
+    """Pairs left out, because their distance in ``x_0`` is 0 (or they hold a zero vector, for ``cosine``)."""
+    short: int
+    """Sequences left out, for want of a pair."""
+    status: str
+    """``"exact"`` over all pairs of the given sequences, ``"empirical"`` over sampled ones."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dictionary per layer, for `wellposed.measurement.write_csv`."""
+        return [
+            {
+                "layer": index + 1,
+                "metric": self.metric,
+                "mean": self.mean[index],
+                "median": self.median[index],
+                "smallest": self.smallest[index],
+                "largest": self.largest[index],
+                "standard_error": self.standard_error[index],
+                "status": self.status,
+            }
+            for index in range(len(self.mean))
+        ]
+
+
+def activation_factor(
+    states: States,
+    *,
+    metric: Metric = "euclidean",
+    attention_mask: Tensor | None = None,
+    pairs: int | None = None,
+    seed: int = 0,
+) -> ActivationFactor:
+    """Return ``A(l) = E_X E_{i != j} |x_i^l - x_j^l| / |x_i^0 - x_j^0|`` for every layer l.
+
+    Status: exact to float64 rounding over the sequences given; with ``pairs`` empirical: an unbiased sample of each
+    sequence's pairs. Source: Sengupta et al. (2023, eq. 5); 1 means that distances are kept on average. The mean over
+    X weighs every sequence alike, however long. Between two tokens with the same vector in ``x_0`` no ratio exists;
+    such pairs are counted in ``left_out``.
+
+    Args:
+        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with ``hidden_states``.
+        metric: ``"euclidean"``; ``"cosine"`` for ratios of ``1 - cos``; ``"dot"`` for ratios of ``x_i . x_j``, whose
+            denominator may be near zero and of either sign: read the median.
+        attention_mask: (batch, tokens), 1 for real tokens; padding is left out.
+        pairs: how many pairs of each sequence are drawn (with replacement); None takes all of them.
+        seed: of that draw; no global random state is used.
+
+    Returns:
+        `ActivationFactor`.
+
+    Raises:
+        ConfigError: unknown metric, ``pairs`` below 1, no hidden states, or no pair of different tokens at all.
+        ShapeError: states or mask do not fit.
+
+    Cost: ``L batch tokens^2 width``, or ``L batch pairs width``; memory: 512 x tokens distances. When not to use: as
+    a certificate; ``wellposed.certify`` bounds the ratio of every pair from above.
+
+    >>> x = torch.randn(2, 5, 3)
+    >>> [round(factor, 4) for factor in activation_factor([x, 2 * x, x + 1]).mean]
+    [2.0, 1.0]
+    """
+    check_metric(metric)
+    if pairs is not None and (not isinstance(pairs, int) or pairs < 1):
+        raise ConfigError(f"activation_factor: pairs = {pairs!r}, expected a whole number of at least 1, or None")
+    found = read_states(states)
+    generator = torch.Generator().manual_seed(seed)
+    real = real_tokens(attention_mask, found[0])
+    tallies: list[_Tally] = []
+    left_out = 0
+    for sequence in sequences(found, real):
+        tally = _Tally(len(found) - 1)
+        drawn = _all_pairs(sequence, metric) if pairs is None else _drawn_pairs(sequence, metric, pairs, generator)
+        for distances in drawn:
+            left_out += tally.add(distances)
+        tallies.append(tally)
+    seen = [tally for tally in tallies if tally.count]
+    if not seen:
+        raise ConfigError(
+            f"activation_factor: none of the {len(tallies)} sequences has two real tokens at a distance other than 0 "
+            "in state 0, so there is no ratio; give sequences of at least two different tokens"
+        )
+    means = torch.stack([tally.total / tally.count for tally in seen], dim=1)
+    spread = means.std(dim=1) / math.sqrt(len(seen)) if len(seen) > 1 else None
+    return ActivationFactor(
+        metric=metric,
+        mean=means.mean(dim=1).tolist(),
+        median=means.quantile(0.5, dim=1).tolist(),
+        smallest=torch.stack([tally.least for tally in seen]).amin(0).tolist(),
+        largest=torch.stack([tally.most for tally in seen]).amax(0).tolist(),
+        standard_error=[None] * len(means) if spread is None else spread.tolist(),
+        per_sequence=means.tolist(),
+        pairs=sum(tally.count for tally in seen),
+        left_out=left_out,
+        short=len(tallies) - len(seen),
+        status="exact" if pairs is None else "empirical",
+    )
+
+
+class _Tally:
+    """Sum, extremes and number of the ratios of one sequence, for every layer."""
+
+    def __init__(self, layers: int) -> None:
+        self.count = 0
+        self.total = torch.zeros(layers, dtype=torch.float64)
+        self.least = torch.full((layers,), math.inf, dtype=torch.float64)
+        self.most = torch.full((layers,), -math.inf, dtype=torch.float64)
+
+    def add(self, distances: Sequence[Tensor]) -> int:
+        """Take in the distances of the same pairs in every state; return how many pairs have no ratio."""
+        stack = torch.stack(list(distances))
+        usable = (stack[0] != 0) & torch.isfinite(stack).all(0)
+        ratios = (stack[1:, usable] / stack[0, usable]).cpu().to(torch.float64)
+        if ratios.shape[1]:
+            self.count += ratios.shape[1]
+            self.total += ratios.sum(1)
+            self.least = torch.minimum(self.least, ratios.amin(1))
+            self.most = torch.maximum(self.most, ratios.amax(1))
+        return int(usable.numel()) - ratios.shape[1]
+
+
+def _all_pairs(sequence: Sequence[Tensor], metric: Metric) -> Iterator[list[Tensor]]:
+    """Yield the distances of all pairs i < j, a block of i at a time; they are symmetric."""
+    tokens = sequence[0].shape[0]
+    for start in range(0, tokens - 1, _BLOCK):
+        stop = min(start + _BLOCK, tokens)
+        above = torch.ones(stop - start, tokens - start, dtype=torch.bool, device=sequence[0].device).triu(1)
+        yield [between(state[start:stop], state[start:], metric)[above] for state in sequence]
+
+
+def _drawn_pairs(
+    sequence: Sequence[Tensor], metric: Metric, pairs: int, generator: torch.Generator
+) -> Iterator[list[Tensor]]:
+    tokens = sequence[0].shape[0]
+    if tokens < 2:
+        return
+    first = torch.randint(tokens, (pairs,), generator=generator)
+    second = (first + torch.randint(1, tokens, (pairs,), generator=generator)) % tokens
+    first, second = first.to(sequence[0].device), second.to(sequence[0].device)
+    yield [paired(state[first], state[second], metric) for state in sequence]

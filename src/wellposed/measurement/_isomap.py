@@ -1,0 +1,102 @@
+"""Isomap of tokens, layer by layer: the data of sengupta2023's Figure 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ShapeError, missing_extra
+from wellposed.measurement._measurement import write_csv
+from wellposed.measurement._states import States, read_states
+
+COLUMNS = ("layer", "position", "token", "chosen", "x", "y")
+
+
+@dataclass(frozen=True)
+class IsomapPoints:
+    """One row per layer and token: ``layer``, ``position``, ``token``, ``chosen``, ``x``, ``y``."""
+
+    rows: list[dict[str, Any]]
+    residual_variance: list[float]
+    """For each layer, 1 - r^2 between geodesic and drawn distances: what the plane could not show."""
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write the rows as CSV."""
+        return write_csv(Path(path), COLUMNS, self.rows)
+
+
+def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (), neighbors: int = 5) -> IsomapPoints:
+    """Place the tokens of one sequence in a plane so that distances along their neighbourhood graph are kept.
+
+    Status: empirical, a picture: each layer is fitted by itself, then turned (and mirrored, never scaled) onto the
+    layer before it, so that what moves between two pictures moved in the model. Source: Tenenbaum, de Silva and
+    Langford (2000), by scikit-learn; Sengupta et al. (2023, Figure 4).
+
+    Args:
+        states: ``(x_0, ..., x_L)``, each (1, tokens, width), or a model output with ``hidden_states``.
+        tokens: the text of every token, without padding: as many as the states hold.
+        chosen: texts of the tokens to mark, each of which must occur.
+        neighbors: edges of the graph from each token.
+
+    Returns:
+        `IsomapPoints`.
+
+    Raises:
+        ConfigError: scikit-learn is not installed; ``neighbors`` does not fit; a chosen token that does not occur.
+        ShapeError: more than one sequence, or another number of tokens.
+
+    Cost: ``tokens^3`` for each layer. When not to use: for numbers; `activation_factor` and `token_distances` are.
+
+    >>> x = torch.randn(1, 8, 3, generator=torch.Generator().manual_seed(0))
+    >>> len(isomap([x, 2 * x], list("abcdefgh"), chosen=["a"], neighbors=4).rows)
+    16
+    """
+    try:
+        from sklearn.manifold import Isomap
+    except ImportError as error:
+        raise missing_extra("scikit-learn", "train", "Isomap plots") from error
+    found = read_states(states)
+    if found[0].shape[:2] != (1, len(tokens)):
+        raise ShapeError(
+            f"isomap: the states hold {found[0].shape[0]} sequences of {found[0].shape[1]} tokens and {len(tokens)} "
+            "names were given; expected one sequence and a name for each token (cut the padding off first)"
+        )
+    if not 1 <= neighbors < len(tokens):
+        raise ConfigError(f"isomap: neighbors = {neighbors}, expected 1 to {len(tokens) - 1} with {len(tokens)} tokens")
+    absent = [token for token in chosen if token not in tokens]
+    if absent:
+        raise ConfigError(f"isomap: chosen tokens {absent} do not occur; the tokens are {list(tokens)}")
+    rows: list[dict[str, Any]] = []
+    residual: list[float] = []
+    before: Tensor | None = None
+    for layer, state in enumerate(found):
+        fitted = Isomap(n_neighbors=neighbors, n_components=2)
+        plane = torch.as_tensor(fitted.fit_transform(state[0].double().cpu().numpy()))
+        plane = _turned(plane - plane.mean(0), before)
+        residual.append(_residual(torch.as_tensor(fitted.dist_matrix_), plane))
+        rows += [
+            {"layer": layer, "position": index, "token": token, "chosen": token in chosen, "x": x, "y": y}
+            for index, (token, (x, y)) in enumerate(zip(tokens, plane.tolist(), strict=True))
+        ]
+        before = plane
+    return IsomapPoints(rows, residual)
+
+
+def _turned(plane: Tensor, before: Tensor | None) -> Tensor:
+    """Return the plane under the orthogonal map that brings it nearest to the one before (Procrustes)."""
+    if before is None:
+        return plane
+    left, _, right = torch.linalg.svd(plane.mT @ before)
+    return plane @ left @ right
+
+
+def _residual(geodesic: Tensor, plane: Tensor) -> float:
+    drawn = torch.cdist(plane, plane)
+    rows, columns = torch.triu_indices(*drawn.shape, offset=1)
+    pair = torch.stack([geodesic[rows, columns].double(), drawn[rows, columns]])
+    return 1.0 - torch.corrcoef(pair)[0, 1].item() ** 2

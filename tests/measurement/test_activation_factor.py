@@ -1,0 +1,150 @@
+"""Activation factors and token distances against eq. 5 written out, and against the bounds of a Lipschitz map."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.measurement import activation_factor, hidden_states, token_distances
+from wellposed.measurement._token_distances import Metric
+
+
+def distance(first: Tensor, second: Tensor, metric: str) -> float:
+    a, b = first.double(), second.double()
+    if metric == "euclidean":
+        return math.sqrt(sum((u - v) ** 2 for u, v in zip(a.tolist(), b.tolist(), strict=True)))
+    inner = sum(u * v for u, v in zip(a.tolist(), b.tolist(), strict=True))
+    return inner if metric == "dot" else 1 - inner / float(a.norm() * b.norm())
+
+
+def written_out(states: list[Tensor], lengths: list[int], metric: str) -> list[float]:
+    """Eq. 5: every ordered pair i != j of each sequence, then the mean over sequences."""
+    factors = []
+    for layer in states[1:]:
+        means = []
+        for index, length in enumerate(lengths):
+            pairs = [(i, j) for i in range(length) for j in range(length) if i != j]
+            ratios = [
+                distance(layer[index][i], layer[index][j], metric)
+                / distance(states[0][index][i], states[0][index][j], metric)
+                for i, j in pairs
+            ]
+            means.append(statistics.fmean(ratios))
+        factors.append(statistics.fmean(means))
+    return factors
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
+def test_eq_5_with_padding(metric: Metric) -> None:
+    torch.manual_seed(0)
+    states = [torch.randn(2, 6, 4) for _ in range(3)]
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    found = activation_factor(states, metric=metric, attention_mask=mask)
+    assert found.mean == pytest.approx(written_out(states, [6, 4], metric), rel=1e-9)
+    assert (found.pairs, found.left_out, found.short, found.status) == (15 + 6, 0, 0, "exact")
+    assert [len(row) for row in found.per_sequence] == [2, 2]
+    assert found.rows()[1]["mean"] == found.mean[1]
+
+
+def test_more_tokens_than_a_block_holds() -> None:
+    torch.manual_seed(0)
+    first, second = torch.randn(1, 700, 2).double(), torch.randn(1, 700, 2).double()
+    ratios = torch.pdist(second[0]) / torch.pdist(first[0])
+    found = activation_factor([first, second])
+    assert found.pairs == 700 * 699 // 2
+    assert found.mean[0] == pytest.approx(float(ratios.mean()))
+    assert (found.smallest[0], found.largest[0]) == pytest.approx((float(ratios.min()), float(ratios.max())))
+
+
+def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
+    torch.manual_seed(0)
+    states = [torch.randn(20, 30, 8), torch.randn(20, 30, 8)]
+    exact, drawn = activation_factor(states), activation_factor(states, pairs=100, seed=1)
+    assert drawn.status == "empirical"
+    assert drawn.pairs == 2000
+    assert drawn.standard_error[0] is not None
+    assert drawn.mean != exact.mean
+    assert drawn.mean[0] == pytest.approx(exact.mean[0], abs=5 * drawn.standard_error[0])
+    assert drawn == activation_factor(states, pairs=100, seed=1) != activation_factor(states, pairs=100, seed=2)
+
+
+def test_ratios_lie_within_the_constants_of_the_map() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 9, 5), torch.randn(5, 5)
+    values = torch.linalg.svdvals(weight)
+    found = activation_factor([x, x @ weight])
+    assert float(values[-1]) * (1 - 1e-5) <= found.smallest[0] <= found.mean[0]
+    assert found.mean[0] <= found.largest[0] <= float(values[0]) * (1 + 1e-5)
+    rotation = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
+    for metric in ("euclidean", "cosine", "dot"):
+        assert activation_factor([x.double(), x.double() @ rotation], metric=metric).mean == pytest.approx([1.0])
+
+
+def test_pairs_without_a_ratio_are_counted() -> None:
+    x = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [2.0, 0.0], [0.0, 3.0]]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    found = activation_factor([x, 3 * x], attention_mask=mask)
+    assert (found.mean, found.pairs, found.left_out, found.short) == ([3.0], 2, 1, 1)
+    assert found.standard_error == [None]
+    assert activation_factor([x, 3 * x], metric="cosine").left_out == 3  # two with a zero vector, one of equal ones
+
+
+def test_token_distances_keep_near_tokens_apart() -> None:
+    x = torch.tensor([[[1000.0, 0.0], [1000.001, 0.0], [0.0, 0.0]]])
+    near, _ = token_distances([x, x], attention_mask=torch.tensor([[1, 1, 0]]))
+    assert near[0, 0, 1].item() == pytest.approx(float(x[0, 1, 0]) - 1000.0, rel=1e-9)
+    assert near[0, 2].isnan().all()
+    cosine, _ = token_distances([x, x], metric="cosine")
+    assert cosine[0, 0, 1] == 0.0
+    assert cosine[0, 0, 2].isnan()
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, output_hidden_states: bool = False) -> dict[str, tuple[Tensor, ...]]:
+        return {"hidden_states": (x, self.drop(2 * x))} if output_hidden_states else {}
+
+
+def test_states_of_a_model_are_read_in_evaluation_mode() -> None:
+    model, x = Doubling().train(), torch.randn(1, 4, 3)
+    assert torch.equal(hidden_states(model, {"x": x})[1], 2 * x)
+    assert model.training
+    assert activation_factor(hidden_states(model, {"x": x})).mean == [2.0]
+
+
+def test_states_of_a_hugging_face_model() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8)
+    batch = {"input_ids": torch.arange(1, 7)[None], "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}
+    states = hidden_states(BertModel(config), batch)
+    assert len(states) == 3
+    assert len(activation_factor(states, attention_mask=batch["attention_mask"]).mean) == 2
+
+
+def test_bad_input() -> None:
+    x = torch.randn(1, 3, 2)
+    with pytest.raises(ConfigError, match="metric"):
+        activation_factor([x, x], metric="manhattan")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="pairs = 0"):
+        activation_factor([x, x], pairs=0)
+    with pytest.raises(ConfigError, match="two real tokens"):
+        activation_factor([x, x], attention_mask=torch.tensor([[1, 0, 0]]))
+    with pytest.raises(ConfigError, match="output_hidden_states"):
+        activation_factor({"logits": x})
+    with pytest.raises(ShapeError, match="state 1"):
+        activation_factor([x, x[:, :2]])
+    with pytest.raises(ShapeError, match="attention_mask"):
+        token_distances([x, x], attention_mask=torch.ones(1, 2))
+    with pytest.raises(ShapeError, match="received 1 hidden states"):
+        token_distances([x])
+    with pytest.raises(ConfigError, match="cannot be asked"):
+        hidden_states(nn.Linear(2, 2), {"input": x})

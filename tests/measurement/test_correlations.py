@@ -1,0 +1,63 @@
+"""Correlations against hand-worked values and against a permutation test."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.measurement import correlate, correlations
+
+pytest.importorskip("scipy")
+
+
+def test_by_hand() -> None:
+    # Deviations (-1, 0, 1) and (-1, 1, 0): r = 1 / 2; t = r / sqrt(1 - r^2) with 1 degree of freedom is Cauchy.
+    found = correlate([1, 2, 3], [1, 3, 2], names=("factor", "accuracy"))
+    assert found.pearson == pytest.approx(0.5)
+    assert found.p_value == pytest.approx(1 - 2 * math.atan(1 / math.sqrt(3)) / math.pi)
+    assert (found.first, found.second, found.n) == ("factor", "accuracy", 3)
+    assert found.spearman == pytest.approx(0.5)
+
+
+def test_the_p_value_is_near_that_of_all_permutations() -> None:
+    x, y = [0.3, -1.2, 0.8, 1.9, -0.4, 0.1, 1.1], [0.5, -0.2, 0.4, 1.2, -1.0, 0.9, -0.1]
+    found = correlate(x, y)
+    others = [abs(statistics.correlation(x, order)) for order in itertools.permutations(y)]
+    exact = sum(other >= abs(found.pearson) - 1e-12 for other in others) / len(others)
+    assert found.p_value == pytest.approx(exact, abs=0.02)
+
+
+def test_ranks_share_ties_and_see_any_rising_relation() -> None:
+    assert correlate([1, 2, 3, 4], [1, 10, 100, 1e6]).spearman == pytest.approx(1.0)
+    # Ranks (1, 2.5, 2.5, 4) and (1, 2, 3, 4): 4.5 / sqrt(4.5 * 5).
+    assert correlate([1, 5, 5, 9], [1, 2, 3, 4]).spearman == pytest.approx(4.5 / math.sqrt(22.5))
+
+
+def test_every_two_quantities_across_models() -> None:
+    models = {
+        "post_ln": {"factor": 4.0, "entropy": 5.8, "accuracy": 0.81},
+        "rezero": {"factor": 2.0, "entropy": 3.0, "accuracy": 0.83},
+        "transject": {"factor": 1.0, "entropy": -1.3, "accuracy": 0.88},
+    }
+    found = correlations(models)
+    assert [(c.first, c.second) for c in found] == [
+        ("factor", "entropy"), ("factor", "accuracy"), ("entropy", "accuracy")
+    ]  # fmt: skip
+    assert found[1].pearson == pytest.approx(statistics.correlation([4, 2, 1], [0.81, 0.83, 0.88]))
+    with pytest.raises(ConfigError, match="rezero"):
+        correlations({**models, "rezero": {"factor": 2.0}})
+    with pytest.raises(ConfigError, match="at least two"):
+        correlations({"a": {"factor": 1.0}})
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ShapeError, match="2 values of x and 2 of y"):
+        correlate([1, 2], [1, 2])
+    with pytest.raises(ConfigError, match="not all equal"):
+        correlate([1, 1, 1], [1, 2, 3])
+    with pytest.raises(ConfigError, match="finite"):
+        correlate([1, 2, math.nan], [1, 2, 3])

@@ -1,0 +1,68 @@
+"""Isomap of tokens: a flat sheet is laid out flat, layers are turned onto each other, never scaled."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.measurement import isomap
+
+pytest.importorskip("sklearn")
+TOKENS = [f"t{index}" for index in range(20)]
+
+
+def sheet() -> Tensor:
+    """A 4 x 5 grid in the plane."""
+    return torch.cartesian_prod(torch.arange(4.0), torch.arange(5.0))
+
+
+def points(rows: list[dict[str, float]], layer: int) -> Tensor:
+    return torch.tensor([[row["x"], row["y"]] for row in rows if row["layer"] == layer])
+
+
+def test_layers_that_keep_distances_coincide_in_the_picture() -> None:
+    torch.manual_seed(0)
+    lifted = sheet() @ torch.linalg.qr(torch.randn(6, 2))[0].T
+    rotation = torch.linalg.qr(torch.randn(6, 6))[0]
+    found = isomap([lifted[None], (lifted @ rotation)[None], (3 * lifted)[None]], TOKENS, neighbors=19)
+    first, second, third = (points(found.rows, layer) for layer in range(3))
+    # With every other token a neighbour, the graph holds the plane distances themselves.
+    assert torch.allclose(torch.cdist(first, first), torch.cdist(sheet(), sheet()), atol=1e-4)
+    assert torch.allclose(first, second, atol=1e-4)
+    assert torch.allclose(third, 3 * first, atol=1e-3)
+    assert found.residual_variance == pytest.approx([0.0] * 3, abs=1e-5)
+
+
+def test_a_bent_sheet_is_unrolled() -> None:
+    angle = torch.linspace(0, 1.5 * math.pi, 20)
+    arc = torch.stack([angle.cos(), angle.sin(), torch.zeros(20)], dim=1)
+    found = isomap([arc[None], arc[None]], TOKENS, neighbors=3)
+    line = points(found.rows, 0)
+    # Chords fall a percent or two short of the arc; the ends of the arc itself are sqrt 2 apart.
+    assert float((line[0] - line[-1]).norm()) == pytest.approx(1.5 * math.pi, rel=0.02)
+
+
+def test_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    states = [torch.randn(1, 20, 4) for _ in range(2)]
+    found = isomap(states, TOKENS, chosen=["t3"], neighbors=6)
+    assert [(row["layer"], row["position"]) for row in found.rows] == [(n, p) for n in range(2) for p in range(20)]
+    assert [row["token"] for row in found.rows if row["chosen"]] == ["t3", "t3"]
+    with found.to_csv(tmp_path / "figure-4.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 40
+
+
+def test_bad_input() -> None:
+    states = [torch.randn(1, 20, 4)] * 2
+    with pytest.raises(ShapeError, match="3 names"):
+        isomap(states, TOKENS[:3])
+    with pytest.raises(ConfigError, match="neighbors = 20"):
+        isomap(states, TOKENS, neighbors=20)
+    with pytest.raises(ConfigError, match="zebra"):
+        isomap(states, TOKENS, chosen=["zebra"])
