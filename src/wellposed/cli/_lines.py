@@ -42,6 +42,13 @@ class LineSource:
             )
             raise DataError(f"{path}: no such file" + (f"; nearest: {', '.join(near)}" if near else ""))
 
+    def __enter__(self) -> LineSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._spool is not None:
+            self._spool.close()
+
     def __iter__(self) -> Iterator[str]:
         with self._open() as file:
             for number, raw in enumerate(file, 1):

@@ -110,9 +110,8 @@ def _translate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optio
         max_new_tokens=options.max_new_tokens,
     )
     translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
-    translate_lines(
-        LineSource(text=options.text, path=options.input), options.output, translator, n_best=options.n_best
-    )
+    with LineSource(text=options.text, path=options.input) as source:
+        translate_lines(source, options.output, translator, n_best=options.n_best)
     return 0
 
 
