@@ -95,7 +95,7 @@ def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up() -> No
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4, betas=(0.9, 0.98))
     source = torch.randint(3, PLAIN["vocab_size"], (8, 6))
     losses: list[float] = []
-    for _ in range(4):
+    for _ in range(3):
         loss: Tensor = model(input_ids=source, labels=source.flip(1)).loss
         optimizer.zero_grad()
         loss.backward()
