@@ -1,6 +1,7 @@
 """Forward + backward time of L2 attention against dot-product attention, the paper's formula and `torch.cdist`.
 
-Ratios are medians over interleaved rounds, so that a busy machine slows every candidate alike.
+Ratios are medians over interleaved rounds, so that a busy machine slows every candidate alike. `dot_product d + 8` is
+the fused kernel at the head width that L2 attention calls it with: no L2 attention made of that kernel can be faster.
 Run: python benchmarks/l2_attention.py [--tokens 1024 2048 4096] [--dtype float32 bfloat16] [--rounds 7]
 """
 
@@ -44,12 +45,18 @@ CANDIDATES: dict[str, Attention] = {
     "dot_product": F.scaled_dot_product_attention,
     "l2_attention": l2_attention,
     "l2_attention tied": tied,
+    "dot_product d + 8": F.scaled_dot_product_attention,
     "dot_product causal": partial(F.scaled_dot_product_attention, is_causal=True),
     "l2_attention causal": partial(l2_attention, is_causal=True),
+    "dot_product causal d + 8": partial(F.scaled_dot_product_attention, is_causal=True),
     "paper formula": paper_formula,
     "cdist": with_cdist,
 }
-BASELINE = {"l2_attention causal": "dot_product causal"}
+BASELINE = dict.fromkeys(("l2_attention causal", "dot_product causal d + 8"), "dot_product causal")
+_WIDER = 8
+
+
+BASES = ("dot_product", *BASELINE.values())
 
 
 def seconds(attention: Attention, inputs: list[Tensor], weight: Tensor) -> float:
@@ -84,15 +91,16 @@ def main() -> None:
     for dtype_name in options.dtype:
         dtype = getattr(torch, dtype_name)
         for tokens in options.tokens:
-            shape = (1, options.heads, tokens, options.head_dim)
-            inputs = [torch.randn(shape, device=options.device, dtype=dtype, requires_grad=True) for _ in range(3)]
-            weight = torch.randn(shape, device=options.device, dtype=dtype)
+            make = partial(torch.randn, device=options.device, dtype=dtype)
+            narrow, wide = ((1, options.heads, tokens, options.head_dim + extra) for extra in (0, _WIDER))
+            inputs = [make(narrow, requires_grad=True) for _ in range(3)], make(narrow)
+            wider = [make(wide, requires_grad=True) for _ in range(3)], make(wide)
             chosen = {name: CANDIDATES[name] for name in options.candidates if name != "cdist" or dtype_name[0] == "f"}
             times: dict[str, list[float]] = {name: [] for name in chosen}
             for _ in range(options.rounds + 1):
                 for name, attention in chosen.items():
-                    times[name].append(seconds(attention, inputs, weight))
-            ratios = {name: ratio(times, name) for name in times if not name.startswith("dot_product")}
+                    times[name].append(seconds(attention, *(wider if name.endswith("d + 8") else inputs)))
+            ratios = {name: ratio(times, name) for name in times if name not in BASES}
             base = statistics.median(times["dot_product"][1:])
             row = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
             print(f"{dtype_name} N={tokens}: {row} (dot_product {1000 * base:.1f} ms)", flush=True)

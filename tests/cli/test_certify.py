@@ -41,6 +41,7 @@ def test_a_classifier_run_gives_table_curve_and_files(
     text = capsys.readouterr().out
     assert "total, norm tok" in text
     assert "certified accuracy on test of text_classification" in text
+    assert "for scale: embedded tokens have 2-norm" in text
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["label"] == "certified"
     assert certificate["tokens"] == 6

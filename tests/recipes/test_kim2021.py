@@ -18,7 +18,8 @@ from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
 from wellposed.recipes import _kim2021_bounds as bounds
 from wellposed.recipes import _kim2021_inverse as inverse
-from wellposed.recipes._kim2021_training import figure_4, run_config
+from wellposed.recipes._kim2021_runs import run_config
+from wellposed.recipes._kim2021_training import _depths_learned, figure_4
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
 
 TRAINING = ("figure-4", "table-2", "figure-9", "figure-11", "table-3", "figure-5", "figure-8", "figure-10")
@@ -128,28 +129,28 @@ def test_random_layers_show_what_figure_3_shows() -> None:
 
 
 def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
-    from wellposed.recipes import _kim2021_training as training
+    from wellposed.recipes import _kim2021_runs as training
 
     request = Request("paper", tmp_path)
-    sizes = training._tuned(request)
+    sizes = training.tuned(request)
     assert len(sizes.dropouts) * len(sizes.gammas) * len(sizes.warmups) == 84
     config = run_config(request, sizes, "l2_contractive", 5, dropout=0.1, gamma=0.4, warmup=4000)
     assert (config.model.hidden_size, config.model.num_attention_heads, config.train.batch_size) == (512, 8, 64)
     assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == ("kim2021", 0.4, 4000)
-    fixed = training._fixed(request)
+    fixed = training.fixed(request)
     assert max(fixed.depths) == 18
     assert run_config(request, fixed, "dot_product", 18).train.schedule == "constant"
 
 
 def test_runs_are_kept_and_a_diverged_run_is_a_row(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wellposed.recipes import _kim2021_training as training
+    from wellposed.recipes import _kim2021_runs as training
 
     sizes = training.Sizes(16, 16, 4, 3, (1,), fixed_rate=1e30, limit_chars=2000, eval_batches=1)
     request = Request("toy", tmp_path, text)
-    (run,) = training._train_grid(request, "diverge", ("dot_product",), sizes)
+    (run,) = training.train_grid(request, "diverge", ("dot_product",), sizes)
     assert math.isinf(run.test)
-    assert training._depths_learned([run], "dot_product") == []
-    monkeypatch.setattr("wellposed.recipes._kim2021_training._tuned", lambda request: training.Sizes(
+    assert _depths_learned([run], "dot_product") == []
+    monkeypatch.setattr("wellposed.recipes._kim2021_training.tuned", lambda request: training.Sizes(
         16, 16, 4, 3, (1,), warmups=(2,), limit_chars=2000, eval_batches=1
     ))  # fmt: skip
     figure_4(request)

@@ -106,6 +106,10 @@ def _accuracy(
     )
     print(f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded input:")
     print(curve.table())
+    sizes = model.get_input_embeddings().weight.detach().norm(dim=-1)
+    print(
+        f"for scale: embedded tokens have 2-norm {float(sizes.median()):.4g} (median), {float(sizes.max()):.4g} at most"
+    )
     if options.out is not None:
         curve.to_csv(options.out / "certified_accuracy.csv")
         curve.plot(options.out / "certified_accuracy.svg")
