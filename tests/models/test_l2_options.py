@@ -79,6 +79,17 @@ def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(
     assert 0.9 * glorot < float(layer.feedforward.up_proj.weight.detach().abs().max()) <= glorot
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_changes_nothing_in_norm_2_whose_bound_depends_on_the_mask(is_causal: bool) -> None:
+    torch.manual_seed(0)
+    options = {"attention": "l2_contractive", "lipschitz_norm": "2", "is_causal": is_causal}
+    model = WellposedModel(WellposedConfig(**SIZES, **options)).double().eval()
+    alone = model(input_ids=torch.tensor([[3, 1, 4]])).last_hidden_state
+    ids, mask = torch.tensor([[0, 3, 1, 4, 0]]), torch.tensor([[0, 1, 1, 1, 0]])
+    padded = model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 1:4]
+    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-11)
+
+
 def test_options_come_back_from_disk(tmp_path: Any) -> None:
     options = {"contractive": 0.4, "lipschitz_norm": "2", "query_width": 2, "l2_init_scale": 0.3, "init": "kim2021"}
     model = WellposedForSequenceClassification(WellposedConfig(**SIZES, attention="l2_contractive", **options)).eval()
