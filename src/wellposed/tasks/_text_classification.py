@@ -19,6 +19,7 @@ from wellposed.tasks._classification import (
     sorted_labels,
 )
 from wellposed.tasks._tables import AUTO, SUFFIXES, LabelledTexts, TableOptions, read_table, table_from_hub
+from wellposed.tasks._text_folders import has_class_folders, read_text_folders
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class TextClassificationOptions:
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv or jsonl file (.gz too), a folder with a train file, or hf:name[:config]."""
+    """A csv, tsv or jsonl file (.gz too), a folder with a train file or with train/CLASS/*.txt, or hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -133,6 +134,11 @@ def load_tables(options: Any, table_options: TableOptions) -> tuple[dict[Split, 
         for split, rows in load_hub_dataset(options.data).items():
             tables[split] = table_from_hub(rows, f"{options.data} ({split})", table_options)
             files[split] = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
+    elif has_class_folders(options.data):
+        _refuse_files(options, "folders of texts by class bring their own splits")
+        tables, described = read_text_folders(options.data)
+        tables, cut = cut_missing_splits(tables)
+        return tables, {"source": options.data, **described, **({"cut_from_train": cut} if cut else {})}
     else:
         found = find_split_files(options.data, valid=options.valid, test=options.test, suffixes=SUFFIXES)
         how = found.how
