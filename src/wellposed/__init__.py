@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from wellposed.initialize import dt_fixup_ as dt_fixup_
     from wellposed.initialize import remove_norms_ as remove_norms_
     from wellposed.initialize import signal_propagation as signal_propagation
+    from wellposed.initialize import step_change as step_change
     from wellposed.initialize import t_fixup_ as t_fixup_
     from wellposed.measurement import Measurement as Measurement
     from wellposed.measurement import Monitor as Monitor
@@ -62,6 +63,7 @@ _EXPORTS: dict[str, str] = {
     "register_rule": "certification",
     "remove_norms_": "initialize",
     "signal_propagation": "initialize",
+    "step_change": "initialize",
     "t_fixup_": "initialize",
     "CheckpointError": "errors",
     "ConfigError": "errors",
@@ -99,6 +101,7 @@ __all__ = [
     "register_rule",
     "remove_norms_",
     "signal_propagation",
+    "step_change",
     "t_fixup_",
 ]
 
