@@ -36,9 +36,10 @@ def ptb_mini() -> RunConfig:
 
 @NAMED.register("multi30k-mini")
 def multi30k_mini() -> RunConfig:
-    """Multi30k De-En, pre-LN, 3 + 3 layers of width 256, joint BPE of 6,000: under an hour of one CPU core.
+    """Multi30k De-En, pre-LN, 3 + 3 layers of width 256, joint BPE of 6,000: BLEU 38.5 after 27 minutes of one core.
 
-    The data folder is given with ``--data``; the row is in ``benchmarks/RESULTS.md``.
+    On test_2016_flickr with beam 4, the mean of the last three evaluations being better on valid than the last. The
+    data folder is given with ``--data``; the row is in ``benchmarks/RESULTS.md``.
     """
     return RunConfig(
         task="translation",
@@ -61,13 +62,18 @@ def multi30k_mini() -> RunConfig:
             dropout=0.1,
         ),
         train=TrainOptions(
-            steps=2200,
+            steps=1400,
             batch_size=512,
-            learning_rate=2e-3,
-            warmup_steps=200,
+            learning_rate=1.5e-3,
+            schedule="inverse_sqrt_warmup",
+            warmup_steps=150,
             label_smoothing=0.1,
-            eval_every=200,
-            checkpoint_every=200,
+            eval_every=100,
+            checkpoint_every=100,
+            average_checkpoints=3,
             log_every=20,
         ),
     )
+
+
+import wellposed.recipes._zhang2021_corpora  # noqa: E402, F401  (registers the papers' corpora)
