@@ -90,6 +90,14 @@ def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens: 
     torch.testing.assert_close(module.reconstruction_loss(torch.cat([x, x], 1) * 7), loss, rtol=1e-9, atol=0)
 
 
+def test_reconstruction_loss_is_float32_under_autocast() -> None:
+    torch.manual_seed(8)
+    module, x = GramSpectrum(D), torch.randn(2, 20, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = module.reconstruction_loss(x)
+    assert torch.equal(under, module.reconstruction_loss(x))
+
+
 def test_reconstruction_loss_cannot_be_won_by_growing() -> None:
     torch.manual_seed(5)
     module, x = spectrum(), torch.randn(1, 20, D, dtype=torch.float64)

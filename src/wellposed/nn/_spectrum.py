@@ -100,12 +100,14 @@ class GramSpectrum(nn.Module):
 
         Cost: N d min(N, d) + d^3 multiply-adds for each sample. Rounding sets a floor of about 1e-6 in float32.
         """
-        energy = _without(self._energy(x), key_padding_mask, 0.0).sum(1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # All of it in one precision: the terms below nearly cancel.
         with torch.autocast(x.device.type, enabled=False):
-            tokens = _without(x.to(energy.dtype), key_padding_mask, 0.0)
+            tokens = _without(x.to(wide), key_padding_mask, 0.0)
+            weight = self.basis.weight.to(wide)
+            energy = (tokens @ weight.mT).square().sum(1)
             small = tokens @ tokens.mT if x.shape[1] < x.shape[2] else tokens.mT @ tokens
             size = small.square().sum((-2, -1))
-            weight = self.basis.weight.to(energy.dtype)
             # |U0 diag(g) U0^T|_F^2, which is |g|^2 only where U0 is orthogonal: without it a growing U0 would gain.
             overlaps = (weight @ weight.mT).square()
             rebuilt = (energy @ overlaps * energy).sum(-1)
