@@ -85,10 +85,17 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
 
 
 def _contractive(module: L2SelfAttention, site: Site) -> LayerBound:
+    if (module.norm, module.max_tokens) == (site.norm, site.seq_len):
+        return _contraction(module, site, float(module.contractive or math.inf))
     try:
-        value = float(module.lipschitz_bound(site.seq_len, norm=site.norm, mask=site.mask))
+        layers = site.remember(module, "bound_layers", lambda: module.bound_layers("cholesky"))
+        value = float(module.lipschitz_bound(site.seq_len, norm=site.norm, mask=site.mask, layers=layers))
     except WellposedError as error:
         return site.refuse(str(error))
+    return _contraction(module, site, value)
+
+
+def _contraction(module: L2SelfAttention, site: Site, value: float) -> LayerBound:
     # Being value-Lipschitz in tok, the output cannot leave the ball around its value at 0.
     bounded = site.norm == "tok" and math.isfinite(site.radius)
     radius = value * site.radius + _at_zero(module, site.seq_len) if bounded else math.inf

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.functional import l2_attention
-from wellposed.linalg import MASK_KINDS, MaskKind, Norm, SpectralMethod, check_norm, l2_attention_bound, l2_constants
+from wellposed.linalg import MASK_KINDS, L2Layer, MaskKind, Norm, SpectralMethod, check_norm, l2_constants
 from wellposed.nn._heads import head_width, join_heads, split_heads
 from wellposed.nn._l2_refusal import l2_attention_refusal
 from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask, known_pattern, most_visible
@@ -179,7 +179,13 @@ class L2SelfAttention(nn.Module):
         )
 
     def lipschitz_bound(
-        self, num_tokens: int, *, norm: Norm | None = None, mask: MaskKind = "any", method: SpectralMethod = "svd"
+        self,
+        num_tokens: int,
+        *,
+        norm: Norm | None = None,
+        mask: MaskKind = "any",
+        method: SpectralMethod = "svd",
+        layers: tuple[L2Layer, L2Layer] | None = None,
     ) -> Tensor:
         """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
 
@@ -191,6 +197,7 @@ class L2SelfAttention(nn.Module):
             norm: `"tok"`, `"inf"` or `2`; the layer's own where not given.
             mask: which masks the bound covers; matters for norm 2 only.
             method: how spectral norms are bounded.
+            layers: from `bound_layers`, so that several bounds share their spectral norms; made here where not given.
 
         Returns:
             0-dim tensor.
@@ -202,8 +209,9 @@ class L2SelfAttention(nn.Module):
         """
         self._refuse()
         norm = self.norm if norm is None else check_norm(norm)
+        by_call, exact = self.bound_layers(method) if layers is None else layers
         if self.contractive is None:
-            return self._weights_bound(num_tokens, norm, mask, method)
+            return exact.bound(l2_constants(num_tokens, mask=mask), norm=norm).value
         if self.max_tokens is None:
             if norm != self.norm:
                 raise ConfigError(
@@ -213,11 +221,20 @@ class L2SelfAttention(nn.Module):
             return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
         self._check_length(num_tokens)
         kinds: tuple[MaskKind, ...] = MASK_KINDS if mask == "any" else (mask,)
+        scales = [self._scale(self.max_tokens, kind, by_call) for kind in kinds]
         bounds = [
-            self._scale(self.max_tokens, kind) * self._weights_bound(num_tokens, norm, kind, method) for kind in kinds
+            scale * exact.bound(l2_constants(num_tokens, mask=kind), norm=norm).value
+            for scale, kind in zip(scales, kinds, strict=True)
         ]
         bound = torch.stack(bounds).amax()
         return bound.clamp_max(self.contractive) if norm == self.norm else bound
+
+    def bound_layers(self, method: SpectralMethod = "svd") -> tuple[L2Layer, L2Layer]:
+        """Return the weights as the division of a contractive layer sees them at each call, and for ``method``."""
+        double = torch.float64 if method in ("svd", "cholesky") else None
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            by_call = L2Layer(*self.head_weights(), method="gram")
+            return by_call, by_call if method == "gram" else L2Layer(*self.head_weights(double), method=method)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -289,18 +306,15 @@ class L2SelfAttention(nn.Module):
             value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             return query @ value.mT / math.sqrt(self.head_dim)
 
-    def _weights_bound(self, num_tokens: int, norm: Norm, mask: MaskKind, method: SpectralMethod) -> Tensor:
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            constants = l2_constants(num_tokens, mask=mask)
-            return l2_attention_bound(*self.head_weights(), constants, norm=norm, method=method).value
-
-    def _scale(self, num_tokens: int, mask: MaskKind) -> Tensor:
+    def _scale(self, num_tokens: int, mask: MaskKind, layer: L2Layer | None = None) -> Tensor:
         """`c / bound`; a layer of zero weights stays zero instead of 0/0."""
         assert self.contractive is not None
         frozen = None if torch.is_grad_enabled() else self._frozen_scales
         if frozen is not None and (num_tokens, mask) in frozen:
             return frozen[num_tokens, mask]
-        bound = self._weights_bound(num_tokens, self.norm, mask, "gram")
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            layer = layer or self.bound_layers("gram")[0]
+            bound = layer.bound(l2_constants(num_tokens, mask=mask), norm=self.norm).value
         scale = self.contractive / bound.clamp_min(torch.finfo(bound.dtype).tiny * 4)
         if frozen is not None:
             frozen[num_tokens, mask] = scale
@@ -320,7 +334,8 @@ class L2SelfAttention(nn.Module):
         if not isinstance(counts, Tensor):
             return self._scale(counts, mask)
         lengths, index = counts.unique(return_inverse=True)
-        scales = torch.stack([self._scale(length, mask) for length in lengths.tolist()])
+        layer, _ = self.bound_layers("gram")
+        scales = torch.stack([self._scale(length, mask, layer) for length in lengths.tolist()])
         return scales[index][:, None, None, None]
 
     def _check_options(self) -> None:
