@@ -8,13 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from wellposed.recipes.variants import VARIANTS, _with_model, post_ln
-from wellposed.training.config import ConstrainOptions, ModelOptions, RunConfig
+from wellposed.recipes.variants import VARIANTS, post_ln
+from wellposed.training.config import ConstrainOptions, ModelOptions, RunConfig, TrainOptions
 
 TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_proj", "*.down_proj")
 # Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports torch.
 TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
 SPECTRUM_WEIGHTS = ("*.basis",)
+KEPT = (
+    "hidden_size", "num_hidden_layers", "num_experts", "spectrum_norm", "position", "pooling", "dropout",
+    "tie_word_embeddings",
+)  # fmt: skip
 # Its weights can only turn, and its branches are divided by L and start from zero: at a Transformer's rate it learns
 # too, but slowly (listops, 150 steps: 0.20 at 0.001, 0.30 at 0.003, 0.36 at 0.01; majority 0.12).
 RATE = 5.0
@@ -39,25 +43,22 @@ def transject_random(base: RunConfig, rate: float = RATE) -> RunConfig:
 
 
 def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
-    """Keep what TransJect has too: sizes, positions, pooling, experts; put the options it lacks to their defaults."""
-    plain, given = ModelOptions(), base.model
-    config = _with_model(
-        base,
+    """Keep what TransJect has too (`KEPT`); all options it lacks are at their defaults."""
+    plain = ModelOptions()
+    model = ModelOptions(
         architecture="transject",
         residual="rezero",
         # No heads: the default says nothing, and neither does one, where the width cannot have the default's four.
-        num_attention_heads=1 if given.hidden_size % plain.num_attention_heads else plain.num_attention_heads,
-        intermediate_size=plain.intermediate_size,
-        activation=plain.activation,
-        attention_dropout=plain.attention_dropout,
-        init=plain.init,
-        contractive=plain.contractive,
-        lipschitz_norm=plain.lipschitz_norm,
-        num_experts=given.num_experts,
+        num_attention_heads=1 if base.model.hidden_size % plain.num_attention_heads else plain.num_attention_heads,
         spectrum=spectrum,
-        spectrum_norm=given.spectrum_norm,
+        **{name: getattr(base.model, name) for name in KEPT},
     )
-    return replace(config, train=replace(config.train, learning_rate=rate * config.train.learning_rate))
+    return replace(base, model=model, train=_faster(base.train, rate))
+
+
+def _faster(options: TrainOptions, rate: float) -> TrainOptions:
+    """Scale the learning rate, and gamma, which the schedule kim2021 reads in its place."""
+    return replace(options, learning_rate=rate * options.learning_rate, gamma=rate * options.gamma)
 
 
 def _held(config: RunConfig, weights: tuple[str, ...]) -> RunConfig:
