@@ -30,7 +30,7 @@ _register(
     "character language models by attention and depth: curves",
     "L2 costs hardly any performance, tying queries and keys a little, the contraction more, which depth makes up for",
     "_kim2021_training:figure_4",
-    mini=15,
+    mini=4,
     paper=300_000,
 )
 _register(
@@ -46,7 +46,7 @@ _register(
     "best test NLL by attention and depth (the runs of figure 4)",
     "dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers)",
     "_kim2021_training:table_2",
-    mini=12,
+    mini=4,
     paper=250_000,
 )
 _register(
@@ -86,7 +86,7 @@ _register(
     "tied L2 attention with the parameters of the untied one (runs shared with figure 4)",
     "twice the columns of W_Q do not help: the loss by tying is not one of parameters",
     "_kim2021_training:figure_9",
-    mini=10,
+    mini=3,
     paper=200_000,
 )
 _register(
@@ -102,7 +102,7 @@ _register(
     "training curves at a fixed learning rate by depth (mini: 2, 6, 12 layers, three seeds; paper: 2 to 18)",
     "dot product fails to train beyond 10 layers; tied and contractive L2 train stably up to 18",
     "_kim2021_training:figure_11",
-    mini=30,
+    mini=8,
     paper=1500,
 )
 _register(
@@ -110,6 +110,6 @@ _register(
     "best test NLL at a fixed learning rate (the runs of figure 11)",
     "dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2 1.029 (16)",
     "_kim2021_training:table_3",
-    mini=30,
+    mini=8,
     paper=1500,
 )
