@@ -1,0 +1,182 @@
+"""The recipes of sengupta2023: each runs at toy size, and what they measure is checked by another route."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.models import build_model
+from wellposed.recipes import _sengupta2023_counts as counts
+from wellposed.recipes import _sengupta2023_speed as speed
+from wellposed.recipes import _sengupta2023_states as states
+from wellposed.recipes._sengupta2023_runs import VARIANTS, Run, find_data, mean_and_error, run_config, train_study
+from wellposed.recipes._sengupta2023_studies import arena_studies, text_study, words_study
+from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+
+WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
+NAMES = [f"table-{number}" for number in range(1, 6)] + [
+    "figure-1", "figure-3a", "figure-3b", "figure-4", "figure-5", "figure-6", "figure-7",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with a small imdb and ag_news."""
+    rng = random.Random(0)
+    folder = tmp_path_factory.mktemp("data")
+    for name, labels in (("imdb", 2), ("ag_news", 4)):
+        (folder / name).mkdir()
+        for split, count in (("train", 24), ("valid", 8), ("test", 12)):
+            rows = [f"{i % labels}\t{' '.join(rng.sample(WORDS, 8))}\n" for i in range(count)]
+            (folder / name / f"{split}.tsv").write_text("".join(rows))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for all recipes, so that those which share runs train them once."""
+    return tmp_path_factory.mktemp("reproduce")
+
+
+def test_every_table_and_figure_is_registered_with_its_claim_and_minutes() -> None:
+    mine = {name.removeprefix("sengupta2023/") for name in RECIPES if name.startswith("sengupta2023/")}
+    assert mine == set(NAMES)
+    for name in NAMES:
+        recipe = RECIPES.get(f"sengupta2023/{name}")
+        assert recipe.says
+        assert recipe.minutes["mini"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_leaves_table_figure_and_claim(name: str, data: str, shared_out: Path) -> None:
+    done = reproduce(f"sengupta2023/{name}", scale="toy", out=shared_out, data=data)
+    table, figure, claim = done.files
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(done.result.rows) > 0
+    assert figure.read_text().count("<svg") == 1
+    values = json.loads(claim.read_text())
+    assert values["holds"] is None
+    assert values["paper_says"] == RECIPES.get(f"sengupta2023/{name}").says
+    assert "nan" not in done.result.got
+
+
+def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
+    result = counts.table_5(Request("mini", tmp_path))
+    rows = {row["model"]: row for row in result.rows}
+    assert [rows[name]["closed_formula"] for name in ("TransJect, E = 1", "TransJect, E = 4", "TransJect, E = 8")] == [
+        6_617_869, 16_073_485, 28_680_973,
+    ]  # fmt: skip
+    for name, printed in counts.PRINTED.items():
+        assert round(rows[name]["closed_formula"] / 1e5, 0) == round(printed, 0)
+    for name in ("Transformer", "Transformer, d_ff = d"):
+        assert rows[name]["counted"] == rows[name]["closed_formula"]
+        assert rows[name]["wellposed_model"] == rows[name]["closed_formula"]
+    assert rows["TransJect, E = 4"]["wellposed_model"] == 16_042_247
+    assert result.holds is False
+    assert "every printed value is ten times ours" in result.got
+
+
+def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
+    request = Request("paper", tmp_path)
+    imdb = text_study(request, "imdb")
+    config = run_config(imdb, {"data": "x"}, "transject", 0)
+    model, train = config.model, config.train
+    assert (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling) == (512, 6, 4, "mean")
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (5e-4, 0.9, 0.98, 1e-9)
+    assert (train.batch_size, train.patience, imdb.sizes.options["max_length"]) == (32, 4, 512)
+    for study in arena_studies(request):
+        sizes = study.sizes
+        assert (sizes.layers, sizes.experts, sizes.width, sizes.steps) == (2, 4, 512, 50_000)
+        assert sizes.pooling == ("mean" if study.name == "lra-text" else "max")
+    words = words_study(request).sizes
+    assert (words.width, words.layers, words.learning_rate, words.options["seq_len"]) == (512, 6, 1e-2, 36)
+
+
+def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path: Path, data: str) -> None:
+    study = text_study(Request("mini", tmp_path, data), "imdb")
+    trains = [run_config(study, {}, variant, 1).train for variant in VARIANTS]
+    assert len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
+
+
+def test_data_is_found_in_a_folder_or_named_itself(data: str, tmp_path: Path) -> None:
+    assert find_data(data, ("imdb",)) == str(Path(data) / "imdb")
+    assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
+    assert find_data(data, ("cifar10",)) is None
+    assert find_data(None, ("imdb",)) is None
+    with pytest.raises(DataError, match="no such file or folder; give a folder that holds imdb"):
+        find_data(str(tmp_path / "nothing"), ("imdb",))
+    with pytest.raises(ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"):
+        reproduce("sengupta2023/table-1", scale="toy", out=tmp_path)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    return [{"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), "attention_mask": mask}]
+
+
+def test_layers_hold_the_ratios_of_token_distances() -> None:
+    model = build_model("wellposed", "sequence_classification", vocab_size=13, hidden_size=8, num_attention_heads=2)
+    model = model.double().eval()
+    found = states.measure_layers(model, batches())
+    with torch.no_grad():
+        hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
+    for row, count in ((0, 5), (1, 3)):
+        ratios = [
+            float((hidden[-1][row, i] - hidden[-1][row, j]).norm() / (hidden[0][row, i] - hidden[0][row, j]).norm())
+            for i in range(count)
+            for j in range(i)
+        ]
+        assert found.factors["euclidean"][-1][row] == pytest.approx(math.fsum(ratios) / len(ratios), rel=1e-9)
+    assert len(found.entropies) == 3
+    assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
+
+
+def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
+    plain = build_model("wellposed", "sequence_classification", vocab_size=13, hidden_size=16, num_attention_heads=2)
+    parts = states.part_entropies(plain.eval(), batches())
+    assert [len(row) for row in parts] == [2, 2]
+    model = build_model("transject", "sequence_classification", vocab_size=13, hidden_size=16, num_experts=3).eval()
+    assert [len(row) for row in states.part_entropies(model, batches())] == [3, 3]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    weights = states.gate_weights(model, batches())
+    assert [len(layer) for layer in weights] == [2, 2]
+    assert all(math.fsum(row) == pytest.approx(1) for layer in weights for row in layer)
+    with torch.no_grad():
+        for layer in model.model.stack.layers:
+            layer.residual.weight.fill_(0.5)
+    assert states.residual_weights(model) == [pytest.approx(math.tanh(0.5))] * 2
+
+
+def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    request = Request("toy", tmp_path, data)
+    study = text_study(request, "imdb")
+    _, (first,) = train_study(request, study, variants=("post_ln",), seeds=1)
+    before = (first.folder / "result.json").stat().st_mtime_ns
+    _, (again,) = train_study(request, study, variants=("post_ln",), seeds=1)
+    assert isinstance(again, Run)
+    assert again.metrics == first.metrics
+    assert (first.folder / "result.json").stat().st_mtime_ns == before
+    wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, clip=0.0, steps=6))
+    _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=1)
+    assert broken.metrics == {}
+    assert math.isnan(broken.metric("accuracy,test"))
+
+
+def test_small_numbers() -> None:
+    assert mean_and_error([1.0, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)))
+    assert states.quantile([4.0, 1.0], 0.25) == 1.75
+    models = speed.build_models(16, 1, 2, 8)
+    assert set(models) == set(speed.PAPER)
+    weight = models["Orthogonal Transformer"].model.layers[0].attention.q_proj.weight
+    assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)
