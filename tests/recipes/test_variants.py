@@ -56,3 +56,11 @@ def test_bad_variants_are_refused(spec: str, says: str) -> None:
 def test_folder_and_summary() -> None:
     assert variant_folder("oc3:1e-4") == "oc3-1e-4"
     assert all(summary(name).endswith(".") for name in VARIANTS)
+
+
+def test_options_of_one_attention_reach_only_the_variants_that_read_them() -> None:
+    base = replace(BASE, model=ModelOptions(contractive=0.5, cosine_eps=0.1, l2_init_scale=0.2))
+    assert apply_variant("post_ln", base).model == apply_variant("post_ln", BASE).model
+    contractive, cosine = apply_variant("l2_contractive", base).model, apply_variant("cosine", base).model
+    assert (contractive.contractive, contractive.l2_init_scale, contractive.cosine_eps) == (0.5, 0.2, 0.01)
+    assert (cosine.contractive, cosine.l2_init_scale, cosine.cosine_eps) == (None, None, 0.1)

@@ -14,7 +14,7 @@ from typing import Any
 from wellposed.errors import ConfigError
 from wellposed.presets import zhang2021
 from wellposed.registry import Registry
-from wellposed.training.config import PenaltyOptions, RunConfig
+from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig
 
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry("variant")
@@ -57,8 +57,21 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
         raise ConfigError(f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}") from None
 
 
+# Options that one kind of attention reads; a variant with another attention puts them back to their defaults.
+L2_OPTIONS = ("query_width", "l2_init_scale")
+READ_BY = {
+    "l2": L2_OPTIONS,
+    "l2_tied": L2_OPTIONS,
+    "l2_contractive": (*L2_OPTIONS, "contractive", "lipschitz_norm"),
+    "cosine": ("cosine_eps",),
+}
+
+
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
+    read = READ_BY.get(changes.get("attention", "dot_product"), ())
+    unread = {name for names in READ_BY.values() for name in names if name not in read}
     plain: dict[str, Any] = {
+        **{name: getattr(ModelOptions(), name) for name in sorted(unread)},
         "architecture": "wellposed",
         "attention": "dot_product",
         "norm": "post",
