@@ -113,7 +113,8 @@ def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(trained:
         model = awake(TransJectModel(TransJectConfig(**SIZES, num_experts=2)), 0.4 if which == "random" else 4.0)
     lower, upper = bounds(model)
     for _ in range(20):
-        output = model(input_ids=torch.randint(0, 13, (1, 6)), output_hidden_states=True)
+        with torch.no_grad():
+            output = model(input_ids=torch.randint(0, 13, (1, 6)), output_hidden_states=True)
         for index, state in enumerate(output.hidden_states):
             distances, starts = (torch.cdist(x[0].double(), x[0].double()) for x in (state, output.hidden_states[0]))
             ratios = (distances / starts)[~torch.eye(6, dtype=torch.bool)]
@@ -223,6 +224,7 @@ def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings: dict[
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("pooling", ["mean", "max", "first"])
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
 def test_padding_changes_no_logit(pooling: str, position: str) -> None:
@@ -240,6 +242,7 @@ def test_padding_changes_no_logit(pooling: str, position: str) -> None:
     assert float((unmasked - alone).abs().max()) > 1e-3
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("settings", SETTINGS[:3])
 def test_the_way_back(settings: dict[str, Any]) -> None:
     torch.manual_seed(7)
@@ -253,6 +256,7 @@ def test_the_way_back(settings: dict[str, Any]) -> None:
     assert float((output.last_hidden_state - output.hidden_states[0]).abs().max()) > 0.1
 
 
+@torch.no_grad()
 def test_the_auxiliary_loss_is_that_of_training_alone() -> None:
     torch.manual_seed(8)
     settings: dict[str, Any] = {"reconstruction_weight": 0.3, "num_labels": 2}
