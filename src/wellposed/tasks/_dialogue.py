@@ -126,6 +126,7 @@ class DialogueTask(Seq2SeqTask):
             references={split: [pair.reply for pair in pairs[split]] for split in LATER},
             max_tokens=options.max_tokens,
             tokens_per_batch=options.tokens_per_batch,
+            generate_max_examples=options.generate_max_examples,
         )
 
     def _encode(self, encoder: Any, pairs: Sequence[_Pair], split: Split) -> tuple[Ragged, Ragged]:

@@ -1,0 +1,146 @@
+"""Recipes of zhang2021 and huang2020: printed values against printed gains, the theorem by another route, toy runs."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError
+from wellposed.recipes import _zhang2021_theorem as theorem
+from wellposed.recipes import _zhang2021_values as values
+from wellposed.recipes._huang2020_corpus import translation_data
+from wellposed.recipes._huang2020_depth import Run, Sizes, summarise
+from wellposed.recipes._zhang2021_corpora import CHARACTERS, HUANG, SUBWORD, WMT16
+from wellposed.recipes.named import NAMED
+from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed.training.config import RunConfig
+
+OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]
+
+
+def test_every_recipe_is_registered() -> None:
+    items: dict[str, tuple[str, ...]] = {"zhang2021": ("theorem-2.1", "table-1", "table-2", "table-3", "table-4")}
+    items["huang2020"] = ("table-1", "depth", "signal")
+    assert set(OURS) == {f"{paper}/{item}" for paper, names in items.items() for item in names}
+
+
+@pytest.mark.parametrize(
+    ("table", "gains", "best"),
+    [
+        (values.TABLE_1, values.TABLE_1_GAINS, {"En-Mk": values.OC2}),
+        (values.TABLE_3, values.TABLE_3_GAINS, {}),
+        (values.TABLE_4["PersonaChat"], values.TABLE_4_GAINS["PersonaChat"], {}),
+        (values.TABLE_4["DailyDialog"], values.TABLE_4_GAINS["DailyDialog"], {}),
+    ],
+)
+def test_printed_values_give_the_printed_gains(table: dict, gains: dict, best: dict) -> None:
+    # A value read into the wrong column would break its gain, which the paper prints to 0.1 %.
+    for name, column in table.items():
+        plain = column[values.TRANSFORMER]
+        others = {variant: value for variant, value in column.items() if variant != values.TRANSFORMER}
+        top = others[best[name]] if name in best else max(others.values())
+        assert 100 * (top / plain - 1) == pytest.approx(gains[name], abs=0.11), name
+
+
+def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_times_too_large() -> None:
+    # Two keys +-k, q = 0, noise along k: p = sigmoid(2 alpha eps |k|), change = sqrt 2 |p - 1/2|, by hand.
+    keys = torch.tensor([[3.0, 4.0], [-3.0, -4.0]], dtype=torch.float64)
+    alpha, eps = 1 / math.sqrt(2), 1e-4
+    delta = eps * keys[0] / 5
+    changed = float(theorem.row_change(torch.zeros(2, dtype=torch.float64), delta, keys, alpha))
+    assert changed == pytest.approx(math.sqrt(2) * abs(1 / (1 + math.exp(-2 * alpha * eps * 5)) - 0.5), rel=1e-9)
+    # |K| = 5 sqrt 2: tight = alpha 5 sqrt 2 eps / 2, printed four times that.
+    assert theorem.tight_bound(keys, alpha, eps) == pytest.approx(alpha * 5 * math.sqrt(2) * eps / 2, rel=1e-12)
+    assert theorem.printed_bound(keys, alpha, eps) == pytest.approx(4 * theorem.tight_bound(keys, alpha, eps))
+    assert changed / theorem.tight_bound(keys, alpha, eps) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1.0, 30.0])
+def test_no_ascent_passes_the_tight_bound(eps: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = theorem.shifted_keys(6, 4, generator)
+    found = theorem.ascend(keys, 0.5, eps, restarts=8, steps=60, generator=generator)
+    assert 0 < found <= theorem.tight_bound(keys, 0.5, eps) * (1 + 1e-9)
+    assert theorem.tight_bound(keys, 0.5, eps) <= math.sqrt(2)
+
+
+@pytest.mark.parametrize("corpora", [SUBWORD, WMT16, CHARACTERS, HUANG])
+def test_every_corpus_is_a_configuration_by_name(corpora: tuple) -> None:
+    paper = "huang2020" if corpora is HUANG else "zhang2021"
+    for corpus in corpora:
+        config = NAMED.get(f"{paper}-{corpus.name}")()
+        assert config.task_options["src"] == corpus.src
+        assert config.train.steps == corpus.steps
+        assert RunConfig.from_dict(config.to_dict()) == config
+        assert config.model.norm == ("none" if corpora is HUANG else "post")
+
+
+def test_huangs_settings_are_those_of_appendix_d() -> None:
+    rows = [(c.learning_rate, c.dropout, c.tokens_per_batch * c.accumulation, c.steps, c.bf16) for c in HUANG]
+    assert rows == [
+        (5e-4, 0.5, 4_000, 300_000, False),
+        (6e-4, 0.4, 80_000, 90_000, False),
+        (7e-4, 0.2, 25_000, 1_000_000, False),
+        (4e-4, 0.4, 25_000, 500_000, True),
+        (4e-4, 0.4, 25_000, 500_000, True),
+    ]
+    for corpus in HUANG:
+        train = corpus.run_config().train
+        assert (train.schedule, train.decay_steps, train.warmup_steps) == ("inverse_sqrt", 4000, 0)
+
+
+def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path: Path) -> None:
+    first = translation_data(Request("toy", tmp_path / "a"), pairs=20, words=True)
+    second = translation_data(Request("toy", tmp_path / "b"), pairs=20, words=True)
+    text = Path(first["data"]).read_text()
+    assert text == Path(second["data"]).read_text()
+    assert all(source == target[::-1] for source, target in (line.split("\t") for line in text.splitlines()[1:]))
+
+
+def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) -> None:
+    for language in ("fr", "en"):
+        (tmp_path / f"train.{language}.gz").touch()
+    found = translation_data(Request("toy", tmp_path, str(tmp_path)), wanted=("de", "en"))
+    assert (found["src"], found["tgt"]) == ("en", "fr")
+    (tmp_path / "train.fr.gz").unlink()
+    with pytest.raises(ConfigError, match="no aligned train files of two languages"):
+        translation_data(Request("toy", tmp_path, str(tmp_path)))
+
+
+def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Path) -> None:
+    def run(variant: str, depth: int, seed: int, valid: float) -> Run:
+        return Run(variant, depth, seed, valid, 2.0, ((1, 3.0), (2, min(valid, 9.0))))
+
+    losses = {
+        ("t_fixup", 6): (1, 1),
+        ("t_fixup", 100): (1, 1.9),
+        ("post_ln", 6): (1, 2.1),
+        ("post_ln", 100): (2.1, 1e9),
+    }
+    runs = [run(*key, seed, value) for key, pair in losses.items() for seed, value in enumerate(pair)]
+    found = summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), runs)
+    assert found.holds
+    assert "T-Fixup trains at 6, 100" in found.got
+    assert "post-LN trains at no layers" in found.got
+    diverged = [run("t_fixup", 100, 0, math.inf) if r.variant == "t_fixup" and r.depth == 100 else r for r in runs]
+    assert not summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), diverged).holds
+
+
+@pytest.mark.parametrize("name", ["zhang2021/table-1", "zhang2021/table-4", "huang2020/table-1"])
+def test_paper_scale_names_the_data_it_needs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--data FOLDER"):
+        reproduce(name, scale="paper", out=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_every_recipe_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
+    done = reproduce(name, scale="toy", out=tmp_path)
+    with done.files[0].open() as file:
+        assert len(list(csv.DictReader(file))) == len(done.result.rows) > 0
+    assert done.files[1].read_text().startswith("<?xml")
+    assert done.result.holds is None
