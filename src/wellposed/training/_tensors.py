@@ -130,7 +130,8 @@ def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None 
     from safetensors.torch import save
 
     # transformers wants to read format: pt in files of weights.
-    return save(dict(tensors), metadata={"format": "pt"} if plain is None else {"plain": json.dumps(plain, sort_keys=True)})
+    metadata = {"format": "pt"} if plain is None else {"plain": json.dumps(plain, sort_keys=True)}
+    return save(dict(tensors), metadata=metadata)
 
 
 def decode(data: bytes) -> tuple[Tensors, Any]:
