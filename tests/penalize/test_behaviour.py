@@ -494,6 +494,19 @@ def test_bad_input_is_refused_before_training() -> None:
         OrthogonalityPenalty(nn.Sequential(nn.Linear(4, 4)), affinity=1.0, patterns={"feedforward_in": "0.weight"})
 
 
+def test_quantised_weights_are_refused_by_name() -> None:
+    model = bert()
+    query = model.encoder.layer[0].attention.self.query
+    query.weight = nn.Parameter(query.weight.detach().mul(100).to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.query .*quantised"):
+        OrthogonalityPenalty(model, query=1.0)
+
+
+def test_patterns_that_match_nothing_are_refused() -> None:
+    with pytest.raises(RoleNotFoundError, match="nothing_like_it"):
+        OrthogonalityPenalty(bert(), query=1.0, patterns={"query": "*.nothing_like_it.weight"})
+
+
 def test_joint_needs_one_input_width() -> None:
     class Uneven(Hidden):
         def __init__(self) -> None:

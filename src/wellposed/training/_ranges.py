@@ -31,9 +31,6 @@ MODEL_RULES: dict[str, Rule] = {
     "query_width": ("1 or 2", lambda value: value in (1, 2)),
     "l2_init_scale": POSITIVE,
     "cosine_eps": POSITIVE,
-    "query_width": ("1 or 2", lambda value: value in (1, 2)),
-    "l2_init_scale": POSITIVE,
-    "cosine_eps": POSITIVE,
     "num_experts": AT_LEAST_ONE,
 }
 PENALTY_RULES: dict[str, Rule] = {

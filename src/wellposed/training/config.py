@@ -78,12 +78,6 @@ class ModelOptions:
     """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
     cosine_eps: float = 0.01
     """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
-    query_width: int = 1
-    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
-    l2_init_scale: float | None = None
-    """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
-    cosine_eps: float = 0.01
-    """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
     num_experts: int = 1
     """Expert mixtures of TransJect: number of experts in a layer."""
     spectrum: Literal["gram", "random"] = "gram"
