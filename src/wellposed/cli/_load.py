@@ -44,20 +44,10 @@ def load_model(name: str) -> PreTrainedModel:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    import wellposed.models  # noqa: F401  (registers the Auto classes)
+    from wellposed.models import auto_class
 
     folder = model_folder(name)
-    architecture = _architecture(folder)
-    auto: Any = transformers.AutoModel
-    for suffix, kind in (
-        ("ForCausalLM", transformers.AutoModelForCausalLM),
-        ("LMHeadModel", transformers.AutoModelForCausalLM),
-        ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
-        ("ForConditionalGeneration", transformers.AutoModelForSeq2SeqLM),
-        ("ForSeq2SeqLM", transformers.AutoModelForSeq2SeqLM),
-    ):
-        if architecture.endswith(suffix):
-            auto = kind
+    auto: Any = auto_class(_architecture(folder)) or transformers.AutoModel
     try:
         return auto.from_pretrained(folder).eval()
     except (OSError, ValueError, KeyError) as error:

@@ -167,19 +167,42 @@ def _labels(
 ) -> Iterable[str]:
     import torch
 
+    pairs = type(model).__name__.endswith("PairClassification")
     limit = int(model.config.max_position_embeddings)
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for start in range(0, len(lines), batch_size):
         rows = lines[start : start + batch_size]
-        encoded = tokenizer(list(rows), padding=True, return_tensors="pt")
-        for offset, row in enumerate(encoded["attention_mask"]):
-            length = int(row.sum())
-            if length == 0 or length > limit:
-                raise ShapeError(
-                    f"line {start + offset + 1}: {length} tokens, expected 1 to {limit} (the positions of the model)"
-                )
+        texts = (
+            [_both_texts(row, start + offset + 1) for offset, row in enumerate(rows)] if pairs else [[r] for r in rows]
+        )
+        given = {}
+        for side, suffix in zip(zip(*texts, strict=True), ("", "_pair"), strict=False):
+            encoded = _encoded(tokenizer, side, limit, start)
+            given |= {f"input_ids{suffix}": encoded["input_ids"], f"attention_mask{suffix}": encoded["attention_mask"]}
         with torch.inference_mode():
-            logits = model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits
+            logits = model(**given).logits
         for probabilities in logits.float().softmax(-1):
             best = int(probabilities.argmax())
             yield f"{names.get(best, best)}\t{float(probabilities[best]):.4f}"
+
+
+def _both_texts(line: str, number: int) -> list[str]:
+    """Return the two texts of a line, which a tab separates."""
+    texts = line.split("\t")
+    if len(texts) != 2:
+        raise DataError(
+            f"line {number}: {len(texts)} texts, expected two with a tab between: the model compares a pair"
+        )
+    return texts
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, start: int) -> Any:
+    """Return padded ids and mask, or refuse a text that the model has no positions for."""
+    encoded = tokenizer(list(texts), padding=True, return_tensors="pt")
+    for offset, row in enumerate(encoded["attention_mask"]):
+        length = int(row.sum())
+        if length == 0 or length > limit:
+            raise ShapeError(
+                f"line {start + offset + 1}: {length} tokens, expected 1 to {limit} (the positions of the model)"
+            )
+    return encoded

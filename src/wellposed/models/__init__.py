@@ -8,6 +8,8 @@ except ModuleNotFoundError as error:
     raise missing_extra("transformers", "hf", "wellposed.models") from error
 
 from wellposed.models import _lstm as _lstm
+from wellposed.models._auto import AUTO_CLASSES as AUTO_CLASSES
+from wellposed.models._auto import auto_class as auto_class
 from wellposed.models._build import ARCHITECTURES as ARCHITECTURES
 from wellposed.models._build import Architecture as Architecture
 from wellposed.models._build import build_model as build_model

@@ -136,18 +136,14 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import transformers
 
-    import wellposed.models  # noqa: F401  (registers the Auto classes)
+    from wellposed.models import AUTO_CLASSES, auto_class
 
     try:
         architecture = (transformers.AutoConfig.from_pretrained(final).architectures or [""])[0]
-        kinds: dict[str, Any] = {
-            "ForCausalLM": transformers.AutoModelForCausalLM,
-            "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
-            "ForSeq2SeqLM": transformers.AutoModelForSeq2SeqLM,
-        }
-        kind = next((auto for suffix, auto in kinds.items() if architecture.endswith(suffix)), None)
+        kind = auto_class(architecture)
         if kind is None:
-            raise ConfigError(f"{final}/config.json: architecture {architecture!r}, expected one of {', '.join(kinds)}")
+            known = ", ".join(AUTO_CLASSES)
+            raise ConfigError(f"{final}/config.json: architecture {architecture!r}, expected one of {known}")
         return kind.from_pretrained(final).eval(), transformers.AutoTokenizer.from_pretrained(final)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):

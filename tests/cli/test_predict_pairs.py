@@ -1,0 +1,28 @@
+"""A classifier of pairs is trained, loaded and asked from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli import main
+from wellposed.training import load_run_model
+
+SMALL = "--steps 2 --batch-size 2 --eval-batches 1 --model.hidden-size 8 --model.num-attention-heads 2".split()
+
+
+@pytest.mark.slow
+def test_pairs_are_read_from_lines_with_a_tab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "retrieval", "--data", "builtin", "--num-train", "8", *SMALL, "--out", str(run)]) == 0
+    assert type(load_run_model(run)[0]).__name__ == "WellposedForSequencePairClassification"
+    lines, out = tmp_path / "pairs.txt", tmp_path / "labels.txt"
+    lines.write_text("one text\tanother text\nthe same\tthe same\n", encoding="utf-8")
+    assert main(["predict", str(run), "--input", str(lines), "--output", str(out)]) == 0
+    labels = out.read_text(encoding="utf-8").splitlines()
+    assert len(labels) == 2
+    assert all(0.5 <= float(label.split("\t")[1]) <= 1 for label in labels)
+    lines.write_text("one text\tanother text\nno tab here\n", encoding="utf-8")
+    assert main(["predict", str(run), "--input", str(lines)]) == 1
+    assert "line 2: 1 texts, expected two with a tab between" in capsys.readouterr().err
