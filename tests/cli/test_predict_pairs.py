@@ -9,7 +9,8 @@ import pytest
 from wellposed.cli import main
 from wellposed.training import load_run_model
 
-SMALL = "--steps 2 --batch-size 2 --eval-batches 1 --model.hidden-size 8 --model.num-attention-heads 2".split()
+SIZES = ["--model.hidden-size", "8", "--model.num-attention-heads", "2"]
+SMALL = ["--steps", "2", "--batch-size", "2", "--eval-batches", "1", *SIZES]
 
 
 @pytest.mark.slow
