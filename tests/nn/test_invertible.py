@@ -228,13 +228,13 @@ def test_autocast_inverts_the_map_that_was_run() -> None:
 
 def test_the_bound_is_computed_once_per_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, calls = attention(), []
-    original = L2SelfAttention._weights_bound
+    original = L2SelfAttention.bound_layers
 
-    def counted(self: L2SelfAttention, *arguments: Any) -> Tensor:
+    def counted(self: L2SelfAttention, *arguments: Any) -> Any:
         calls.append(arguments)
         return original(self, *arguments)
 
-    monkeypatch.setattr(L2SelfAttention, "_weights_bound", counted)
+    monkeypatch.setattr(L2SelfAttention, "bound_layers", counted)
     report = InvertibleResidual(layer).inverse(draw(1, 4, 16))[1]
     assert report.iterations > 2
     assert len(calls) == 1

@@ -92,7 +92,7 @@ class L2Layer:
     >>> W = torch.eye(4).reshape(1, 4, 4)
     >>> layer = L2Layer(W, W, W)
     >>> [round(float(layer.bound(l2_constants(2), norm=norm).value), 3) for norm in ("tok", 2)]
-    [2.114, 2.114]
+    [2.114, 2.339]
     """
 
     def __init__(self, projection: Tensor, mixing: Tensor, output: Tensor, *, method: SpectralMethod = "svd") -> None:

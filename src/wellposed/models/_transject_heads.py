@@ -83,6 +83,7 @@ class TransJectForSequenceClassification(_Classifier):
     Raises:
         ConfigError: the configuration is not usable.
 
+    >>> import torch
     >>> model = TransJectForSequenceClassification(TransJectConfig(hidden_size=8, num_labels=3))
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3])
@@ -142,6 +143,7 @@ class TransJectForSequencePairClassification(_Classifier):
     Raises:
         ConfigError: the configuration is not usable.
 
+    >>> import torch
     >>> model = TransJectForSequencePairClassification(TransJectConfig(hidden_size=8, num_labels=2))
     >>> model(input_ids=torch.tensor([[1, 2, 3]]), input_ids_pair=torch.tensor([[4, 5]])).logits.shape
     torch.Size([1, 2])
@@ -200,6 +202,7 @@ class TransJectForCausalLM(TransJectPreTrainedModel, GenerationMixin):
     Raises:
         ConfigError: the configuration is not usable, or says `is_causal=False`.
 
+    >>> import torch
     >>> model = TransJectForCausalLM(TransJectConfig(hidden_size=8))
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 256])
@@ -304,6 +307,7 @@ class OutputProjection(nn.Linear):
 
     At the start it is so small that logits have entries of size one: embeddings have entries of size one.
 
+    >>> import torch
     >>> OutputProjection(8, 4)(torch.ones(2, 8)).shape
     torch.Size([2, 4])
     """

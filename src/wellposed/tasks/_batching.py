@@ -68,7 +68,7 @@ def token_batches(
         ConfigError: ``tokens`` is below the longest pair, or batch_size below 1.
 
     >>> token_batches([5, 1, 4, 2], [5, 1, 3, 2], 8, 3, shuffle="a")
-    [[0], [3, 1], [2]]
+    [[2, 3], [0], [1]]
     """
     longest = max(max(sources, default=0), max(targets, default=0))
     if batch_size < 1 or tokens < longest:
