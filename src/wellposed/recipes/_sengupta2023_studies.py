@@ -9,6 +9,8 @@ from wellposed.recipes._sengupta2023_runs import Sizes, Study
 
 _PAPER_TEXT = {"tokenizer": "hf:bert-base-uncased", "max_length": 512}
 _LRA_STEPS = 50_000
+# The words, where the folder holds the characters of the same corpus too.
+_WORDS = ("ptb/ptb.train.txt.gz", "ptb/ptb.train.txt", "ptb.train.txt.gz", "ptb.train.txt", "ptb")
 # Best on valid of AG News after 200 steps among 3e-3, 1e-2 and 3e-2, which was tried for Transformer and TransJect: the
 # others take the rate of Transformer (3e-3), these that of TransJect. Its embedding starts with entries of size one.
 _MINI_RATES = {"transject": 3e-2, "transject_random": 3e-2}
@@ -129,4 +131,4 @@ def words_study(request: Request) -> Study:
         # 929589 words in blocks of 35 predictions, batch 16: 1660 steps an epoch
         paper=Sizes(512, 6, 16, 16_600, 1e-2, {"seq_len": 36}, clip=0.5),
     )  # fmt: skip
-    return Study("ptb-words", "word_lm", sizes, ("ptb", "ptb.train.txt.gz", "ptb.train.txt"), needs_data=False)
+    return Study("ptb-words", "word_lm", sizes, _WORDS, needs_data=False)
