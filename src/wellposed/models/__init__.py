@@ -15,6 +15,7 @@ from wellposed.models._build import Architecture as Architecture
 from wellposed.models._build import build_model as build_model
 from wellposed.models._causal_lm import WellposedForCausalLM as WellposedForCausalLM
 from wellposed.models._certification import embedding_radius as embedding_radius
+from wellposed.models._certification import input_vectors as input_vectors
 from wellposed.models._config import WellposedConfig as WellposedConfig
 from wellposed.models._init import INITS as INITS
 from wellposed.models._init import Initializer as Initializer

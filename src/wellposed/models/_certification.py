@@ -10,13 +10,15 @@ import math
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wellposed.certification import LayerBound, Site, mean_pooling, register_rule
 from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._embeddings import Embeddings
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
+from wellposed.models._transject import TransJectModel
+from wellposed.models._transject_heads import TransJectForSequenceClassification
 from wellposed.models._wellposed import WellposedModel
 from wellposed.nn import DecoderBlock
 
@@ -41,6 +43,28 @@ def _embeddings(module: Embeddings, site: Site, num_positions: int) -> LayerBoun
         largest = float(module.position(torch.arange(num_positions, device=device)).double().norm(dim=-1).max())
     radius = module.scale * (site.radius + largest)
     return LayerBound(float(module.scale), "scale of the embeddings", "exact", out_radius=radius)
+
+
+def input_vectors(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Return the ``inputs_embeds`` with which a model gives what it gives for ``input_ids``, (batch, tokens, width).
+
+    Exact. For TransJect that is X^0, position codes included; for every other model the rows of its token embedding.
+
+    >>> from wellposed.models import TransJectConfig
+    >>> model = TransJectModel(TransJectConfig(hidden_size=8)).eval()
+    >>> input_vectors(model, torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 8])
+    """
+    body = getattr(model, "base_model", model)
+    if isinstance(body, TransJectModel):
+        return body(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True).hidden_states[0]
+    return model.get_input_embeddings()(input_ids)  # pyright: ignore[reportCallIssue]
+
+
+@register_rule(TransJectModel)
+def _transject(module: TransJectModel, site: Site) -> LayerBound:
+    """Map X^0, which is this model's ``inputs_embeds``, to X^L."""
+    return site.child(module.stack, "stack")
 
 
 @register_rule(WellposedModel)
@@ -71,8 +95,12 @@ def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
     )
 
 
+Classifier = WellposedForSequenceClassification | TransJectForSequenceClassification
+
+
+@register_rule(TransJectForSequenceClassification)
 @register_rule(WellposedForSequenceClassification)
-def _classifier(module: WellposedForSequenceClassification, site: Site) -> LayerBound:
+def _classifier(module: Classifier, site: Site) -> LayerBound:
     bound = _classifier_route(module, site)
     if site.norm != 2:
         return bound
@@ -82,15 +110,17 @@ def _classifier(module: WellposedForSequenceClassification, site: Site) -> Layer
     return site.adopt(other, by_token, "norm 2 by the tok route") if by_token.lipschitz < bound.lipschitz else bound
 
 
-def _classifier_route(module: WellposedForSequenceClassification, site: Site) -> LayerBound:
+def _classifier_route(module: Classifier, site: Site) -> LayerBound:
     body = site.child(module.model, "model")
     pooling = _POOLINGS.get(module.pool)
     if pooling is None:
         name = getattr(module.pool, "__name__", repr(module.pool))
         return site.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
     pooled = site.record(module, "pool", pooling(site.at_radius(body.out_radius)))
-    dropout = site.child(module.dropout, "dropout", radius=pooled.out_radius)
-    before = site.product([body, pooled, dropout])
+    parts = [body, pooled]
+    if isinstance(module, WellposedForSequenceClassification):
+        parts.append(site.child(module.dropout, "dropout", radius=pooled.out_radius))
+    before = site.product(parts)
     site.set_head(module.classifier.weight, before)
     head = site.child(module.classifier, "classifier", radius=before.out_radius)
     return site.product([before, head])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from wellposed.certification import Certificate
 from wellposed.errors import ConfigError, DataError, listed
+from wellposed.models import input_vectors
 
 Batch = Mapping[str, Tensor]
 
@@ -182,7 +183,7 @@ def _prepare(model: Any, batch: Batch, certificate: Certificate, input_radius: f
         raise DataError(
             f"certified accuracy: labels must be (batch,) class numbers, received {labels.dtype} {tuple(labels.shape)}"
         )
-    embeds = model.get_input_embeddings()(batch["input_ids"])
+    embeds = input_vectors(model, batch["input_ids"], mask)
     logits = model(inputs_embeds=embeds, attention_mask=mask).logits
     radius = certificate.radius(logits, labels, tokens=int(mask.sum(-1).max()))
     room = torch.full_like(radius, math.inf)
