@@ -27,7 +27,7 @@ def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, capsys: pytest.Ca
     assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".svg", ".json"}
 
 
-def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_exit_status_one(
+def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(recipe: _recipe.Recipe, request: Request) -> Reproduction:
@@ -36,12 +36,14 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_exit_status_o
         return Reproduction([{"a": 1}], [panel], got="nothing", holds=recipe.function != "_kim2021_bounds:figure_7")
 
     monkeypatch.setattr(_recipe.Recipe, "__call__", made)
-    assert main(["reproduce", "kim2021", "--out", str(tmp_path)]) == 1
+    assert main(["reproduce", "kim2021", "--out", str(tmp_path), "--strict"]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("verdict:    holds") == sum(name.startswith("kim2021/") for name in RECIPES) - 1
     assert "DOES NOT HOLD" in captured.out
     assert "kim2021/figure-2: about 1 min" in captured.err
     assert "half way" in captured.err
+    assert main(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]) == 0
+    assert "DOES NOT HOLD" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
