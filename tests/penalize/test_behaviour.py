@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
-import sys
 import weakref
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,21 +16,8 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
 
+from ..roles.zoo import ZOO
 
-def _load_zoo() -> ModuleType:
-    if "zoo_of_roles" in sys.modules:
-        return sys.modules["zoo_of_roles"]
-    path = Path(__file__).parents[1] / "roles" / "zoo.py"
-    spec = importlib.util.spec_from_file_location("zoo_of_roles", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-ZOO = _load_zoo().ZOO
 ALL = {"affinity": 1e-2, "attention": 1e-2, "feedforward": 1e-2}
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,21 +11,8 @@ from transformers import PreTrainedModel
 
 from wellposed.penalize import OrthogonalityPenalty
 
+from ..roles.zoo import ZOO
 
-def _load_zoo() -> ModuleType:
-    if "zoo_of_roles" in sys.modules:
-        return sys.modules["zoo_of_roles"]
-    path = Path(__file__).parents[1] / "roles" / "zoo.py"
-    spec = importlib.util.spec_from_file_location("zoo_of_roles", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-ZOO = _load_zoo().ZOO
 FAMILIES = [name for name, entry in ZOO.items() if isinstance(entry.build(), PreTrainedModel) and "ours" not in name]
 LENGTHS = (7, 4, 1)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import DataError, listed
 from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
-from wellposed.tasks._classification import require_positive
 from wellposed.tasks._dialogue_sources import load_dialogues, read_synonyms, repeated
-from wellposed.tasks._seq2seq import Seq2SeqTask
+from wellposed.tasks._seq2seq import Seq2SeqTask, check_pair_options
 
 if TYPE_CHECKING:
     from wellposed.tasks._dailydialog import Dialogue
@@ -93,7 +91,7 @@ class DialogueTask(Seq2SeqTask):
         from wellposed.tasks._seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        _check(options)
+        check_pair_options("dialogue", options, context=options.context, limit_dialogues=options.limit_dialogues)
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
             _ = self._vectors
@@ -285,21 +283,6 @@ def _without_repeated(dialogues: dict[Split, list[Dialogue]], where: str) -> lis
     if not kept:
         raise DataError(f"{where}: every test dialogue is in train or valid too, so drop_repeated_test leaves none")
     return kept
-
-
-def _check(options: DialogueOptions) -> None:
-    require_positive(
-        "dialogue",
-        context=options.context,
-        vocab_size=options.vocab_size,
-        max_tokens=options.max_tokens,
-        limit_dialogues=options.limit_dialogues,
-        tokens_per_batch=options.tokens_per_batch,
-        generate_beams=options.generate_beams,
-        generate_max_examples=options.generate_max_examples,
-    )
-    if not math.isfinite(options.generate_length_penalty):
-        raise ConfigError(f"dialogue: generate_length_penalty = {options.generate_length_penalty}, expected finite")
 
 
 TASKS.register("dialogue")(

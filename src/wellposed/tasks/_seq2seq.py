@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
+from wellposed.errors import ConfigError
 from wellposed.tasks._base import Example, Kind, Split, Task
 from wellposed.tasks._batching import bucketed_batches, shuffle_key, token_batches
+from wellposed.tasks._classification import require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +21,38 @@ if TYPE_CHECKING:
     from wellposed.tasks._ragged import Ragged
     from wellposed.tasks._seq2seq_tokenizers import PairEncoder
     from wellposed.tasks._text_metrics import TextScores
+
+
+class PairOptions(Protocol):
+    """The options that every task of sentence pairs has."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def tokens_per_batch(self) -> int | None: ...
+    @property
+    def generate_beams(self) -> int: ...
+    @property
+    def generate_max_examples(self) -> int | None: ...
+    @property
+    def generate_length_penalty(self) -> float: ...
+
+
+def check_pair_options(task: str, options: PairOptions, **sizes: int | None) -> None:
+    """Raise `ConfigError` where a size, or one of ``sizes``, is below 1, or the length penalty is not finite."""
+    require_positive(
+        task,
+        **sizes,
+        vocab_size=options.vocab_size,
+        max_tokens=options.max_tokens,
+        tokens_per_batch=options.tokens_per_batch,
+        generate_beams=options.generate_beams,
+        generate_max_examples=options.generate_max_examples,
+    )
+    if not math.isfinite(options.generate_length_penalty):
+        raise ConfigError(f"{task}: generate_length_penalty = {options.generate_length_penalty}, expected finite")
 
 
 @dataclass(frozen=True)
@@ -176,11 +211,11 @@ class Seq2SeqTask(Task):
             "signatures": self._signatures,
         }
 
-    def _decoding(self) -> Decoding:
-        raise NotImplementedError
+    @abstractmethod
+    def _decoding(self) -> Decoding: ...
 
-    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
-        raise NotImplementedError
+    @abstractmethod
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...
 
     def _describe_examples(self) -> dict[str, Any]:
         """Return pairs, tokens and longest sentence per split and side, for `description`."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import DataError, listed
 from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
-from wellposed.tasks._classification import require_positive
-from wellposed.tasks._seq2seq import Seq2SeqTask
+from wellposed.tasks._seq2seq import Seq2SeqTask, check_pair_options
 
 if TYPE_CHECKING:
     from wellposed.tasks._parallel import ParallelTexts
@@ -76,7 +74,7 @@ class TranslationTask(Seq2SeqTask):
         from wellposed.tasks._seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        _check(options)
+        check_pair_options("translation", options, limit_pairs=options.limit_pairs)
         languages = Languages(options.src, options.tgt, options.test_set, options.columns)
         pairs, self._source = load_parallel(options.data, languages)
         self._left_out = 0
@@ -165,20 +163,6 @@ class TranslationTask(Seq2SeqTask):
         from wellposed.tasks._text_metrics import score_texts
 
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)
-
-
-def _check(options: TranslationOptions) -> None:
-    require_positive(
-        "translation",
-        vocab_size=options.vocab_size,
-        max_tokens=options.max_tokens,
-        limit_pairs=options.limit_pairs,
-        tokens_per_batch=options.tokens_per_batch,
-        generate_beams=options.generate_beams,
-        generate_max_examples=options.generate_max_examples,
-    )
-    if not math.isfinite(options.generate_length_penalty):
-        raise ConfigError(f"translation: generate_length_penalty = {options.generate_length_penalty}, expected finite")
 
 
 TASKS.register("translation")(
