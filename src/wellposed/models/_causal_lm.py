@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -13,7 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
 from wellposed.models._config import WellposedConfig
-from wellposed.models._heads import IGNORED_LABEL, LanguageHead, body_output, kept_positions
+from wellposed.models._heads import LanguageHead, body_output, following, kept_positions
 from wellposed.models._wellposed import WellposedModel
 
 
@@ -28,6 +27,7 @@ class WellposedForCausalLM(LanguageHead, GenerationMixin):
     Raises:
         ConfigError: the configuration is not usable, or says `is_causal=False`.
 
+    >>> import torch
     >>> model = WellposedForCausalLM(WellposedConfig(hidden_size=8, num_attention_heads=2))
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 256])
@@ -92,15 +92,10 @@ class WellposedForCausalLM(LanguageHead, GenerationMixin):
         )
         kept = kept_positions(logits_to_keep)
         logits = self.lm_head(cast(Tensor, output.last_hidden_state)[:, kept])
-        loss = None if labels is None else self.token_loss(logits, _following(labels)[:, kept], num_items_in_batch)
+        loss = None if labels is None else self.token_loss(logits, following(labels)[:, kept], num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=cast(Any, loss),
             logits=cast(Any, logits),
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-
-
-def _following(labels: Tensor) -> Tensor:
-    """Shift the labels, not the logits: the logits are then not copied."""
-    return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)

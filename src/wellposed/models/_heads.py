@@ -1,11 +1,12 @@
-"""What heads share: the output layer of language models, and the call of a body."""
+"""What heads share: the output layer of language models, losses, and the call of a body."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import PreTrainedModel
 
 from wellposed.models._config import WellposedConfig
 from wellposed.models._wellposed import WellposedPreTrainedModel
@@ -33,18 +34,33 @@ class LanguageHead(WellposedPreTrainedModel):
 
     def token_loss(self, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Return the mean cross-entropy in nats of `targets`, which stand at their logits; -100 is not counted."""
-        return self.loss_function(
-            logits=logits,
-            labels=targets,
-            shift_labels=targets.contiguous(),
-            vocab_size=self.config.vocab_size,
-            num_items_in_batch=num_items_in_batch,
-        )
+        return token_loss(self, logits, targets, num_items_in_batch)
 
 
-def body_output(model: nn.Module, **given: Any) -> BaseModelOutputWithPast:
+def token_loss(
+    model: PreTrainedModel, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Return the model's mean cross-entropy in nats of `targets`, which stand at their logits; -100 is not counted."""
+    return model.loss_function(
+        logits=logits,
+        labels=targets,
+        shift_labels=targets.contiguous(),
+        vocab_size=model.config.vocab_size,
+        num_items_in_batch=num_items_in_batch,
+    )
+
+
+def classification_loss(model: PreTrainedModel, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    """Return cross-entropy, binary cross-entropy or squared error, as transformers chooses; None without labels."""
+    if labels is None:
+        return None
+    labels = labels.to(logits.dtype) if model.num_labels == 1 else labels  # pyright: ignore[reportAttributeAccessIssue]
+    return model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
+
+
+def body_output(model: nn.Module, **given: Any) -> Any:
     """Call a body, which returns a tuple where the configuration asks for tuples, for its output by name."""
-    return cast(BaseModelOutputWithPast, model(**given, return_dict=True))
+    return model(**given, return_dict=True)
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
@@ -54,3 +70,8 @@ def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
     slice(-2, None, None)
     """
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def following(labels: Tensor) -> Tensor:
+    """Shift the labels, not the logits: the logits are then not copied."""
+    return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)

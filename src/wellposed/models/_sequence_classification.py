@@ -10,7 +10,7 @@ from transformers.utils.generic import can_return_tuple
 
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import padding_of
-from wellposed.models._heads import body_output
+from wellposed.models._heads import body_output, classification_loss
 from wellposed.models._pooling import POOLINGS
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 
@@ -79,10 +79,7 @@ class WellposedForSequenceClassification(WellposedPreTrainedModel):
         hidden = cast(Tensor, output.last_hidden_state)
         pooled = self.pool(hidden, padding_of(attention_mask, hidden.shape[0], hidden.shape[1]))
         logits = self.classifier(self.dropout(pooled))
-        loss = None
-        if labels is not None:
-            labels = labels.to(logits.dtype) if self.num_labels == 1 else labels
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        loss = classification_loss(self, logits, labels)
         return SequenceClassifierOutput(
             loss=cast(Any, loss), logits=cast(Any, logits), hidden_states=output.hidden_states
         )

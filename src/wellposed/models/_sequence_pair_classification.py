@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
@@ -16,6 +16,7 @@ from wellposed.certification import LayerBound, Site, register_rule
 from wellposed.errors import ShapeError
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import padding_of
+from wellposed.models._heads import body_output, classification_loss
 from wellposed.models._pooling import POOLINGS
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 
@@ -74,7 +75,7 @@ class WellposedForSequencePairClassification(WellposedPreTrainedModel):
         super().__init__(config)
         self.loss_type = "ForSequenceClassification"
         self.num_labels = config.num_labels or 2
-        self.model = WellposedModel(config)
+        self.model = WellposedModel(config, is_part=True)
         self.pool = POOLINGS.get(config.pooling)
         hidden = cast(int, config.intermediate_size)
         self.classifier = PairHead(config.hidden_size, hidden, self.num_labels, dropout=config.dropout)
@@ -113,23 +114,17 @@ class WellposedForSequencePairClassification(WellposedPreTrainedModel):
         second = self._pooled(input_ids_pair, attention_mask_pair, inputs_embeds_pair)
         check_pairs(first, second)
         logits = self.classifier(first, second)
-        loss = None
-        if labels is not None:
-            labels = labels.to(logits.dtype) if self.num_labels == 1 else labels
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        loss = classification_loss(self, logits, labels)
         return SequenceClassifierOutput(loss=cast(Any, loss), logits=cast(Any, logits))
 
     def _pooled(self, input_ids: Tensor | None, mask: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        output = cast(
-            BaseModelOutputWithPast,
-            self.model(
-                input_ids,
-                attention_mask=mask,
-                inputs_embeds=inputs_embeds,
-                use_cache=False,
-                output_hidden_states=False,
-                return_dict=True,
-            ),
+        output = body_output(
+            self.model,
+            input_ids=input_ids,
+            attention_mask=mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=False,
         )
         states = cast(Tensor, output.last_hidden_state)
         return self.pool(states, padding_of(mask, states.shape[0], states.shape[1]))

@@ -20,9 +20,8 @@ from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
 from wellposed.models._build import ARCHITECTURES, Architecture
-from wellposed.models._causal_lm import _following as following
 from wellposed.models._embeddings import padding_of
-from wellposed.models._heads import kept_positions
+from wellposed.models._heads import body_output, classification_loss, following, kept_positions, token_loss
 from wellposed.models._pooling import POOLINGS
 from wellposed.models._sequence_pair_classification import (
     AutoModelForSequencePairClassification,
@@ -68,10 +67,8 @@ class _Classifier(TransJectPreTrainedModel):
 
     def loss(self, logits: Tensor, labels: Tensor | None, auxiliary: Tensor | None) -> Tensor | None:
         """Return cross-entropy, binary cross-entropy or squared error, plus the auxiliary loss; None without labels."""
-        if labels is None:
-            return None
-        labels = labels.to(logits.dtype) if self.num_labels == 1 else labels
-        return _added(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), auxiliary)
+        loss = classification_loss(self, logits, labels)
+        return None if loss is None else _added(loss, auxiliary)
 
 
 class TransJectForSequenceClassification(_Classifier):
@@ -281,13 +278,7 @@ class TransJectForCausalLM(TransJectPreTrainedModel, GenerationMixin):
         logits = self.lm_head(self.projection(cast(Tensor, output.last_hidden_state)[:, kept]))
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                shift_labels=following(labels)[:, kept].contiguous(),
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
-            )
+            loss = token_loss(self, logits, following(labels)[:, kept], num_items_in_batch)
             loss = _added(loss, output.auxiliary_loss)
         return _head_output(output, logits, loss)
 
@@ -318,11 +309,6 @@ class OutputProjection(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw the weight anew."""
         nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.weight.numel()))
-
-
-def body_output(model: nn.Module, **given: Any) -> TransJectModelOutput:
-    """Call a body, which returns a tuple where the configuration asks for tuples, for its output by name."""
-    return cast(TransJectModelOutput, model(**given, return_dict=True))
 
 
 def _added(loss: Tensor, auxiliary: Tensor | None) -> Tensor:
