@@ -167,23 +167,26 @@ def train_study(
     """
     from wellposed.tasks import build_task
 
-    options = study.options(request)
-    task = build_task(study.task, options)
+    task = build_task(study.task, study.options(request))
     runs = []
     count = study.sizes.seeds if seeds is None else seeds
     for seed, variant in itertools.product(range(count), variants):
         request.announce(f"{study.name}, {LABELS.get(variant, variant)}, seed {seed}")
-        folder = (
-            request.out / "runs" / f"sengupta2023-{study.name}-{request.scale}" / variant_folder(variant)
-            / f"seed-{seed}"
-        )  # fmt: skip
-        runs.append(_train_one(task, study, run_config(study, options, variant, seed), folder))
+        runs.append(train_variant(request, study, variant, seed, task=task))
     return task, runs
 
 
-def _train_one(task: Any, study: Study, config: RunConfig, folder: Path) -> Run:
+def train_variant(request: Request, study: Study, variant: str, seed: int, *, task: Any = None) -> Run:
+    """Train one variant of a study with one seed, or return the finished run of an earlier call."""
+    from wellposed.tasks import build_task
     from wellposed.training import train
 
+    options = study.options(request)
+    config = run_config(study, options, variant, seed)
+    task = build_task(study.task, options) if task is None else task
+    folder = (
+        request.out / "runs" / f"sengupta2023-{study.name}-{request.scale}" / variant_folder(variant) / f"seed-{seed}"
+    )
     result = train(config, folder, resume="auto", progress=False, task=task)
     if result.status == "cancelled":
         raise KeyboardInterrupt

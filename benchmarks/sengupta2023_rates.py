@@ -1,0 +1,78 @@
+"""Learning rates of sengupta2023 at mini scale, tuned alike: every model at every rate, chosen on the validation split.
+
+    python benchmarks/sengupta2023_rates.py --data FOLDER --out runs/rates [--studies ag_news imdb] [--jobs 2]
+
+Each model trains once per rate, with the sizes of the recipe and a seed that the recipes do not report. The rate that
+is best on valid goes into `recipes/_sengupta2023_studies.py`. Finished runs are kept: a second call goes on where the
+first one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+
+# The mathematics libraries read it when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from wellposed.recipes._recipe import Request
+from wellposed.recipes._sengupta2023_runs import VARIANTS, Study, train_variant
+from wellposed.recipes._sengupta2023_studies import arena_study, text_study, words_study
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+SEED = 1000
+ARENA = ("listops", "text", "retrieval", "pathfinder", "image")
+STUDIES = ("imdb", "ag_news", *(f"lra-{name}" for name in ARENA), "ptb-words")
+
+
+def study_of(request: Request, name: str) -> Study:
+    """Return a study of tables 1 to 3."""
+    if name == "ptb-words":
+        return words_study(request)
+    if name.startswith("lra-"):
+        return arena_study(request, name.removeprefix("lra-"))
+    return text_study(request, name)
+
+
+def valid_metric(job: tuple[str, str, float, str, Path]) -> tuple[str, str, float, float]:
+    """Train one model at one rate; return its accuracy (minus the perplexity of words) on valid."""
+    name, variant, rate, data, out = job
+    request = Request("mini", out / f"{rate:g}", data)
+    study = study_of(request, name)
+    study = replace(study, sizes=replace(study.sizes, learning_rate=rate, rates={}))
+    run = train_variant(request, study, variant, SEED)
+    value = -run.metric("perplexity,valid") if name == "ptb-words" else run.metric("accuracy,valid")
+    print(f"{name:15s} {variant:17s} {rate:<6g} {abs(value):.4f}", flush=True)
+    return name, variant, rate, value
+
+
+def main() -> None:
+    """Train and print one table per study, the best rate of each model marked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    jobs = [
+        (name, variant, rate, options.data, options.out)
+        for name in options.studies for variant in VARIANTS for rate in options.rates
+    ]  # fmt: skip
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
+        found = {(name, variant, rate): value for name, variant, rate, value in pool.imap(valid_metric, jobs)}
+    for name in options.studies:
+        print(f"\n| {name} | " + " | ".join(f"{rate:g}" for rate in options.rates) + " |")
+        print("| --- " * (len(options.rates) + 1) + "|")
+        for variant in VARIANTS:
+            values = [found[name, variant, rate] for rate in options.rates]
+            best = max(value for value in values if value == value)
+            cells = [f"**{abs(value):.4g}**" if value == best else f"{abs(value):.4g}" for value in values]
+            print(f"| {variant} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
