@@ -12,7 +12,7 @@ from wellposed.errors import ConfigError
 from wellposed.measurement import correlate
 from wellposed.recipes._charts import Panel, Series
 from wellposed.recipes._recipe import Reproduction, Request
-from wellposed.recipes._sengupta2023_runs import LABELS, Run, Study, train_study
+from wellposed.recipes._sengupta2023_runs import LABELS, Study, mean_and_error, train_study
 from wellposed.recipes._sengupta2023_states import (
     METRICS,
     Layers,
@@ -146,19 +146,23 @@ def _correlations(points: Sequence[tuple[float, float, float]]) -> str:
 def figure_3b(request: Request) -> Reproduction:
     """Entropy of each head of the Transformer and each expert of TransJect, by layer."""
     study = text_study(request, "imdb")
-    task, runs = train_study(request, study, variants=("transject", "post_ln"), seeds=1)
+    task, runs = train_study(request, study, variants=("transject", "post_ln"))
     batches = probe_batches(task, probe_count(request))
     rows: list[dict[str, Any]] = []
-    means: dict[str, float] = {}
+    means: dict[str, list[float]] = {}
     for run in runs:
         parts = part_entropies(trained_model(run), batches)
         kind = "expert" if run.variant == "transject" else "head"
         rows += [
-            {"model": LABELS[run.variant], "layer": layer + 1, "part": f"{kind} {index + 1}", "entropy": value}
+            {
+                "model": LABELS[run.variant], "seed": run.seed, "layer": layer + 1, "part": f"{kind} {index + 1}",
+                "entropy": value,
+            }
             for layer, values in enumerate(parts)
             for index, value in enumerate(values)
-        ]
-        means[run.variant] = _mean([value for values in parts for value in values])
+        ]  # fmt: skip
+        means.setdefault(run.variant, []).append(_mean([value for values in parts for value in values]))
+    drawn = [row for row in rows if row["seed"] == 0]
     panels = [
         Panel(
             model,
@@ -167,21 +171,26 @@ def figure_3b(request: Request) -> Reproduction:
             [
                 Series(
                     part,
-                    [row["layer"] for row in rows if (row["model"], row["part"]) == (model, part)],
-                    [row["entropy"] for row in rows if (row["model"], row["part"]) == (model, part)],
+                    [row["layer"] for row in drawn if (row["model"], row["part"]) == (model, part)],
+                    [row["entropy"] for row in drawn if (row["model"], row["part"]) == (model, part)],
                 )
-                for part in dict.fromkeys(row["part"] for row in rows if row["model"] == model)
+                for part in dict.fromkeys(row["part"] for row in drawn if row["model"] == model)
             ],
         )
-        for model in dict.fromkeys(row["model"] for row in rows)
+        for model in dict.fromkeys(row["model"] for row in drawn)
     ]
+    experts, heads = (mean_and_error(means[variant]) for variant in ("transject", "post_ln"))
     return Reproduction(
         rows,
         panels,
-        got=f"mean entropy of experts {means['transject']:.2f}, of heads {means['post_ln']:.2f} nats",
-        holds=None if request.scale == "toy" else means["transject"] < means["post_ln"],
-        notes=(_KNN, "heads are narrower than experts, so their entropy rests on fewer values"),
+        got=f"mean entropy of experts {_plus_minus(*experts)}, of heads {_plus_minus(*heads)} nats (over seeds)",
+        holds=None if request.scale == "toy" else experts[0] < heads[0],
+        notes=(_KNN, "heads are narrower than experts, so their entropy rests on fewer values; drawn: seed 0"),
     )
+
+
+def _plus_minus(mean: float, error: float) -> str:
+    return f"{mean:.2f} +- {error:.2f}"
 
 
 def figure_5(request: Request) -> Reproduction:
@@ -240,26 +249,13 @@ def figure_6(request: Request) -> Reproduction:
         *itertools.product(["transject", "post_ln"], ["layers"], layers),
         *itertools.product(["post_ln"], ["dropout"], dropouts),
     ]
-    rows: list[dict[str, Any]] = []
-    for variant, option, value in grid:
-        run, task = _configured(request, study, variant, option, value)
-        batches = probe_batches(task, probe_count(request))
-        if not run.metrics:
-            continue
-        found = measure_layers(trained_model(run), batches)
-        rows.append(
-            {
-                "model": LABELS[variant], "option": option, "value": value, "activation_factor": found.median_factor(),
-                "entropy": found.entropy(), "entropy_standardized": found.entropy(standardized=True),
-                "accuracy": 100 * run.metric("accuracy,test"),
-            }
-        )  # fmt: skip
+    rows = [_configured(request, study, *configuration) for configuration in grid]
     kinds = [("transject", "experts"), ("transject", "layers"), ("post_ln", "layers"), ("post_ln", "dropout")]
     change = {kind: _change(rows, *kind) for kind in kinds}
     holds = (
-        change["transject", "experts"] > 0
-        and change["post_ln", "layers"] > abs(change["transject", "layers"])
-        and change["post_ln", "dropout"] < 0
+        change["transject", "experts"][0] > 0
+        and change["post_ln", "layers"][0] > abs(change["transject", "layers"][0])
+        and change["post_ln", "dropout"][0] < 0
     )
     panels = [
         Panel(
@@ -271,34 +267,57 @@ def figure_6(request: Request) -> Reproduction:
         )
         for variant, option in kinds
     ]
-    finite = all(math.isfinite(value) for value in change.values())
+    finite = all(math.isfinite(value) for value, _ in change.values())
     return Reproduction(
         rows,
         panels,
         got="change of the activation factor from the smallest to the largest value: "
-        + ", ".join(f"{LABELS[variant]}, {option} {value:+.2f}" for (variant, option), value in change.items()),
+        + ", ".join(
+            f"{LABELS[variant]}, {option} {value:+.2f} +- {error:.2f}"
+            for (variant, option), (value, error) in change.items()
+        ),
         holds=None if request.scale == "toy" or not finite else holds,
-        notes=(_KNN, "one seed for each configuration; dropout also on the embeddings"),
+        notes=(_KNN, f"{study.sizes.seeds} seeds for each configuration; dropout also on the embeddings"),
     )
 
 
-def _configured(request: Request, study: Study, variant: str, option: str, value: float) -> tuple[Run, Any]:
-    """Train one configuration of figure 6."""
-    field = {"experts": "experts", "layers": "layers", "dropout": "dropout"}[option]
-    sizes = replace(study.sizes, **{field: value})
-    changed = replace(study, name=f"{study.name}-{option}{value:g}", sizes=sizes)
-    task, (run,) = train_study(request, changed, variants=(variant,), seeds=1)
-    return run, task
+def _configured(request: Request, study: Study, variant: str, option: str, value: float) -> dict[str, Any]:
+    """Train one configuration of figure 6 with every seed and return its row: means, and the error of the factor."""
+    changed = replace(study, name=f"{study.name}-{option}{value:g}", sizes=replace(study.sizes, **{option: value}))
+    task, runs = train_study(request, changed, variants=(variant,))
+    batches = probe_batches(task, probe_count(request))
+    trained = [run for run in runs if run.metrics]
+    found = [measure_layers(trained_model(run), batches) for run in trained]
+    row: dict[str, Any] = {"model": LABELS[variant], "option": option, "value": value, "trained": len(trained)}
+    if not trained:
+        return row
+    factor, error = mean_and_error([layers.median_factor() for layers in found])
+    return {
+        **row, "activation_factor": factor, "standard_error": error,
+        "entropy": _mean([layers.entropy() for layers in found]),
+        "entropy_standardized": _mean([layers.entropy(standardized=True) for layers in found]),
+        "accuracy": 100 * _mean([run.metric("accuracy,test") for run in trained]),
+    }  # fmt: skip
+
+
+def _of(rows: Sequence[dict[str, Any]], variant: str, option: str) -> list[dict[str, Any]]:
+    """Return the rows of one panel whose training did not diverge."""
+    return [row for row in rows if (row["model"], row["option"]) == (LABELS[variant], option) and row["trained"]]
 
 
 def _columns(rows: Sequence[dict[str, Any]], variant: str, option: str) -> tuple[list[float], list[float]]:
-    mine = [row for row in rows if (row["model"], row["option"]) == (LABELS[variant], option)]
+    mine = _of(rows, variant, option)
     return [row["value"] for row in mine], [row["activation_factor"] for row in mine]
 
 
-def _change(rows: Sequence[dict[str, Any]], variant: str, option: str) -> float:
-    _, factors = _columns(rows, variant, option)
-    return factors[-1] - factors[0] if len(factors) > 1 else math.nan
+def _change(rows: Sequence[dict[str, Any]], variant: str, option: str) -> tuple[float, float]:
+    """Return the factor at the largest value minus that at the smallest, and its standard error."""
+    mine = _of(rows, variant, option)
+    if len(mine) < 2:
+        return math.nan, math.nan
+    first, last = mine[0], mine[-1]
+    error = math.hypot(first["standard_error"], last["standard_error"])
+    return last["activation_factor"] - first["activation_factor"], error
 
 
 def figure_7(request: Request) -> Reproduction:
@@ -308,23 +327,25 @@ def figure_7(request: Request) -> Reproduction:
     spread: list[float] = []
     experts = 0
     for study in _studies(request):
-        task, runs = train_study(request, study, variants=("transject",), seeds=1)
+        task, runs = train_study(request, study, variants=("transject",))
         batches = probe_batches(task, probe_count(request))
-        series = []
-        for layer, weights in enumerate(gate_weights(trained_model(runs[0]), batches), 1):
-            experts = len(weights[0])
-            flat = [value for row in weights for value in row]
-            load = [_mean([row[index] for row in weights]) for index in range(experts)]
-            spread += load
-            rows += [
-                {
-                    "task": study.name, "layer": layer, "expert": index + 1, "mean_weight": load[index],
-                    "lower_quartile": quantile([row[index] for row in weights], 0.25),
-                    "upper_quartile": quantile([row[index] for row in weights], 0.75),
-                }
-                for index in range(experts)
-            ]  # fmt: skip
-            series.append(Series(f"layer {layer}", *_histogram(flat), style="bars"))
+        pooled: dict[int, list[float]] = {}
+        for run in runs:
+            for layer, weights in enumerate(gate_weights(trained_model(run), batches), 1):
+                experts = len(weights[0])
+                pooled.setdefault(layer, []).extend(value for row in weights for value in row)
+                load = [_mean([row[index] for row in weights]) for index in range(experts)]
+                spread += load
+                rows += [
+                    {
+                        "task": study.name, "seed": run.seed, "layer": layer, "expert": index + 1,
+                        "mean_weight": load[index],
+                        "lower_quartile": quantile([row[index] for row in weights], 0.25),
+                        "upper_quartile": quantile([row[index] for row in weights], 0.75),
+                    }
+                    for index in range(experts)
+                ]  # fmt: skip
+        series = [Series(f"layer {layer}", *_histogram(values), style="bars") for layer, values in pooled.items()]
         panels.append(Panel(study.name, "expert weight", "share of weights", series))
     even = 1 / experts
     return Reproduction(
