@@ -1,0 +1,174 @@
+"""What each option of the penalty does: sampled layers, schedules, forms, cross-attention; and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.penalize import OrthogonalityPenalty
+
+from ..roles.zoo import ZOO
+from .models import Hidden, batch, bert
+
+
+def test_sampled_layers_are_unbiased() -> None:
+    """Each of the three layers is drawn alone at some step, and the mean of the three is the whole."""
+    model, inputs = bert().double(), batch()
+    whole = OrthogonalityPenalty(model, affinity=1.0)
+    output = model(**inputs)
+    full = whole()
+    terms = whole.terms()
+    whole.remove()
+    penalty = OrthogonalityPenalty(model, affinity=1.0, layers_per_step=1)
+    drawn: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for _ in range(60):
+        output = model(**inputs)
+        penalty()
+        ((name, value),) = penalty.terms().items()
+        drawn[name] = value
+        counts[name] = counts.get(name, 0) + 1
+    assert output is not None
+    assert set(drawn) == set(terms)
+    assert min(counts.values()) >= 8  # 20 expected, standard deviation 3.7
+    assert sum(drawn.values()) / 3 == pytest.approx(full.item(), rel=1e-12)
+    assert all(value == pytest.approx(3 * terms[name], rel=1e-12) for name, value in drawn.items())
+
+
+def test_every_k_is_scaled_by_k_and_follows_a_resumed_step() -> None:
+    model, inputs = bert(), batch()
+    always = OrthogonalityPenalty(model, attention=1.0)().item()
+    penalty = OrthogonalityPenalty(model, affinity=1e-6, attention=1.0, every=4)
+    values = []
+    for _ in range(8):
+        output = model(**inputs)
+        values.append(penalty().item())
+    assert output is not None
+    assert values[1:4] == [0, 0, 0]
+    assert values[4] == pytest.approx(4 * always, rel=1e-4)
+    penalty.step = 4
+    output = model(**inputs)
+    assert penalty().item() > 0
+
+
+def test_schedules_see_the_step() -> None:
+    model = bert()
+    penalty = OrthogonalityPenalty(model, attention=lambda step: 0.1 * step, key=1.0)
+    keys = OrthogonalityPenalty(model, key=1.0)().item()
+    values = [penalty().item() for _ in range(3)]
+    assert values[0] == pytest.approx(keys, rel=1e-6)
+    assert values[2] - keys == pytest.approx(2 * (values[1] - keys), rel=1e-4)
+    falling = OrthogonalityPenalty(model, key=lambda step: -1.0)
+    with pytest.raises(ConfigError, match=r"schedule of key.*step 0"):
+        falling()
+
+
+@pytest.mark.parametrize("method", ["householder", "gram_schmidt"])
+def test_qr_form(method: str) -> None:
+    model = bert()
+    penalty = OrthogonalityPenalty(model, key=1.0, form="qr", qr_method=method)
+    weight = model.encoder.layer[0].attention.self.key.weight.detach().double()
+    q, r = torch.linalg.qr(weight)
+    q = q if method == "householder" else q * r.diagonal().sign()
+    penalty().backward()
+    assert penalty.terms()["key.encoder.0"] == pytest.approx((q - weight).norm().item(), rel=1e-5)
+    assert model.encoder.layer[0].attention.self.key.weight.grad is not None
+
+
+def test_a_mapping_of_forms_and_bf16_products() -> None:
+    model = bert()
+    penalty = OrthogonalityPenalty(model, key=1.0, value=1.0, form={"key": "gram"})
+    plain = OrthogonalityPenalty(model, key=1.0, value=1.0)
+    rough = OrthogonalityPenalty(model, key=1.0, gram_dtype=torch.bfloat16)
+    for one in (penalty, plain, rough):
+        one()
+    assert penalty.terms()["key.encoder.0"] ** 2 == pytest.approx(plain.terms()["key.encoder.0"], rel=1e-5)
+    assert penalty.terms()["value.encoder.0"] == plain.terms()["value.encoder.0"]
+    assert rough.terms()["key.encoder.0"] != plain.terms()["key.encoder.0"]
+    assert rough.terms()["key.encoder.0"] == pytest.approx(plain.terms()["key.encoder.0"], rel=0.01)
+
+
+def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
+    model = bert()
+    inner = model.encoder.layer[0].attention.self
+    inner.key = inner.query
+    with pytest.warns(UserWarning, match=r"layer\.0\.attention\.self\.key\.weight.*counted once as query"):
+        penalty = OrthogonalityPenalty(model, query=1.0, key=1.0)
+    penalty()
+    assert "query.encoder.0" in penalty.terms()
+    assert "key.encoder.0" not in penalty.terms()
+    assert len(penalty.notes) == 1
+    with pytest.warns(UserWarning, match="counted once"):
+        joint = OrthogonalityPenalty(model, attention=1.0)
+    joint()
+    parts = [inner.query.weight, inner.value.weight, model.encoder.layer[0].attention.output.dense.weight]
+    stacked = torch.cat(parts).detach().double()
+    expected = (stacked.T @ stacked - torch.eye(16)).square().sum().item()
+    assert joint.terms()["attention.encoder.0"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_cross_attention_only_on_request() -> None:
+    model = ZOO["bart"].build()
+    inside = OrthogonalityPenalty(model, key=1.0)
+    across = OrthogonalityPenalty(model, key=1.0, cross_attention=True)
+    inside()
+    across()
+    assert set(across.terms()) - set(inside.terms()) == {"key.decoder.0.cross", "key.decoder.1.cross"}
+
+
+def test_bad_input_is_refused_before_training() -> None:
+    model = bert()
+    with pytest.raises(ConfigError, match=r"(?s)attention = -1.*key = nan"):
+        OrthogonalityPenalty(model, attention=-1.0, key=float("nan"))
+    with pytest.raises(ConfigError, match="no strength"):
+        OrthogonalityPenalty(model)
+    with pytest.raises(ConfigError, match="gram_squared"):
+        OrthogonalityPenalty(model, key=1.0, form="gram_square")
+    with pytest.raises(ConfigError, match="feedforward"):
+        OrthogonalityPenalty(model, key=1.0, form={"feed_forward": "gram"})
+    for option in (
+        {"attention_mode": "both"},
+        {"estimator": "all"},
+        {"qr_method": "x"},
+        {"every": 0},
+        {"num_probes": 0},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            OrthogonalityPenalty(model, key=1.0, **option)
+    with pytest.raises(ConfigError, match="layers_per_step"):
+        OrthogonalityPenalty(model, affinity=1.0, layers_per_step=4)
+    with pytest.raises(ConfigError, match=r"(?s)query\.weight.*float16"):
+        OrthogonalityPenalty(bert().half(), query=1.0)
+    with pytest.raises(RoleNotFoundError):
+        OrthogonalityPenalty(nn.Linear(3, 3), key=1.0)
+    with pytest.raises(RoleNotFoundError, match="embedding"):
+        OrthogonalityPenalty(nn.TransformerEncoderLayer(8, 2, 12), embedding=1.0)
+    with pytest.raises(RoleNotFoundError, match="affinity"):
+        OrthogonalityPenalty(nn.Sequential(nn.Linear(4, 4)), affinity=1.0, patterns={"feedforward_in": "0.weight"})
+
+
+def test_quantised_weights_are_refused_by_name() -> None:
+    model = bert()
+    query = model.encoder.layer[0].attention.self.query
+    query.weight = nn.Parameter(query.weight.detach().mul(100).to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.query .*quantised"):
+        OrthogonalityPenalty(model, query=1.0)
+
+
+def test_patterns_that_match_nothing_are_refused() -> None:
+    with pytest.raises(RoleNotFoundError, match="nothing_like_it"):
+        OrthogonalityPenalty(bert(), query=1.0, patterns={"query": "*.nothing_like_it.weight"})
+
+
+def test_joint_needs_one_input_width() -> None:
+    class Uneven(Hidden):
+        def __init__(self) -> None:
+            super().__init__()
+            self.o_proj = nn.Linear(8, 8)
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 8) for _ in range(3))
+
+    with pytest.raises(ShapeError, match="separate"):
+        OrthogonalityPenalty(Uneven(), attention=1.0)
+    assert OrthogonalityPenalty(Uneven(), attention=1.0, attention_mode="separate")().item() > 0

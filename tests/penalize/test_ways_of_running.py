@@ -1,0 +1,183 @@
+"""The penalty under eager and fused kernels, masks, checkpointing, autocast and compilation, and what it watches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.penalize import OrthogonalityPenalty
+
+from .models import ALL, Hidden, batch, bert, step
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_watching_changes_no_output_and_no_gradient(implementation: str) -> None:
+    model, inputs = bert(), batch()
+    model.set_attn_implementation(implementation)
+    plain = model(**inputs)[0]
+    plain.square().mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    watched = model(**inputs)[0]
+    watched.square().mean().backward()
+    assert torch.equal(plain, watched)
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.grad is not None)
+    penalty.remove()
+
+
+def test_eager_and_fused_attention_are_penalised_alike() -> None:
+    model, inputs = bert().double(), batch()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    by_sdpa = step(model, penalty, inputs)
+    model.set_attn_implementation("eager")
+    by_softmax = step(model, penalty, inputs)
+    torch.testing.assert_close(by_softmax, by_sdpa, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("needs_weights", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_multihead_attention_with_masks(needs_weights: bool, causal: bool) -> None:
+    module = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    penalty = OrthogonalityPenalty(module, affinity=1.0)
+    x, lengths = torch.randn(3, 6, 8).double(), (6, 4, 1)
+    padded = torch.arange(6) >= torch.tensor(lengths)[:, None]
+    later = torch.ones(6, 6).triu(1).bool() if causal else None
+    output, weights = module(x, x, x, key_padding_mask=padded, attn_mask=later, need_weights=needs_weights)
+    assert (weights is not None) == needs_weights
+    expected = 0.0
+    bias = module.in_proj_bias
+    query, key = (x @ w.T + b for w, b in zip(module.in_proj_weight.chunk(3)[:2], bias.chunk(3)[:2], strict=True))
+    for b, length in enumerate(lengths):
+        for head in (slice(0, 4), slice(4, 8)):
+            scores = query[b, :length, head] @ key[b, :length, head].T / 2
+            affinity = (scores if later is None else scores.masked_fill(later[:length, :length], -torch.inf)).softmax(
+                -1
+            )
+            expected += (affinity.T @ affinity - torch.eye(length)).square().sum().item() / 3
+    value = penalty()
+    assert value.item() == pytest.approx(expected, rel=1e-12)
+    value.backward()
+    assert module.in_proj_weight.grad[:16].abs().min() > 0
+    assert module.in_proj_weight.grad[16:].abs().max() == 0
+    assert output.requires_grad
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model, inputs = bert().double(), batch()
+    penalty = OrthogonalityPenalty(model, **ALL)
+    plain = step(model, penalty, inputs)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(step(model, penalty, inputs), plain, rtol=1e-12, atol=1e-14)
+    penalty.remove()
+
+
+def test_checkpointing_around_multihead_attention() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).double()
+            self.checkpoint = False
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            if self.checkpoint:
+                return (torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False),)
+            return (self.layer(x),)
+
+    model, inputs = Checkpointed(), {"x": torch.randn(2, 5, 8).double()}
+    penalty = OrthogonalityPenalty(model, **ALL)
+    plain = step(model, penalty, inputs)
+    model.checkpoint = True
+    torch.testing.assert_close(step(model, penalty, inputs), plain, rtol=1e-12, atol=1e-14)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model, inputs = bert(), batch()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    output = model(**inputs)
+    with pytest.raises(ConfigError, match=r"(?s)encoder\.layer\.0\.attention.*use_reentrant=False"):
+        penalty()
+    assert output is not None
+
+
+@pytest.mark.parametrize("estimator", ["exact", "probes"])
+def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
+    model, inputs = bert(initializer_range=0.2), batch()
+    options = {"estimator": estimator, "generator": torch.Generator()} if estimator == "probes" else {}
+    penalty = OrthogonalityPenalty(model, **ALL, **options)
+    if options:
+        options["generator"].manual_seed(5)
+    full = step(model, penalty, inputs)
+    if options:
+        options["generator"].manual_seed(5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(**inputs)
+        value = penalty()
+    model.zero_grad()
+    (output[0].float().square().mean() + value).backward()
+    assert value.dtype == torch.float32
+    rough = torch.cat([p.grad.flatten() for _, p in model.named_parameters() if p.grad is not None])
+    exact = torch.cat([gradient.flatten() for gradient in full[1].values()])
+    assert torch.nn.functional.cosine_similarity(rough, exact, dim=0) > 0.99
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # likewise
+@pytest.mark.slow
+def test_a_compiled_model_is_watched() -> None:
+    model, inputs = bert().double(), batch()
+    penalty = OrthogonalityPenalty(model, **ALL)
+    plain = step(model, penalty, inputs)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        loss = compiled(**inputs)[0].square().mean() + penalty()
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        torch.testing.assert_close((loss.detach(), gradients), plain, rtol=1e-10, atol=1e-12)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("attention", ["l2", "l2_tied", "l2_contractive", "cosine"])
+def test_our_other_attentions_are_watched(attention: str) -> None:
+    """Affinities of L2 attention are soft-maxed distances: |A^T A - I|^2 from the distances themselves."""
+    from wellposed.models import build_model
+
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = build_model("wellposed", "sequence_classification", attention=attention, **sizes).double().eval()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    part = model.get_submodule(penalty.roles.attention[0].path)
+    projected: list[Tensor] = []
+    for name in ("q_proj", "k_proj"):
+        layer = getattr(part, name) or part.q_proj
+        layer.register_forward_hook(lambda m, args, out: projected.append(out.detach()))
+    output = model(input_ids=torch.tensor([[3, 4, 5, 6]]))
+    value = penalty()
+    assert value.item() > 0
+    assert output is not None
+    if attention == "cosine":
+        return
+    query, key = (item.unflatten(-1, (2, -1)).transpose(1, 2) for item in projected[:2])
+    affinity = (-torch.cdist(query, key).square() / 4**0.5).softmax(-1)
+    expected = (affinity.mT @ affinity - torch.eye(4)).square().sum().item()
+    assert value.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_attention_that_cannot_be_seen_is_named() -> None:
+    model = nn.Sequential(Hidden())
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    output = model(torch.randn(1, 3, 8))
+    with pytest.raises(ConfigError, match=r"(?s)cannot be seen.*\n  0\n.*affinity=0"):
+        penalty()
+    assert output is not None
+
+
+def test_flash_only_kernels_are_refused_at_attach_time() -> None:
+    model = bert()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"flash_attention_2") as caught:
+        OrthogonalityPenalty(model, affinity=1.0)
+    assert "set_attn_implementation('sdpa')" in str(caught.value)
