@@ -10,13 +10,9 @@ from torch.nn.utils import parametrize
 from wellposed.constrain import orthogonal
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 
+from .problems import isometry_error
+
 SHAPES = [(6, 6), (9, 4), (4, 9)]
-
-
-def isometry_error(weight: Tensor) -> float:
-    matrix = weight.detach().double()
-    matrix = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
-    return float((matrix.T @ matrix - torch.eye(matrix.shape[1], dtype=torch.float64)).abs().max())
 
 
 def nearest(weight: Tensor) -> Tensor:

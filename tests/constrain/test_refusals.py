@@ -6,34 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from wellposed.constrain import constrain_
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 
-WIDTH = 12
-
-
-class Mixed(nn.Module):
-    """A square, a tall and a wide weight, and a free read-out."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.square = nn.Linear(width, width)
-        self.tall = nn.Linear(width, 2 * width)
-        self.wide = nn.Linear(2 * width, width)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
-
-
-NAMES = ["square", "tall", "wide"]
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from .problems import NAMES, WIDTH, Mixed, sgd
 
 
 class TestWhere:

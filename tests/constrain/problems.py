@@ -1,0 +1,74 @@
+"""A model with weights of every shape, a regression to train it on, and the slow reference of the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+WIDTH = 12
+
+
+class Mixed(nn.Module):
+    """A square, a tall and a wide weight, and a free read-out."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.square = nn.Linear(width, width)
+        self.tall = nn.Linear(width, 2 * width)
+        self.wide = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
+
+
+NAMES = ["square", "tall", "wide"]
+
+
+def isometry_error(weight: Tensor) -> float:
+    """The slow reference: max |W^T W - I| on the smaller side, in float64, entry by entry from column products."""
+    matrix = weight.detach().double()
+    matrix = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    worst = 0.0
+    for i in range(matrix.shape[1]):
+        for j in range(matrix.shape[1]):
+            worst = max(worst, abs(float((matrix[:, i] * matrix[:, j]).sum()) - (i == j)))
+    return worst
+
+
+def errors(model: nn.Module) -> dict[str, float]:
+    return {name: isometry_error(getattr(model, name).weight) for name in NAMES}
+
+
+def problem(width: int = WIDTH, rows: int = 64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, width, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int, *, width: int = WIDTH) -> list[float]:
+    x, y = problem(width)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x.to(next(model.parameters()).dtype)).float(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=2e-2, weight_decay=0.0),
+}
