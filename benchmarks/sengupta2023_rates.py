@@ -10,6 +10,7 @@ first one stopped.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 from dataclasses import replace
@@ -56,18 +57,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    jobs = [
-        (name, variant, rate, options.data, options.out)
-        for name in options.studies for variant in VARIANTS for rate in options.rates
-    ]  # fmt: skip
+    grid = itertools.product(options.studies, options.variants, options.rates)
+    jobs = [(*point, options.data, options.out) for point in grid]
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         found = {(name, variant, rate): value for name, variant, rate, value in pool.imap(valid_metric, jobs)}
     for name in options.studies:
         print(f"\n| {name} | " + " | ".join(f"{rate:g}" for rate in options.rates) + " |")
         print("| --- " * (len(options.rates) + 1) + "|")
-        for variant in VARIANTS:
+        for variant in options.variants:
             values = [found[name, variant, rate] for rate in options.rates]
             best = max(value for value in values if value == value)
             cells = [f"**{abs(value):.4g}**" if value == best else f"{abs(value):.4g}" for value in values]
