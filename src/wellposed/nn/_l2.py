@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed, unknown_name
+from wellposed.errors import ConfigError, NotLipschitzError
 from wellposed.functional import l2_attention
 from wellposed.linalg import MASK_KINDS, L2Layer, MaskKind, Norm, SpectralMethod, check_norm, l2_constants
 from wellposed.nn._heads import head_width, join_heads, split_heads
-from wellposed.nn._l2_refusal import l2_attention_refusal
+from wellposed.nn._l2_refusal import (
+    Values,
+    check_cache,
+    check_covered,
+    check_diagonal,
+    check_options,
+    l2_attention_refusal,
+    refuse_unbounded,
+)
 from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask, known_pattern, most_visible
 from wellposed.nn._registry import LayerCache
-
-Values = Literal["paper", "free", "plain"]
-_VALUES: tuple[Values, ...] = ("paper", "free", "plain")
 
 
 class L2SelfAttention(nn.Module):
@@ -96,7 +100,15 @@ class L2SelfAttention(nn.Module):
         self.dropout = dropout
         self.init_scale = init_scale
         self._frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
-        self._check_options()
+        check_options(
+            tied=tied,
+            contractive=contractive,
+            values=self.values,
+            query_width=query_width,
+            max_tokens=max_tokens,
+            dropout=dropout,
+            init_scale=init_scale,
+        )
         columns = query_width * embed_dim
         self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
         self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
@@ -157,7 +169,7 @@ class L2SelfAttention(nn.Module):
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain projection.
         value = self._heads(self.v_proj(x)) if self.v_proj is not None and self.values == "plain" else key
         if cache is not None:
-            self._check_cache()
+            check_cache(self.contractive, self.max_tokens)
             shares, (key, value) = value is key, cache.update(key, value)
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
@@ -207,7 +219,7 @@ class L2SelfAttention(nn.Module):
             ShapeError: `num_tokens` is above the certified length.
             ConfigError: a contractive layer without `max_tokens` is asked for another norm than its own.
         """
-        self._refuse()
+        refuse_unbounded(self.certificate_refusal())
         norm = self.norm if norm is None else check_norm(norm)
         by_call, exact = self.bound_layers(method) if layers is None else layers
         if self.contractive is None:
@@ -219,7 +231,7 @@ class L2SelfAttention(nn.Module):
                     f"scale holds for a bound in norm {norm!r}; build the layer with max_tokens"
                 )
             return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
-        self._check_length(num_tokens)
+        check_covered(num_tokens, self.max_tokens)
         kinds: tuple[MaskKind, ...] = MASK_KINDS if mask == "any" else (mask,)
         scales = [self._scale(self.max_tokens, kind, by_call) for kind in kinds]
         bounds = [
@@ -324,12 +336,12 @@ class L2SelfAttention(nn.Module):
         """The factor of the output: one number, or (batch, 1, 1, 1) where each sequence has its own length."""
         mask = known_pattern(key_padding_mask, is_causal)
         if isinstance(key_padding_mask, AttentionMask):
-            self._check_diagonal(key_padding_mask, queries, keys)
+            check_diagonal(key_padding_mask, queries, keys)
         if self.max_tokens is not None and keys <= self.max_tokens:
             return self._scale(self.max_tokens, mask)
         counts = most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
-            self._check_length(int(counts.max()) if isinstance(counts, Tensor) else counts)
+            check_covered(int(counts.max()) if isinstance(counts, Tensor) else counts, self.max_tokens)
             return self._scale(self.max_tokens, mask)
         if not isinstance(counts, Tensor):
             return self._scale(counts, mask)
@@ -337,61 +349,6 @@ class L2SelfAttention(nn.Module):
         layer, _ = self.bound_layers("gram")
         scales = torch.stack([self._scale(length, mask, layer) for length in lengths.tolist()])
         return scales[index][:, None, None, None]
-
-    def _check_options(self) -> None:
-        problems: list[str] = []
-        if self.values not in _VALUES:
-            raise unknown_name("values", str(self.values), _VALUES)
-        if not self.tied and self.values != "plain":
-            problems.append(f"values={self.values!r} with tied=False: values are made from z, which only tied has")
-        if self.query_width not in (1, 2):
-            problems.append(f"query_width={self.query_width}: expected 1 or 2")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout={self.dropout}: expected a probability in [0, 1)")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            problems.append(f"max_tokens={self.max_tokens}: expected at least 1")
-        if self.init_scale is not None and not self.init_scale >= 0:
-            problems.append(f"init_scale={self.init_scale}: expected a number >= 0")
-        if problems:
-            raise ConfigError("L2SelfAttention:\n" + listed(problems))
-        if self.contractive is None:
-            return
-        if not 0 < self.contractive < 1:
-            raise NotContractiveError(
-                f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside (0, 1): at 1 and "
-                "above the residual x + f(x) need not be invertible"
-            )
-        self._refuse(dropout=self.dropout > 0)
-
-    def _refuse(self, *, dropout: bool | None = None) -> None:
-        reason = l2_attention_refusal(
-            tied=self.tied,
-            plain_values=self.values == "plain",
-            drops_weights=self.dropout > 0 and self.training if dropout is None else dropout,
-        )
-        if reason is not None:
-            raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}")
-
-    def _check_cache(self) -> None:
-        if self.contractive is not None and self.max_tokens is None:
-            raise ConfigError(
-                "L2SelfAttention: a cache in a contractive layer without max_tokens: the output of earlier tokens "
-                "would change with every new one; build the layer with max_tokens, the longest sequence"
-            )
-
-    def _check_length(self, num_tokens: int) -> None:
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
-            raise ShapeError(
-                f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most max_tokens={self.max_tokens}; "
-                "cut the sequence or build the layer with a larger max_tokens"
-            )
-
-    def _check_diagonal(self, mask: AttentionMask, queries: int, keys: int) -> None:
-        if mask.mask is not None and not bool(mask.mask.diagonal(keys - queries, -2, -1).all()):
-            raise NotLipschitzError(
-                f"L2SelfAttention has no Lipschitz constant: {l2_attention_refusal(keeps_itself=False)}; received a "
-                "mask with False on its diagonal; make masks with wellposed.nn.attention_mask"
-            )
 
     def extra_repr(self) -> str:
         """Everything that is not seen from the projections."""

@@ -1,6 +1,14 @@
-"""Which forms of L2 attention have no Lipschitz constant, and why."""
+"""Which forms of L2 attention have no Lipschitz constant, and why; what `L2SelfAttention` refuses."""
 
 from __future__ import annotations
+
+from typing import Literal
+
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed, unknown_name
+from wellposed.nn._masks import AttentionMask
+
+Values = Literal["paper", "free", "plain"]
+_VALUES: tuple[Values, ...] = ("paper", "free", "plain")
 
 
 def l2_attention_refusal(
@@ -52,3 +60,72 @@ def l2_attention_refusal(
     }
     found = [reason for reason, applies in reasons.items() if applies]
     return "; ".join(found) or None
+
+
+def refuse_unbounded(reason: str | None, advice: str = "") -> None:
+    """Raise `NotLipschitzError` where there is a reason."""
+    if reason is not None:
+        raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}{advice}")
+
+
+def check_options(
+    *,
+    tied: bool,
+    contractive: float | None,
+    values: Values,
+    query_width: int,
+    max_tokens: int | None,
+    dropout: float,
+    init_scale: float | None,
+) -> None:
+    """Raise where an option is out of range or two do not go together."""
+    problems: list[str] = []
+    if values not in _VALUES:
+        raise unknown_name("values", str(values), _VALUES)
+    if not tied and values != "plain":
+        problems.append(f"values={values!r} with tied=False: values are made from z, which only tied has")
+    if query_width not in (1, 2):
+        problems.append(f"query_width={query_width}: expected 1 or 2")
+    if not 0 <= dropout < 1:
+        problems.append(f"dropout={dropout}: expected a probability in [0, 1)")
+    if max_tokens is not None and max_tokens < 1:
+        problems.append(f"max_tokens={max_tokens}: expected at least 1")
+    if init_scale is not None and not init_scale >= 0:
+        problems.append(f"init_scale={init_scale}: expected a number >= 0")
+    if problems:
+        raise ConfigError("L2SelfAttention:\n" + listed(problems))
+    if contractive is None:
+        return
+    if not 0 < contractive < 1:
+        raise NotContractiveError(
+            f"L2SelfAttention: contractive is {contractive}; expected a constant inside (0, 1): at 1 and "
+            "above the residual x + f(x) need not be invertible"
+        )
+    refuse_unbounded(l2_attention_refusal(tied=tied, plain_values=values == "plain", drops_weights=dropout > 0))
+
+
+def check_cache(contractive: float | None, max_tokens: int | None) -> None:
+    """Raise `ConfigError` where the division of a contractive layer would change with every token of a cache."""
+    if contractive is not None and max_tokens is None:
+        raise ConfigError(
+            "L2SelfAttention: a cache in a contractive layer without max_tokens: the output of earlier tokens "
+            "would change with every new one; build the layer with max_tokens, the longest sequence"
+        )
+
+
+def check_covered(num_tokens: int, max_tokens: int | None) -> None:
+    """Raise `ShapeError` where there are more tokens than the certificate covers."""
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise ShapeError(
+            f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most max_tokens={max_tokens}; "
+            "cut the sequence or build the layer with a larger max_tokens"
+        )
+
+
+def check_diagonal(mask: AttentionMask, queries: int, keys: int) -> None:
+    """Raise `NotLipschitzError` where a query, one of the last of the keys, does not see itself."""
+    if mask.mask is not None and not bool(mask.mask.diagonal(keys - queries, -2, -1).all()):
+        refuse_unbounded(
+            l2_attention_refusal(keeps_itself=False),
+            "; received a mask with False on its diagonal; make masks with wellposed.nn.attention_mask",
+        )
