@@ -24,8 +24,9 @@ from wellposed.tasks._listops_rules import (
     ListOpsRules,
     evaluate,
 )
-from wellposed.tasks._tables import LabelledTexts, TableOptions
+from wellposed.tasks._tables import LabelledTexts
 from wellposed.tasks._text_classification import load_tables
+from wellposed.tasks._text_columns import TableOptions
 from wellposed.tasks._tokenizers import NUM_SPECIAL, WordEncoder
 
 RULES: Mapping[str, ListOpsRules] = {

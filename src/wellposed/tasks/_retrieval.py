@@ -13,8 +13,9 @@ from wellposed.tasks._base import SPLITS, TASKS, Example, Kind, Split, TaskSpec
 from wellposed.tasks._classification import ClassificationTask, refuse_empty, refuse_longer, require_positive
 from wellposed.tasks._pair_collate import PairExamples
 from wellposed.tasks._retrieval_sources import BUILTIN_SIZES, PairTable, builtin_passages, is_pair_file, read_pairs
-from wellposed.tasks._tables import LabelledTexts, TableOptions
+from wellposed.tasks._tables import LabelledTexts
 from wellposed.tasks._text_classification import load_tables
+from wellposed.tasks._text_columns import TableOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

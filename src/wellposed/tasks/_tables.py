@@ -3,10 +3,13 @@
 Rules, in full:
 
 - ``.jsonl``: one JSON object a line. ``.tsv``: fields between tabs, quotes are ordinary characters. ``.csv``: fields
-  between commas (tabs, where the first line holds a tab and no comma), quoted as in RFC 4180. ``quoting`` overrides.
+  between commas (tabs, where the first line holds a tab and no comma), quoted as in RFC 4180: a quote is doubled, a
+  backslash is an ordinary character. ``quoting`` overrides.
 - The first line is a header when it holds a name for the label and a name for the text: the names given as options, or
-  else one of `LABEL_NAMES` and one of `TEXT_NAMES`, in any case.
-- Without a header the label is the first column and the text the last; a column option may also be a number from 0.
+  else one of `LABEL_NAMES` and one of `TEXT_NAMES`, in any case. A title and a description, say, are joined by a space.
+- Without a header the label is the first column. The text is the last column of a ``.tsv``; in a ``.csv`` it is every
+  column after the label, joined by a space, as in the releases of Zhang et al. 2015 (AG News, DBpedia, Yahoo, Yelp,
+  Amazon: class, title, text). A column option may also be a number from 0; the text several, between commas.
 - Every line has as many fields as the first one; an empty line is malformed.
 """
 
@@ -14,31 +17,20 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError, DataError, listed, nearest_names
+from wellposed.errors import DataError, listed
+from wellposed.tasks._text_columns import TableOptions, describe_names, find_columns, find_keys, join_text
 
 if TYPE_CHECKING:
     from wellposed.tasks._sources import TextFile
 
-LABEL_NAMES = ("label", "labels", "target", "class", "sentiment", "category")
-TEXT_NAMES = ("text", "sentence", "source", "review", "content", "document")
 SUFFIXES = (".tsv", ".csv", ".jsonl")
-AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class TableOptions:
-    """How a table is read."""
-
-    label_column: str = AUTO
-    text_column: str = AUTO
-    header: Literal["auto", "yes", "no"] = "auto"
-    quoting: Literal["auto", "csv", "none"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -120,89 +112,27 @@ def _csv_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]
 
 def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options: TableOptions) -> LabelledTexts:
     first_line, first = next(rows)
-    label, text, is_header = _columns(f"{file.path}:{first_line}", first, options)
-    columns = f"header, label {first[label]!r}, text {first[text]!r}" if is_header else ""
-    columns = columns or f"no header, label in column {label}, text in column {text}"
+    columns = find_columns(f"{file.path}:{first_line}", first, options, join=_joins(file))
     texts, labels, lines, problems = [], [], [], []
-    for line, row in [] if is_header else [(first_line, first)]:
-        texts.append(row[text])
-        labels.append(row[label])
-        lines.append(line)
-    for line, row in rows:
+    for line, row in rows if columns.is_header else itertools.chain([(first_line, first)], rows):
         if len(row) != len(first):
             found = f"{len(row)} columns" if row else "an empty line"
             problems.append(f"{file.path}:{line}: {found}, expected {len(first)} columns as in line {first_line}")
             continue
-        texts.append(row[text])
-        labels.append(row[label])
+        texts.append(join_text([row[place] for place in columns.text]))
+        labels.append(row[columns.label])
         lines.append(line)
-    table = LabelledTexts(str(file.path), texts, labels, lines, columns)
-    if is_header and not texts and not problems:
+    table = LabelledTexts(str(file.path), texts, labels, lines, columns.described)
+    if columns.is_header and not texts and not problems:
         raise DataError(f"{file.path}: a header and no rows; give a file with a row for each text")
-    if options.header == "auto" and not is_header:
+    if options.header == "auto" and not columns.is_header:
         _refuse_unseen_header(table, first)
     _refuse(file, problems + _blank_labels(table))
     return table
 
 
-def _columns(where: str, first: list[str], options: TableOptions) -> tuple[int, int, bool]:
-    """Return the label column, the text column and whether the first row is a header."""
-    if len(first) < 2:
-        raise DataError(f"{where}: one column, expected a label and a text; is the delimiter of the file its ending's?")
-    wanted = {"label": options.label_column, "text": options.text_column}
-    known = {"label": LABEL_NAMES, "text": TEXT_NAMES}
-    by_name = {role: column for role, column in wanted.items() if not _is_number(column)}
-    given = [column for column in by_name.values() if column != AUTO]
-    if given and options.header == "no":
-        raise ConfigError(f"columns {', '.join(given)} are names, and header is 'no'; give numbers from 0")
-    found = {role: _named(first, column, known[role]) for role, column in by_name.items()}
-    complete = bool(by_name) and None not in found.values()
-    if options.header == "no" or (options.header == "auto" and not given and not complete):
-        default = {"label": 0, "text": len(first) - 1}
-        positions = {role: default[role] if column == AUTO else int(column) for role, column in wanted.items()}
-        _refuse_positions(where, positions, len(first))
-        return positions["label"], positions["text"], False
-    missing = [role for role, position in found.items() if position is None]
-    if missing:
-        raise _no_column(where, first, {role: by_name[role] for role in missing})
-    positions = {role: found.get(role) for role in wanted}
-    final = {role: int(wanted[role]) if position is None else position for role, position in positions.items()}
-    _refuse_positions(where, final, len(first))
-    return final["label"], final["text"], True
-
-
-def _is_number(column: str) -> bool:
-    return column.isascii() and column.isdigit()
-
-
-def _named(header: list[str], column: str, known: Sequence[str]) -> int | None:
-    """Return the position of a named column; ``auto`` takes the first known name, in any case."""
-    if column != AUTO:
-        return header.index(column) if column in header else None
-    folded = [name.strip().lower() for name in header]
-    return next((folded.index(name) for name in known if name in folded), None)
-
-
-def _refuse_positions(where: str, positions: dict[str, int], count: int) -> None:
-    problems = [
-        f"{where}: {role}_column = {position}, expected a number below {count}, the number of columns"
-        for role, position in positions.items()
-        if position >= count
-    ]
-    if positions["label"] == positions["text"]:
-        problems.append(f"{where}: label and text are both column {positions['text']}")
-    if problems:
-        raise DataError("the columns cannot be used:\n" + listed(problems))
-
-
-def _no_column(where: str, header: list[str], missing: dict[str, str]) -> DataError:
-    problems = []
-    for role, column in missing.items():
-        names = " or ".join(LABEL_NAMES if role == "label" else TEXT_NAMES)
-        near = ", ".join(nearest_names(column, header))
-        wanted = f"named {names}" if column == AUTO else f"{column!r} (nearest: {near})"
-        problems.append(f"{where}: no {role} column {wanted}; give {role}_column=NAME")
-    return DataError(f"the header {header} lacks a column:\n" + listed(problems))
+def _joins(file: TextFile) -> bool:
+    return file.path.name.lower().removesuffix(".gz").endswith(".csv")
 
 
 def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
@@ -210,7 +140,7 @@ def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
     labels: list[str] = []
     lines: list[int] = []
     problems: list[str] = []
-    keys: tuple[str, str] | None = None
+    keys: tuple[str, tuple[str, ...]] | None = None
     for number, line in _lines(file.text):
         where = f"{file.path}:{number}"
         try:
@@ -223,36 +153,27 @@ def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
         if not isinstance(row, dict):
             problems.append(f"{where}: {type(row).__name__}, expected a JSON object with a label and a text")
             continue
-        keys = keys or _json_keys(where, row, options)
+        keys = keys or find_keys(where, list(row), options)
         problem = _json_problem(row, *keys)
         if problem:
             problems.append(f"{where}: {problem}")
             continue
         labels.append(_label_text(row[keys[0]]))
-        texts.append(row[keys[1]])
+        texts.append(join_text([row[key] for key in keys[1]]))
         lines.append(number)
-    columns = f"JSON keys, label {keys[0]!r}, text {keys[1]!r}" if keys else ""
+    columns = f"JSON keys, label {keys[0]!r}, text {describe_names(keys[1])}" if keys else ""
     table = LabelledTexts(str(file.path), texts, labels, lines, columns)
     _refuse(file, problems + _blank_labels(table))
     return table
 
 
-def _json_keys(where: str, row: dict[str, Any], options: TableOptions) -> tuple[str, str]:
-    names = list(row)
-    label = _named(names, options.label_column, LABEL_NAMES)
-    text = _named(names, options.text_column, TEXT_NAMES)
-    if label is None or text is None:
-        missing = {"label": options.label_column} if label is None else {}
-        raise _no_column(where, names, missing | ({"text": options.text_column} if text is None else {}))
-    return names[label], names[text]
-
-
-def _json_problem(row: dict[str, Any], label: str, text: str) -> str | None:
-    missing = [key for key in (label, text) if key not in row]
+def _json_problem(row: dict[str, Any], label: str, text: Sequence[str]) -> str | None:
+    missing = [key for key in (label, *text) if key not in row]
     if missing:
         return f"no key {' and '.join(map(repr, missing))}; it has {', '.join(map(repr, row)) or 'none'}"
-    if not isinstance(row[text], str):
-        return f"{text!r} is {type(row[text]).__name__}, expected a string"
+    for key in text:
+        if not isinstance(row[key], str):
+            return f"{key!r} is {type(row[key]).__name__}, expected a string"
     if not isinstance(row[label], str | int | bool | float):
         return f"{label!r} is {type(row[label]).__name__}, expected a string, a number or true/false"
     return None
@@ -265,7 +186,7 @@ def _label_text(label: str | int | bool | float) -> str:
 def table_from_hub(rows: Any, where: str, options: TableOptions) -> LabelledTexts:
     """Read label and text of a `datasets.Dataset`; class labels get their names, "lines" are row numbers from 1."""
     names = list(rows.column_names)
-    label, text = _json_keys(where, dict.fromkeys(names), options)
+    label, text = find_keys(where, names, options)
     values = rows[label]
     to_name = getattr(rows.features[label], "int2str", None)
     problems = []
@@ -277,8 +198,9 @@ def table_from_hub(rows: Any, where: str, options: TableOptions) -> LabelledText
             labels.append(to_name(value) if to_name is not None else _label_text(value))
     if problems:
         raise DataError("rows that cannot be used:\n" + listed(problems))
-    columns = f"data set columns, label {label!r}, text {text!r}"
-    return LabelledTexts(where, list(rows[text]), labels, range(1, len(labels) + 1), columns)
+    columns = f"data set columns, label {label!r}, text {describe_names(text)}"
+    texts = [join_text(parts) for parts in zip(*(rows[name] for name in text), strict=True)]
+    return LabelledTexts(where, texts, labels, range(1, len(labels) + 1), columns)
 
 
 def _blank_labels(table: LabelledTexts) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks._class_names import name_classes
 from wellposed.tasks._classification import (
     MIN_ROWS_TO_CUT,
     ClassificationTask,
@@ -18,7 +19,8 @@ from wellposed.tasks._classification import (
     require_positive,
     sorted_labels,
 )
-from wellposed.tasks._tables import AUTO, SUFFIXES, LabelledTexts, TableOptions, read_table, table_from_hub
+from wellposed.tasks._tables import SUFFIXES, LabelledTexts, read_table, table_from_hub
+from wellposed.tasks._text_columns import AUTO, TableOptions
 from wellposed.tasks._text_folders import has_class_folders, read_text_folders
 
 
@@ -35,7 +37,9 @@ class TextClassificationOptions:
     label_column: str = AUTO
     """Name of the label column, or its number from 0 in a file without a header."""
     text_column: str = AUTO
-    """Name of the text column, or its number from 0 in a file without a header."""
+    """Name of the text column, or its number from 0 in a file without a header; several, between commas, are joined."""
+    class_names: str = AUTO
+    """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
     quoting: Literal["auto", "csv", "none"] = "auto"
@@ -67,6 +71,8 @@ class TextClassificationTask(ClassificationTask):
         tables, self._source = load_tables(options, _table_options(options))
         labels = sorted_labels(tables["train"].labels)
         _refuse_labels(tables["train"], labels)
+        names, named_by = name_classes(labels, tables["train"].path, options.class_names)
+        self._source |= named_by
         numbers = {split: number_labels(tables[split], labels, split) for split in SPLITS}
         encoder = build_encoder(options.tokenizer, tables["train"].texts, max_words=options.max_words)
         examples: dict[Split, LabelledExamples] = {}
@@ -84,7 +90,7 @@ class TextClassificationTask(ClassificationTask):
         seen = set(tables["train"].texts)
         self._repeated = {split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]}
         self.options = options
-        super().__init__(encoder=encoder, examples=examples, labels=labels, max_length=options.max_length)
+        super().__init__(encoder=encoder, examples=examples, labels=names, max_length=options.max_length)
 
     def description(self) -> dict[str, Any]:
         return {
