@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.functional import cosine_attention
 from wellposed.nn._heads import HeadProjections
-from wellposed.nn._masks import PaddingMask, attention_mask
+from wellposed.nn._masks import PaddingMask
 from wellposed.nn._options import reads
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 
@@ -28,12 +28,12 @@ class _CosineAttention(HeadProjections):
         num_heads: int,
         *,
         memory_dim: int | None = None,
-        eps: float,
-        tau: float | None,
-        nu: float,
-        learn_scales: bool,
-        dropout: float,
-        bias: bool,
+        eps: float = 0.01,
+        tau: float | None = None,
+        nu: float = 1.0,
+        learn_scales: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
         self.eps = eps
@@ -56,10 +56,10 @@ class _CosineAttention(HeadProjections):
         """tau of each head, (heads,), positive."""
         return self.log_tau.exp()
 
-    def _joined(
+    def _weighted(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
     ) -> Tensor:
-        heads = cosine_attention(
+        return cosine_attention(
             query,
             key,
             value,
@@ -70,7 +70,6 @@ class _CosineAttention(HeadProjections):
             is_causal=is_causal,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self._join(heads)
 
     def extra_repr(self) -> str:
         """Everything that is not seen from the projections."""
@@ -153,11 +152,7 @@ class CosineSelfAttention(_CosineAttention):
         Raises:
             ShapeError: the padding mask does not fit.
         """
-        query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if cache is not None:
-            key, value = cache.update(key, value)
-        allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
-        return self._joined(query, key, value, allowed.mask, is_causal=allowed.is_causal)
+        return self._attend_to_itself(x, key_padding_mask, is_causal, cache)
 
 
 class CosineCrossAttention(_CosineAttention):
@@ -179,31 +174,6 @@ class CosineCrossAttention(_CosineAttention):
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
     torch.Size([3, 5, 8])
     """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        memory_dim: int | None = None,
-        eps: float = 0.01,
-        tau: float | None = None,
-        nu: float = 1.0,
-        learn_scales: bool = True,
-        dropout: float = 0.0,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            memory_dim=memory_dim,
-            eps=eps,
-            tau=tau,
-            nu=nu,
-            learn_scales=learn_scales,
-            dropout=dropout,
-            bias=bias,
-        )
 
     def forward(self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Attend from every token of `x` to the memory.
@@ -228,8 +198,8 @@ class CosineCrossAttention(_CosineAttention):
                     f"{tuple(key_padding_mask.shape)}; expected torch.bool {tuple(memory.shape[:2])}, True = padding"
                 )
             mask = ~key_padding_mask[:, None, None, :]
-        query, key, value = self.q_proj(x), self.k_proj(memory), self.v_proj(memory)
-        return self._joined(self._heads(query), self._heads(key), self._heads(value), mask)
+        query, (key, value) = self._query(x), self._key_value(memory)
+        return self._join(self._weighted(query, key, value, mask))
 
 
 def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:

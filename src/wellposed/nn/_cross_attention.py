@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.nn._cosine import CosineCrossAttention
-from wellposed.nn._heads import HeadProjections
+from wellposed.nn._dot_product import SoftmaxHeads
 from wellposed.nn._l2_refusal import l2_attention_refusal
 from wellposed.nn._masks import AttentionMask, PaddingMask
 from wellposed.nn._registry import LayerBuilder
@@ -61,7 +60,7 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
     return AttentionMask(~key_padding_mask[:, None, None, :], False)
 
 
-class CrossAttention(HeadProjections):
+class CrossAttention(SoftmaxHeads):
     """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q`, and `k = y W_k`, `v = y W_v` of a memory y.
 
     Exact up to rounding. Vaswani et al. (2017), sec. 3.2.3, computed by `scaled_dot_product_attention`. ``qk_norm`` as
@@ -87,21 +86,6 @@ class CrossAttention(HeadProjections):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        memory_dim: int | None = None,
-        qk_norm: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        eps: float = 1e-5,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
-        self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
-        self.k_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
-
     def forward(
         self, x: Tensor, memory: Tensor, *, key_padding_mask: PaddingMask = None, cache: MemoryCache | None = None
     ) -> Tensor:
@@ -120,21 +104,9 @@ class CrossAttention(HeadProjections):
         Raises:
             ShapeError: the padding mask does not fit.
         """
-        query = self._heads(self.q_proj(x))
-        if self.q_norm is not None:
-            query = self.q_norm(query).to(x.dtype)
-        key, value = self._project(memory) if cache is None else cache.once(lambda: self._project(memory))
-        mask = memory_mask(key_padding_mask, memory).mask
-        dropout = self.dropout if self.training else 0.0
-        joined = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self._join(joined)
-
-    def _project(self, memory: Tensor) -> KeysAndValues:
-        key, value = self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
-        return (key if self.k_norm is None else self.k_norm(key).to(value.dtype)), value
-
-    def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
+        query = self._query(x)
+        key, value = self._key_value(memory) if cache is None else cache.once(lambda: self._key_value(memory))
+        return self._join(self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask))
 
 
 class CosineMemoryAttention(CosineCrossAttention):
@@ -149,11 +121,8 @@ class CosineMemoryAttention(CosineCrossAttention):
         self, x: Tensor, memory: Tensor, *, key_padding_mask: PaddingMask = None, cache: MemoryCache | None = None
     ) -> Tensor:
         """Attend from every token of `x` to the memory; arguments as `CrossAttention.forward`."""
-        key, value = self._project(memory) if cache is None else cache.once(lambda: self._project(memory))
-        return self._joined(self._heads(self.q_proj(x)), key, value, memory_mask(key_padding_mask, memory).mask)
-
-    def _project(self, memory: Tensor) -> KeysAndValues:
-        return self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
+        key, value = self._key_value(memory) if cache is None else cache.once(lambda: self._key_value(memory))
+        return self._join(self._weighted(self._query(x), key, value, memory_mask(key_padding_mask, memory).mask))
 
 
 def cross_attention_name(attention: str, given: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Scaled dot-product self-attention with separate projections."""
+"""Scaled dot-product attention: the heads, and self-attention made of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,47 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.nn._heads import HeadProjections
-from wellposed.nn._masks import PaddingMask, attention_mask
+from wellposed.nn._masks import PaddingMask
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 
 
-class DotProductAttention(HeadProjections):
+class SoftmaxHeads(HeadProjections):
+    """`softmax(q k^T / sqrt(d)) v` per head, of one sequence or two; with ``qk_norm``, q and k pass a LayerNorm."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int | None = None,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
+        self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
+
+    def _query(self, x: Tensor) -> Tensor:
+        query = super()._query(x)
+        return query if self.q_norm is None else self.q_norm(query).to(query.dtype)
+
+    def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = super()._key_value(memory)
+        return (key if self.k_norm is None else self.k_norm(key).to(key.dtype)), value
+
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=dropout)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+class DotProductAttention(SoftmaxHeads):
     """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q, k = x W_k, v = x W_v`; the heads are joined by `W_o`.
 
     Exact up to rounding. Vaswani et al. (2017), eq. 1, computed by `scaled_dot_product_attention`. With `qk_norm`,
@@ -49,9 +85,7 @@ class DotProductAttention(HeadProjections):
         bias: bool = True,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
-        self.k_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
+        super().__init__(embed_dim, num_heads, qk_norm=qk_norm, dropout=dropout, bias=bias, eps=eps)
 
     def forward(
         self,
@@ -75,24 +109,7 @@ class DotProductAttention(HeadProjections):
         Raises:
             ShapeError: the padding mask does not fit.
         """
-        query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
-        if cache is not None:
-            key, value = cache.update(key, value)
-        allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
-        heads = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=allowed.mask,
-            is_causal=allowed.is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return self._join(heads)
-
-    def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
+        return self._attend_to_itself(x, key_padding_mask, is_causal, cache)
 
 
 @ATTENTIONS.register("dot_product")

@@ -1,10 +1,12 @@
-"""What every multi-head attention does alike: cut a width into heads, join heads, and hold four projections."""
+"""What every multi-head attention does alike: cut a width into heads, join them, hold projections, attend to itself."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
+from wellposed.nn._masks import PaddingMask, attention_mask
+from wellposed.nn._registry import LayerCache
 
 
 def head_width(where: str, embed_dim: int, num_heads: int) -> int:
@@ -53,6 +55,8 @@ def join_heads(heads: Tensor) -> Tensor:
 class HeadProjections(nn.Module):
     """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a memory, ``W_o``.
 
+    A subclass says in ``_weighted`` how queries and keys make weights of the values.
+
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads H; divides D; d = D / H.
@@ -81,6 +85,27 @@ class HeadProjections(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return split_heads(x, self.num_heads)
 
+    def _query(self, x: Tensor) -> Tensor:
+        return self._heads(self.q_proj(x))
+
+    def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
+
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        """Means of the values, (batch, heads, tokens, d); ``mask`` as in `AttentionMask`."""
+        raise NotImplementedError
+
     def _join(self, heads: Tensor) -> Tensor:
         """``W_o`` of the heads side by side: (batch, tokens, D)."""
         return self.o_proj(join_heads(heads))
+
+    def _attend_to_itself(
+        self, x: Tensor, key_padding_mask: PaddingMask, is_causal: bool, cache: LayerCache | None
+    ) -> Tensor:
+        query, (key, value) = self._query(x), self._key_value(x)
+        if cache is not None:
+            key, value = cache.update(key, value)
+        allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
+        return self._join(self._weighted(query, key, value, allowed.mask, is_causal=allowed.is_causal))
