@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks._base import Example
+from wellposed.tasks._rows import Rows
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
-class BlockDataset(Sequence[Example]):
+class BlockDataset(Rows[Example]):
     """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it.
 
     A block of n tokens holds n - 1 predictions, so the one-token overlap makes the blocks' predictions a partition of
@@ -63,21 +63,12 @@ class BlockDataset(Sequence[Example]):
     def _count(self, offset: int) -> int:
         return (offset > 0) - ((offset - (len(self.tokens) - 1)) // self.stride)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def _row(self, index: int) -> Example:
         start, stop = self.bounds(index + len(self) if index < 0 else index)
         return {"input_ids": self.tokens[start:stop].tolist()}
 
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
 
-
-class BlockLengths(Sequence[int]):
+class BlockLengths(Rows[int]):
     """Tokens per block, by the same indices as the blocks."""
 
     def __init__(self, blocks: BlockDataset) -> None:
@@ -86,15 +77,6 @@ class BlockLengths(Sequence[int]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def _row(self, index: int) -> int:
         start, stop = self._blocks.bounds(index + len(self) if index < 0 else index)
         return stop - start
-
-    def __iter__(self) -> Iterator[int]:
-        return (self[index] for index in range(len(self)))

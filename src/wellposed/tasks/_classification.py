@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks._base import SPLITS, Example, Kind, Split, Task
 from wellposed.tasks._batching import bucketed_batches, shuffle_key
+from wellposed.tasks._rows import Rows
 from wellposed.tasks._tables import LabelledTexts
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ CUT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class LabelledExamples(Sequence[Example]):
+class LabelledExamples(Rows[Example]):
     """Rows of token ids, each with the number of its label."""
 
     ids: Ragged
@@ -45,17 +46,8 @@ class LabelledExamples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def _row(self, index: int) -> Example:
         return {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
 
 
 class ClassificationTask(Task):

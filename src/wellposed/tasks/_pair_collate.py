@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from wellposed.tasks._base import Example
 from wellposed.tasks._collate import pad_inputs
+from wellposed.tasks._rows import Rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PairExamples(Sequence[Example]):
+class PairExamples(Rows[Example]):
     """Row i is documents ``first[i]`` and ``second[i]`` with ``labels[i]``; a document is stored once."""
 
     documents: Ragged
@@ -39,21 +40,12 @@ class PairExamples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def _row(self, index: int) -> Example:
         return {
             "input_ids": self.documents[int(self.first[index])].tolist(),
             "input_ids_pair": self.documents[int(self.second[index])].tolist(),
             "labels": [int(self.labels[index])],
         }
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
 
 
 def collate_pair_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from wellposed.errors import ConfigError
 from wellposed.tasks._base import Example, Kind, Split, Task
 from wellposed.tasks._batching import bucketed_batches, shuffle_key, token_batches
 from wellposed.tasks._classification import require_positive
+from wellposed.tasks._rows import Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ def check_pair_options(task: str, options: PairOptions, **sizes: int | None) -> 
 
 
 @dataclass(frozen=True)
-class PairExamples(Sequence[Example]):
+class PairExamples(Rows[Example]):
     """Source ids as ``input_ids`` and target ids as ``labels``, each with its end token."""
 
     source: Ragged
@@ -65,17 +66,8 @@ class PairExamples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.source)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def _row(self, index: int) -> Example:
         return {"input_ids": self.source[index].tolist(), "labels": self.target[index].tolist()}
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
 
 
 class Seq2SeqTask(Task):
