@@ -1,28 +1,56 @@
-"""What heads share: the output layer of language models, losses, and the call of a body."""
+"""What the heads of all families share: the call of a body, losses, what is returned, and the output layer."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from wellposed.models._config import WellposedConfig
-from wellposed.models._wellposed import WellposedPreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 IGNORED_LABEL = -100
 
+Output = TypeVar("Output", bound=ModelOutput)
 
-class LanguageHead(WellposedPreTrainedModel):
-    """A model whose last layer `lm_head` maps states to logits of tokens."""
+
+class Head(nn.Module, Generic[Output]):
+    """What stands behind a body `model`; it comes before the family's `PreTrainedModel` among the bases of a class.
+
+    A body with a loss of its own returns it as `auxiliary_loss`, and it is added to the loss.
+    """
+
+    output_class: Callable[..., Output]
+    """What `forward` returns: loss, logits, and what the body returns under the names of its other fields."""
+    _output_fields: frozenset[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "output_class" in vars(cls):  # read here, as torch.compile cannot
+            cls._output_fields = frozenset(field.name for field in fields(cast(Any, cls.output_class)))
+
+    def run_body(self, **given: Any) -> Any:
+        """Call the body, which returns a tuple where the configuration asks for tuples, for its output by name."""
+        return cast(nn.Module, self.model)(**given, return_dict=True)
+
+    def result(self, logits: Tensor, loss: Tensor | None, found: Mapping[str, Any]) -> Output:
+        """Return logits and loss, and what there is a field for in ``found``, the body's output."""
+        auxiliary = found.get("auxiliary_loss")
+        total = loss if loss is None or auxiliary is None else loss + auxiliary
+        kept = {name: value for name, value in found.items() if name in self._output_fields}
+        return self.output_class(loss=total, logits=logits, **kept)
+
+
+class LanguageHead(Head[Output]):
+    """A head whose last layer `lm_head` maps states to logits of tokens."""
 
     lm_head: nn.Linear
 
-    def add_head(self, config: WellposedConfig) -> None:
+    def add_head(self, width: int, vocab_size: int) -> None:
         """Make the output layer; it has no bias."""
         self.loss_type = "ForCausalLM"
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the output layer."""
@@ -32,35 +60,20 @@ class LanguageHead(WellposedPreTrainedModel):
         """Replace the output layer."""
         self.lm_head = cast(nn.Linear, new_embeddings)
 
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""
+        return self.lm_head(states)
+
     def token_loss(self, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Return the mean cross-entropy in nats of `targets`, which stand at their logits; -100 is not counted."""
-        return token_loss(self, logits, targets, num_items_in_batch)
-
-
-def token_loss(
-    model: PreTrainedModel, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None
-) -> Tensor:
-    """Return the model's mean cross-entropy in nats of `targets`, which stand at their logits; -100 is not counted."""
-    return model.loss_function(
-        logits=logits,
-        labels=targets,
-        shift_labels=targets.contiguous(),
-        vocab_size=model.config.vocab_size,
-        num_items_in_batch=num_items_in_batch,
-    )
-
-
-def classification_loss(model: PreTrainedModel, logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """Return cross-entropy, binary cross-entropy or squared error, as transformers chooses; None without labels."""
-    if labels is None:
-        return None
-    labels = labels.to(logits.dtype) if model.num_labels == 1 else labels  # pyright: ignore[reportAttributeAccessIssue]
-    return model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
-
-
-def body_output(model: nn.Module, **given: Any) -> Any:
-    """Call a body, which returns a tuple where the configuration asks for tuples, for its output by name."""
-    return model(**given, return_dict=True)
+        model = cast(Any, self)
+        return model.loss_function(
+            logits=logits,
+            labels=targets,
+            shift_labels=targets.contiguous(),
+            vocab_size=model.config.vocab_size,
+            num_items_in_batch=num_items_in_batch,
+        )
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -191,7 +191,9 @@ def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutpu
     return BaseModelOutput(last_hidden_state=last, hidden_states=states[0] if states else None)
 
 
-class WellposedForSeq2SeqLM(LanguageHead, Seq2SeqGeneration, GenerationMixin):
+class WellposedForSeq2SeqLM(
+    LanguageHead[Seq2SeqLMOutput], WellposedPreTrainedModel, Seq2SeqGeneration, GenerationMixin
+):
     """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source and earlier ones.
 
     Causality in the target is exact, and so is independence of padding on either side. `W` is the target's token
@@ -216,13 +218,15 @@ class WellposedForSeq2SeqLM(LanguageHead, Seq2SeqGeneration, GenerationMixin):
     1
     """
 
+    output_class = Seq2SeqLMOutput
+
     def __init__(self, config: WellposedConfig) -> None:
         config = as_encoder_decoder(config, type(self).__name__)
         super().__init__(config)
         table = "model.encoder" if config.share_embeddings else "model.decoder"
         self._tied_weights_keys = {"lm_head.weight": f"{table}.embeddings.token.weight"}
         self.model = WellposedSeq2SeqModel(config, is_part=True)
-        self.add_head(config)
+        self.add_head(config.hidden_size, config.vocab_size)
         self.post_init()
         # a configuration marked as derived from the model's drops entries of its own when it is loaded
         self.generation_config._from_model_config = False
@@ -287,36 +291,25 @@ class WellposedForSeq2SeqLM(LanguageHead, Seq2SeqGeneration, GenerationMixin):
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        output = cast(
-            Seq2SeqModelOutput,
-            self.model(
-                input_ids,
-                attention_mask,
-                decoder_input_ids,
-                decoder_attention_mask,
-                position_ids=position_ids,
-                decoder_position_ids=decoder_position_ids,
-                encoder_outputs=encoder_outputs,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                decoder_inputs_embeds=decoder_inputs_embeds,
-                use_cache=use_cache,
-                output_hidden_states=output_hidden_states,
-                output_attentions=output_attentions,
-                return_dict=True,
-            ),
+        output = self.run_body(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            position_ids=position_ids,
+            decoder_position_ids=decoder_position_ids,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         kept = kept_positions(logits_to_keep)
-        logits = self.lm_head(cast(Tensor, output.last_hidden_state)[:, kept])
+        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
         loss = None if labels is None else self.token_loss(logits, labels[:, kept], num_items_in_batch)
-        return Seq2SeqLMOutput(
-            loss=cast(Any, loss),
-            logits=cast(Any, logits),
-            past_key_values=output.past_key_values,
-            decoder_hidden_states=output.decoder_hidden_states,
-            encoder_last_hidden_state=output.encoder_last_hidden_state,
-            encoder_hidden_states=output.encoder_hidden_states,
-        )
+        return self.result(logits, loss, output)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in the place of -100.

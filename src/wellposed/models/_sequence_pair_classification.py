@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,10 +15,9 @@ from transformers.utils.generic import can_return_tuple
 
 from wellposed.certification import LayerBound, Site, register_rule
 from wellposed.errors import ShapeError
+from wellposed.models._classifier import Classifier
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import padding_of
-from wellposed.models._heads import body_output, classification_loss
-from wellposed.models._pooling import POOLINGS
+from wellposed.models._heads import Output
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 
 
@@ -51,7 +51,25 @@ class PairHead(nn.Module):
         return self.output(torch.relu(self.hidden(self.dropout(features))))
 
 
-class WellposedForSequencePairClassification(WellposedPreTrainedModel):
+class GenericForSequencePairClassification(Classifier[Output]):
+    """`logits = head(pool(f(x)), pool(f(y)))` for a body `model` f, of whatever family."""
+
+    classifier: PairHead
+
+    def compare(self, first: Mapping[str, Any], second: Mapping[str, Any], labels: Tensor | None) -> Output:
+        """Run the body on both sides, given by its keywords, and return what `forward` returns."""
+        vector, output = self.pooled(**first, output_hidden_states=False)
+        other_vector, other = self.pooled(**second, output_hidden_states=False)
+        check_pairs(vector, other_vector)
+        logits = self.classifier(vector, other_vector)
+        losses = [output.get("auxiliary_loss"), other.get("auxiliary_loss")]
+        found = {} if None in losses else {"auxiliary_loss": sum(losses) / 2}
+        return self.result(logits, self.label_loss(logits, labels), found)
+
+
+class WellposedForSequencePairClassification(
+    GenericForSequencePairClassification[SequenceClassifierOutput], WellposedPreTrainedModel
+):
     """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same encoder f, then `PairHead`.
 
     Sequences meet in the head only, so the states of one do not depend on the other; padding changes no logit.
@@ -71,12 +89,12 @@ class WellposedForSequencePairClassification(WellposedPreTrainedModel):
     torch.Size([1, 2])
     """
 
+    output_class = SequenceClassifierOutput
+
     def __init__(self, config: WellposedConfig) -> None:
         super().__init__(config)
-        self.loss_type = "ForSequenceClassification"
-        self.num_labels = config.num_labels or 2
         self.model = WellposedModel(config, is_part=True)
-        self.pool = POOLINGS.get(config.pooling)
+        self.add_pool(config)
         hidden = cast(int, config.intermediate_size)
         self.classifier = PairHead(config.hidden_size, hidden, self.num_labels, dropout=config.dropout)
         self.post_init()
@@ -110,24 +128,11 @@ class WellposedForSequencePairClassification(WellposedPreTrainedModel):
         Raises:
             ShapeError: sides of different batch size, and what `WellposedModel.forward` refuses.
         """
-        first = self._pooled(input_ids, attention_mask, inputs_embeds)
-        second = self._pooled(input_ids_pair, attention_mask_pair, inputs_embeds_pair)
-        check_pairs(first, second)
-        logits = self.classifier(first, second)
-        loss = classification_loss(self, logits, labels)
-        return SequenceClassifierOutput(loss=cast(Any, loss), logits=cast(Any, logits))
-
-    def _pooled(self, input_ids: Tensor | None, mask: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        output = body_output(
-            self.model,
-            input_ids=input_ids,
-            attention_mask=mask,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_hidden_states=False,
+        return self.compare(
+            {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds},
+            {"input_ids": input_ids_pair, "attention_mask": attention_mask_pair, "inputs_embeds": inputs_embeds_pair},
+            labels,
         )
-        states = cast(Tensor, output.last_hidden_state)
-        return self.pool(states, padding_of(mask, states.shape[0], states.shape[1]))
 
 
 def check_pairs(first: Tensor, second: Tensor) -> None:

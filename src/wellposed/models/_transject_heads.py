@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
-from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import (
@@ -18,17 +16,15 @@ from transformers import (
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from wellposed.errors import ConfigError
 from wellposed.models._build import ARCHITECTURES, Architecture
-from wellposed.models._embeddings import padding_of
-from wellposed.models._heads import body_output, classification_loss, following, kept_positions, token_loss
-from wellposed.models._pooling import POOLINGS
+from wellposed.models._causal_lm import GenericForCausalLM, as_causal
+from wellposed.models._sequence_classification import GenericForSequenceClassification
 from wellposed.models._sequence_pair_classification import (
     AutoModelForSequencePairClassification,
+    GenericForSequencePairClassification,
     PairHead,
-    check_pairs,
 )
-from wellposed.models._transject import TransJectModel, TransJectModelOutput, TransJectPreTrainedModel
+from wellposed.models._transject import TransJectModel, TransJectPreTrainedModel
 from wellposed.models._transject_config import TransJectConfig
 from wellposed.nn import TransJectCache
 
@@ -47,31 +43,9 @@ class TransJectHeadOutput(ModelOutput):
     auxiliary_loss: Tensor | None = None
 
 
-class _Classifier(TransJectPreTrainedModel):
-    """What the two classifiers share: body, pooling and loss."""
-
-    def __init__(self, config: TransJectConfig) -> None:
-        super().__init__(config)
-        self.loss_type = "ForSequenceClassification"
-        self.num_labels = config.num_labels or 2
-        self.model = TransJectModel(config)
-        self.pool = POOLINGS.get(config.pooling)
-
-    def pooled(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, **given: Any
-    ) -> tuple[Tensor, TransJectModelOutput]:
-        """Return one vector per sequence, (batch, d), and the output of the body."""
-        output = body_output(self.model, input_ids=input_ids, attention_mask=attention_mask, **given)
-        hidden = cast(Tensor, output.last_hidden_state)
-        return self.pool(hidden, padding_of(attention_mask, hidden.shape[0], hidden.shape[1])), output
-
-    def loss(self, logits: Tensor, labels: Tensor | None, auxiliary: Tensor | None) -> Tensor | None:
-        """Return cross-entropy, binary cross-entropy or squared error, plus the auxiliary loss; None without labels."""
-        loss = classification_loss(self, logits, labels)
-        return None if loss is None else _added(loss, auxiliary)
-
-
-class TransJectForSequenceClassification(_Classifier):
+class TransJectForSequenceClassification(
+    GenericForSequenceClassification[TransJectHeadOutput], TransJectPreTrainedModel
+):
     """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only, so padding never changes a logit.
 
     Args:
@@ -86,50 +60,19 @@ class TransJectForSequenceClassification(_Classifier):
     torch.Size([1, 3])
     """
 
+    output_class = TransJectHeadOutput
+
     def __init__(self, config: TransJectConfig) -> None:
         super().__init__(config)
+        self.model = TransJectModel(config)
+        self.add_pool(config)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> TransJectHeadOutput:
-        """Return the logits of every sequence and, with labels, the loss.
 
-        Args:
-            input_ids: see `TransJectModel.forward`, as are the arguments not named here.
-            labels: int (batch,) for one label, where -100 is not counted; float (batch, num_labels) for several; float
-                (batch,) for a number (num_labels = 1). `config.problem_type` settles what the dtype does not.
-
-        Returns:
-            `loss` where labels are given; `logits` (batch, num_labels); and what the body returns.
-
-        Raises:
-            ShapeError: see `TransJectModel.forward`.
-            ConfigError: see `TransJectModel.forward`.
-        """
-        pooled, output = self.pooled(
-            input_ids,
-            attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
-        logits = self.classifier(pooled)
-        return _head_output(output, logits, self.loss(logits, labels, output.auxiliary_loss))
-
-
-class TransJectForSequencePairClassification(_Classifier):
+class TransJectForSequencePairClassification(
+    GenericForSequencePairClassification[TransJectHeadOutput], TransJectPreTrainedModel
+):
     """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same TransJect f, then `PairHead`.
 
     Sequences meet in the head only: each has a spectrum and gates of its own. Padding changes no logit.
@@ -146,8 +89,12 @@ class TransJectForSequencePairClassification(_Classifier):
     torch.Size([1, 2])
     """
 
+    output_class = TransJectHeadOutput
+
     def __init__(self, config: TransJectConfig) -> None:
         super().__init__(config)
+        self.model = TransJectModel(config)
+        self.add_pool(config)
         self.classifier = PairHead(config.hidden_size, config.hidden_size, self.num_labels)
         self.post_init()
 
@@ -176,17 +123,16 @@ class TransJectForSequencePairClassification(_Classifier):
         Raises:
             ShapeError: sides of different batch size, and what `TransJectModel.forward` refuses.
         """
-        first, output = self.pooled(input_ids, attention_mask)
-        second, other = self.pooled(input_ids_pair, attention_mask_pair)
-        check_pairs(first, second)
-        logits = self.classifier(first, second)
-        auxiliary = None
-        if output.auxiliary_loss is not None and other.auxiliary_loss is not None:
-            auxiliary = (output.auxiliary_loss + other.auxiliary_loss) / 2
-        return TransJectHeadOutput(loss=self.loss(logits, labels, auxiliary), logits=logits, auxiliary_loss=auxiliary)
+        return self.compare(
+            {"input_ids": input_ids, "attention_mask": attention_mask},
+            {"input_ids": input_ids_pair, "attention_mask": attention_mask_pair},
+            labels,
+        )
 
 
-class TransJectForCausalLM(TransJectPreTrainedModel, GenerationMixin):
+class TransJectForCausalLM(
+    GenericForCausalLM[TransJectHeadOutput, TransJectCache], TransJectPreTrainedModel, GenerationMixin
+):
     """`logits_i = W x_i^L`, where `x_i^L` depends on tokens 1..i only: sigma and gates are those of the prefix.
 
     Causality is exact: the running sums of token i hold no later token. What token i knows of the prefix is d numbers
@@ -205,82 +151,23 @@ class TransJectForCausalLM(TransJectPreTrainedModel, GenerationMixin):
     torch.Size([1, 3, 256])
     """
 
+    output_class = TransJectHeadOutput
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
     _is_stateful = True  # running sums cannot go back to fewer tokens, as assisted generation would ask
 
     def __init__(self, config: TransJectConfig) -> None:
-        if config.is_causal is False:
-            raise ConfigError(
-                "TransJectForCausalLM: received is_causal=False; a language model is causal, leave it None"
-            )
-        config = copy.copy(config)
-        config.is_causal = True
+        config = as_causal(config, type(self).__name__)
         super().__init__(config)
-        self.loss_type = "ForCausalLM"
         self.model = TransJectModel(config)
         tied = config.tie_word_embeddings
         width = config.hidden_size // 2 if tied else config.hidden_size
         self.projection = OutputProjection(config.hidden_size, width) if tied else nn.Identity()
-        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.add_head(width, config.vocab_size)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer."""
-        self.lm_head = cast(nn.Linear, new_embeddings)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        past_key_values: TransJectCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> TransJectHeadOutput:
-        """Return the logits of the next token at every position and, with labels, their mean cross-entropy in nats.
-
-        Args:
-            input_ids: see `TransJectModel.forward`, as are the arguments not named here.
-            labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
-            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
-
-        Returns:
-            `loss` where labels are given; `logits` (batch, kept tokens, vocab_size); and what the body returns.
-
-        Raises:
-            ShapeError: see `TransJectModel.forward`.
-            ConfigError: see `TransJectModel.forward`.
-        """
-        output = body_output(
-            self.model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
-        kept = kept_positions(logits_to_keep)
-        logits = self.lm_head(self.projection(cast(Tensor, output.last_hidden_state)[:, kept]))
-        loss = None
-        if labels is not None:
-            loss = token_loss(self, logits, following(labels)[:, kept], num_items_in_batch)
-            loss = _added(loss, output.auxiliary_loss)
-        return _head_output(output, logits, loss)
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Map states (batch, tokens, d) to logits; where the embedding is the output layer, projected to its width."""
+        return super().logits_of(self.projection(states))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -309,22 +196,6 @@ class OutputProjection(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw the weight anew."""
         nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.weight.numel()))
-
-
-def _added(loss: Tensor, auxiliary: Tensor | None) -> Tensor:
-    return loss if auxiliary is None else loss + auxiliary
-
-
-def _head_output(output: TransJectModelOutput, logits: Tensor, loss: Tensor | None) -> TransJectHeadOutput:
-    return TransJectHeadOutput(
-        loss=loss,
-        logits=logits,
-        past_key_values=output.past_key_values,
-        hidden_states=output.hidden_states,
-        sigma=output.sigma,
-        gates=output.gates,
-        auxiliary_loss=output.auxiliary_loss,
-    )
 
 
 ARCHITECTURES.register("transject")(
