@@ -57,8 +57,10 @@ class TestErrors:
 
     def test_embedding_with_more_vectors_than_dimensions(self) -> None:
         model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "positions": nn.Embedding(6, 8)})
-        with pytest.raises(ShapeError, match=r"20 vectors in 8 dimensions.*OrthogonalityPenalty"):
+        with pytest.raises(ShapeError, match=r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"):
             constrain_(model, sgd(model), where=nn.Embedding)
+        with pytest.raises(ConfigError, match=r"embeddings must be 'refuse' or 'fit', received 'rows'"):
+            constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")  # pyright: ignore[reportArgumentType]
         assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
 
     def test_embedding_tied_to_a_head(self) -> None:

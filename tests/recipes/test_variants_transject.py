@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from wellposed.models import build_model
 from wellposed.nn import ORTHOGONAL_WEIGHTS, OrthogonalLinear
+from wellposed.recipes._variants_transject import EMBEDDING
 from wellposed.recipes.variants import apply_variant
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
@@ -24,13 +25,16 @@ KWARGS: dict[str, Any] = {"vocab_size": 11, "hidden_size": 8}
 def test_every_orthogonal_weight_of_a_model_is_held(variant: str, spectrum: str) -> None:
     config = apply_variant(variant, RunConfig("listops"))
     model: Any = build_model("transject", "causal_lm", spectrum=spectrum, num_experts=2, **KWARGS)
-    assert set(config.constrain.patterns) == set(model.orthogonal_patterns())
+    assert set(config.constrain.patterns) == {*model.orthogonal_patterns(), *EMBEDDING}
     held = {id(weight) for weight in constrained_weights(config.constrain, model)}
-    assert held == {id(part.weight) for part in model.modules() if isinstance(part, OrthogonalLinear)}
+    maps = {id(part.weight) for part in model.modules() if isinstance(part, OrthogonalLinear)}
+    assert held == {*maps, id(model.get_input_embeddings().weight)}
+    assert config.constrain.embeddings == "fit"
 
 
 def test_the_patterns_are_those_of_the_blocks() -> None:
-    assert set(apply_variant("transject", RunConfig("listops")).constrain.patterns) == set(ORTHOGONAL_WEIGHTS)
+    patterns = set(apply_variant("transject", RunConfig("listops")).constrain.patterns)
+    assert patterns == {*ORTHOGONAL_WEIGHTS, *EMBEDDING}
 
 
 def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_transformer() -> None:

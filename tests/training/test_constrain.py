@@ -105,6 +105,8 @@ def test_names_that_cannot_be_held_are_refused_before_the_first_step(
 def test_an_empty_pattern_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected names or patterns between its commas"):
         ConstrainOptions("*.q_proj,,*.k_proj")
+    with pytest.raises(ConfigError, match="'fit' without where, so no weight is held; name the embedding"):
+        ConstrainOptions(embeddings="fit")
     assert ConstrainOptions("a, b").patterns == ["a", "b"]
     assert ConstrainOptions().patterns == []
 

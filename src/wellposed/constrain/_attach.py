@@ -31,6 +31,7 @@ def constrain_(
     *,
     gain: float | Literal["fit"] = 1.0,
     weight_decay: Literal["refuse", "ignore"] = "refuse",
+    embeddings: Literal["refuse", "fit"] = "refuse",
     batched: bool | None = None,
     dry_run: bool = False,
 ) -> Constraint:
@@ -63,6 +64,11 @@ def constrain_(
             least.
         weight_decay: ``"refuse"`` raises when a chosen weight has decay; ``"ignore"`` leaves the decay out of its steps
             exactly (the weight is zero while the optimizer steps, so the optimizer may not depend on its size).
+        embeddings: ``"refuse"`` raises where an embedding has more vectors than dimensions, which cannot be
+            orthonormal; ``"fit"`` keeps every chosen embedding orthogonal on its smaller side, so that a tall one has
+            orthogonal columns, ``E^T E = g^2 I``, and no vector longer than g. In place of ``gain``, g is the
+            embedding's mean singular value at the start, to three digits. It steps by its own gradient, not the
+            projected one, so that tokens outside the batch move by the retraction alone.
         batched: work on all weights of one shape in one batched product; None does so on every device but the CPU,
             where a loop over reused buffers is faster.
         dry_run: print the plan, change nothing, and return an inactive handle.
@@ -98,16 +104,21 @@ def constrain_(
         raise ConfigError(f"constrain_: gain must be above 0 or 'fit', received {gain!r}")
     if weight_decay not in ("refuse", "ignore"):
         raise ConfigError(f"constrain_: weight_decay must be 'refuse' or 'ignore', received {weight_decay!r}")
+    if embeddings not in ("refuse", "fit"):
+        raise ConfigError(f"constrain_: embeddings must be 'refuse' or 'fit', received {embeddings!r}")
     model = unwrap_model(model)
     optimizers = _optimizers(optimizer)
     chosen = _merge_tied(model, select(model, where))
-    owners = _check(model, chosen, optimizers)
+    tables = frozenset(id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding))
+    owners = _check(chosen, optimizers, refused=tables if embeddings == "refuse" else frozenset())
     _check_decay(chosen, owners, weight_decay)
 
     weights: list[Weight] = []
     rows: list[ConstrainedWeight] = []
     for (found, also), owner in zip(chosen, owners, strict=True):
-        weight, row = _project(found, also, owner, gain, dry_run=dry_run)
+        is_frame = embeddings == "fit" and id(found.parameter) in tables
+        own_gain = _frame_gain(found) if is_frame else gain
+        weight, row = _project(found, also, owner, own_gain, is_frame=is_frame, dry_run=dry_run)
         weights.append(weight)
         rows.append(row)
     report = ConstraintReport(tuple(rows), dry_run=dry_run)
@@ -155,20 +166,25 @@ def _merge_tied(model: nn.Module, found: list[Candidate]) -> list[tuple[Candidat
     return list(merged.values())
 
 
+def _frame_gain(found: Candidate) -> float:
+    """Return the mean singular value, rounded, so that a resumed run finds the very number it began with."""
+    assert found.parameter is not None  # _check raised for it
+    return float(f"{float(torch.linalg.svdvals(read(found.parameter).float()).mean()):.3g}")
+
+
 def _check(
-    model: nn.Module, chosen: list[tuple[Candidate, tuple[str, ...]]], optimizers: list[Optimizer]
+    chosen: list[tuple[Candidate, tuple[str, ...]]], optimizers: list[Optimizer], *, refused: frozenset[int]
 ) -> list[Optimizer]:
     owners: dict[int, list[Optimizer]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append(optimizer)
-    embeddings = {id(module.weight): path for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
     shapes: list[str] = []
     others: list[str] = []
     for candidate, _ in chosen:
         path = candidate.parameter_name
-        if shape := _shape_problem(candidate, embeddings):
+        if shape := _shape_problem(candidate, refused):
             shapes.append(f"{path}: {shape}")
         elif problem := _problem(candidate, owners, optimizers):
             others.append(f"{path}: {problem}")
@@ -178,7 +194,7 @@ def _check(
     return [owners[id(candidate.parameter)][0] for candidate, _ in chosen]
 
 
-def _shape_problem(candidate: Candidate, embeddings: dict[int, str]) -> str | None:
+def _shape_problem(candidate: Candidate, refused: frozenset[int]) -> str | None:
     parameter = candidate.parameter
     if parameter is None:
         return None
@@ -186,10 +202,11 @@ def _shape_problem(candidate: Candidate, embeddings: dict[int, str]) -> str | No
     if len(shape) != 2 or 0 in shape:
         hint = "; FSDP1 flattens parameters, use fully_shard (FSDP2)" if "_flat_param" in candidate.name else ""
         return f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module types{hint}"
-    if id(parameter) in embeddings and shape[0] > shape[1]:
+    if id(parameter) in refused and shape[0] > shape[1]:
         return (
             f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]} vectors can be "
-            "orthonormal there; use wellposed.OrthogonalityPenalty(model, embedding=...) to push its Gram matrix"
+            "orthonormal there; give embeddings='fit' to keep its columns orthogonal, or use "
+            "wellposed.OrthogonalityPenalty(model, embedding=...) to push its Gram matrix"
         )
     return None
 
@@ -244,7 +261,13 @@ def _check_decay(chosen: list[tuple[Candidate, tuple[str, ...]]], owners: list[O
 
 
 def _project(
-    found: Candidate, also: tuple[str, ...], owner: Optimizer, gain: float | Literal["fit"], *, dry_run: bool
+    found: Candidate,
+    also: tuple[str, ...],
+    owner: Optimizer,
+    gain: float | Literal["fit"],
+    *,
+    is_frame: bool,
+    dry_run: bool,
 ) -> tuple[Weight, ConstrainedWeight]:
     parameter = found.parameter
     assert parameter is not None  # _check raised for it
@@ -257,8 +280,12 @@ def _project(
         nearest = nearest_orthogonal(wide, gain=gain)
         before = float(isometry_error(whole, gain=nearest.gain))
     moves = nearest is not None and before > tolerance
-    weight = Weight(found.parameter_name, parameter, owner, float(gain) if nearest is None else nearest.gain, also)
+    reached = float(gain) if nearest is None else nearest.gain
+    weight = Weight(found.parameter_name, parameter, owner, reached, also, is_frame=is_frame)
     stored = nearest.weight.to(parameter.dtype) if nearest is not None and moves else whole
+    if is_frame and whole.shape[0] > whole.shape[1]:
+        # What the SVD leaves of the vector of padding is rounding, which would grow.
+        stored = stored.where(whole.ne(0).any(dim=1, keepdim=True), 0.0)
     if not dry_run:
         with torch.no_grad():
             if moves:

@@ -123,7 +123,7 @@ class Constraint:
                 f"other coordinates; they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
-            for group in batches(ready, batched=self._batched):
+            for group in batches((weight for weight in ready if not weight.is_frame), batched=self._batched):
                 if len(group) > 1:
                     project_gradients_(group, self._work)
                 else:

@@ -33,14 +33,24 @@ class Weight:
     """A parameter with ``W^T W = gain^2 I``, the optimizer that owns it, and the copies one step needs."""
 
     def __init__(
-        self, path: str, parameter: nn.Parameter, optimizer: Optimizer, gain: float, also: tuple[str, ...] = ()
+        self,
+        path: str,
+        parameter: nn.Parameter,
+        optimizer: Optimizer,
+        gain: float,
+        also: tuple[str, ...] = (),
+        *,
+        is_frame: bool = False,
     ) -> None:
         self.path = path
         self.parameter = parameter
         self.optimizer = optimizer
         self.gain = gain
         self.also = also
-        self.square = parameter.shape[0] == parameter.shape[1]
+        # An embedding steps by its own gradient, and the retraction alone takes out the normal part: a projected
+        # gradient is not zero for a token outside the batch, and Adam would make it as long a step as any.
+        self.is_frame = is_frame
+        self.square = parameter.shape[0] == parameter.shape[1] and not is_frame
         self.dtype = compute_dtype(parameter)
         self.is_half = self.dtype != parameter.dtype
         kind = type(optimizer)

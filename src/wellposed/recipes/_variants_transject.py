@@ -15,6 +15,7 @@ TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_pro
 # Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports torch.
 TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
 SPECTRUM_WEIGHTS = ("*.basis",)
+EMBEDDING = ("*.embeddings.token",)
 KEPT = (
     "hidden_size", "num_hidden_layers", "num_experts", "spectrum_norm", "position", "pooling", "dropout",
     "tie_word_embeddings",
@@ -33,13 +34,13 @@ def orthogonal(base: RunConfig) -> RunConfig:
 @VARIANTS.register("transject")
 def transject(base: RunConfig, rate: float = RATE) -> RunConfig:
     """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 5 (or value) x the base's."""
-    return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS)
+    return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
 
 
 @VARIANTS.register("transject_random")
 def transject_random(base: RunConfig, rate: float = RATE) -> RunConfig:
     """TransJect with a learnt vector as the spectrum; learning rate 5 (or value) x the base's."""
-    return _held(_transject(base, "random", rate), TRANSJECT_WEIGHTS)
+    return _held(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
 
 
 def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
@@ -62,4 +63,5 @@ def _faster(options: TrainOptions, rate: float) -> TrainOptions:
 
 
 def _held(config: RunConfig, weights: tuple[str, ...]) -> RunConfig:
-    return replace(config, constrain=ConstrainOptions(",".join(weights)))
+    embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
+    return replace(config, constrain=ConstrainOptions(",".join(weights), embeddings))

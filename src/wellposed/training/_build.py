@@ -98,7 +98,7 @@ def build_constraint(options: ConstrainOptions, model: nn.Module, optimizer: Opt
     from wellposed.constrain import constrain_
 
     try:
-        return constrain_(model, optimizer, options.patterns)
+        return constrain_(model, optimizer, options.patterns, embeddings=options.embeddings)
     except ShapeError as error:
         raise _unusable(options, error) from error
 

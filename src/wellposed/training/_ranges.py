@@ -80,10 +80,15 @@ def penalty_problems(options: PenaltyOptions) -> list[str]:
 
 
 def constrain_problems(options: ConstrainOptions) -> list[str]:
-    """Return one line where a pattern of ``options`` is empty."""
+    """Return a line for an empty pattern of ``options``, and for an option that nothing would read."""
+    problems = []
     if options.where and not all(part.strip() for part in options.where.split(",")):
-        return [f"where = {options.where!r}, expected names or patterns between its commas"]
-    return []
+        problems.append(f"where = {options.where!r}, expected names or patterns between its commas")
+    if options.embeddings not in ("refuse", "fit"):
+        problems.append(f"embeddings = {options.embeddings!r}, expected refuse or fit")
+    elif options.embeddings == "fit" and not options.where:
+        problems.append("embeddings = 'fit' without where, so no weight is held; name the embedding in where")
+    return problems
 
 
 def train_problems(options: TrainOptions) -> list[str]:

@@ -131,6 +131,8 @@ class ConstrainOptions:
 
     where: str = ""
     """Comma-separated names or patterns of weights to hold orthogonal, such as *.q_proj,*.k_proj."""
+    embeddings: Literal["refuse", "fit"] = "refuse"
+    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
 
     def __post_init__(self) -> None:
         refuse(constrain_problems(self))

@@ -1,0 +1,144 @@
+"""An embedding of more vectors than dimensions: held at the size it has, its columns stay orthogonal."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.constrain import Constraint, constrain_
+
+from .problems import isometry_error
+
+VOCAB, DIM = 40, 6
+
+
+class Bag(nn.Module):
+    """Mean of word vectors, read out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, DIM, padding_idx=0)
+        self.few = nn.Embedding(4, DIM)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids).mean(1) + self.few(ids % 4).mean(1))
+
+
+def attached(model: Bag) -> tuple[torch.optim.Optimizer, Constraint]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
+    return optimizer, constrain_(model, optimizer, where=nn.Embedding, embeddings="fit")
+
+
+def train(model: Bag, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (32, 7), generator=generator)
+    labels = (ids < VOCAB // 3).sum(1).clamp(max=2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(ids), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def frame_gain(table: Tensor) -> float:
+    """The slow reference: root of the mean eigenvalue of E^T E, which are all equal for orthogonal columns."""
+    return math.sqrt(float(table.detach().double().square().sum()) / DIM)
+
+
+def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works() -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    singular = torch.linalg.svdvals(model.words.weight.detach().double())
+    optimizer, handle = attached(model)
+    losses = train(model, optimizer, 300)
+    gain = frame_gain(model.words.weight)
+    assert gain == pytest.approx(float(singular.mean()), rel=5e-3)
+    assert gain == pytest.approx(float(f"{gain:.3g}"), rel=1e-6)
+    assert isometry_error(model.words.weight / gain) <= 1e-5
+    assert handle.error().worst <= 1e-5
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_a_table_with_few_vectors_keeps_them_orthogonal_at_the_length_they_had() -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    optimizer, _ = attached(model)
+    train(model, optimizer, 20)
+    length = float(model.few.weight.detach().norm(dim=1).mean())
+    assert isometry_error(model.few.weight / length) <= 1e-5
+    assert length > 1.5
+
+
+@pytest.mark.parametrize("vocab", [DIM, DIM - 1])
+def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(vocab: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(vocab, DIM, padding_idx=0), nn.Flatten(), nn.Linear(2 * DIM, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
+    handle = constrain_(model, optimizer, where="0", embeddings="fit")
+    ids = torch.randint(0, vocab, (32, 2))
+    for _ in range(50):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids), ids[:, 0] % 2).backward()
+        optimizer.step()
+    assert handle.error().worst <= 1e-5
+
+
+def test_other_chosen_weights_have_the_gain_that_is_given() -> None:
+    model = Bag()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
+    constrain_(model, optimizer, where=["head", "words"], gain=0.5, embeddings="fit")
+    train(model, optimizer, 20)
+    assert isometry_error(model.head.weight / 0.5) <= 1e-5
+
+
+def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain() -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    optimizer, _ = attached(model)
+    train(model, optimizer, 50)
+    lengths = model.words.weight.detach().norm(dim=1)
+    assert float(lengths[0]) == 0.0
+    assert float(lengths.max()) <= frame_gain(model.words.weight) * (1 + 1e-5)
+
+
+def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone() -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    optimizer, _ = attached(model)
+    before = model.words.weight.detach().clone()
+    rare = slice(VOCAB - 8, VOCAB)
+    ids = torch.randint(1, VOCAB - 8, (32, 7), generator=torch.Generator().manual_seed(1))
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids), ids[:, 0] % 3).backward()
+        optimizer.step()
+    after = model.words.weight.detach()
+    # one d x d matrix, fitted on six of the eight unseen vectors, explains the other two
+    turn = torch.linalg.solve(before[rare][:DIM].double(), after[rare][:DIM].double())
+    torch.testing.assert_close(before[rare].double() @ turn, after[rare].double(), atol=1e-4, rtol=0)
+    assert float((after - before)[: VOCAB - 8].norm(dim=1)[1:].min()) > 0.1
+
+
+def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    optimizer, _ = attached(model)
+    train(model, optimizer, 10)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    expected = train(model, optimizer, 10)
+
+    again = Bag()
+    again.load_state_dict(weights)
+    resumed, _ = attached(again)
+    resumed.load_state_dict(state)
+    assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
+    assert train(again, resumed, 10) == expected
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
