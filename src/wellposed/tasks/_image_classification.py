@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks._cifar_pickles import read_cifar_names, read_cifar_pickle
 from wellposed.tasks._classification import ClassificationTask, LabelledExamples, require_positive
 from wellposed.tasks._image_shapes import GENERATOR_VERSION, SHAPES, draw_shapes
 from wellposed.tasks._images import (
@@ -30,7 +31,7 @@ class ImageOptions:
     """Options of the task `image`."""
 
     data: str = "builtin"
-    """builtin (drawn shapes), an npz file or folder, CIFAR-10's binary version, or a folder of images by class."""
+    """builtin (drawn shapes), an npz file or folder, CIFAR-10 (Python or binary), or a folder of images by class."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -48,8 +49,9 @@ class ImageOptions:
 class ImageTask(ClassificationTask):
     """Classification of images from their pixels, row by row; nothing tells the model which pixels are neighbours.
 
-    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens, ten classes. Pickled
-    batches are never loaded: take the binary version of CIFAR-10, or an npz file with arrays x and y.
+    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens, ten classes. Of its
+    two releases the binary one is read record by record; the pickles of the Python one are read as data, without
+    unpickling: nothing they name is imported or called.
 
     Source: Krizhevsky 2009; Tay et al. 2021.
 
@@ -131,8 +133,10 @@ def _load(options: ImageOptions) -> tuple[dict[Split, Images], list[str] | None,
             if given:
                 raise ConfigError(f"image: {' and '.join(given)} name npz files; {root} is a folder of another kind")
             return folders
-    if root.name.startswith(("data_batch", "test_batch")):
-        raise _pickled(root)
+    if root.name.startswith("data_batch"):
+        if given:
+            raise ConfigError(f"image: {' and '.join(given)} name npz files; {root} is a batch of CIFAR-10")
+        return _read_cifar(root.parent, [root], only=True)
     images, described = read_npz_splits(options.data, valid=options.valid, test=options.test, prefer=options.color)
     return images, None, described
 
@@ -153,29 +157,35 @@ def _shapes(options: ImageOptions) -> tuple[dict[Split, Images], list[str], dict
 
 def _read_folder(root: Path) -> tuple[dict[Split, Images], list[str] | None, dict[str, Any]] | None:
     """Read CIFAR-10's binary version or folders of images by class; None where the folder is neither."""
-    binary = sorted(root.glob("data_batch*.bin"))
-    if binary:
-        return _read_cifar(root, binary)
-    if (root / "data_batch_1").exists():
-        raise _pickled(root)
+    batches = sorted(root.glob("data_batch*.bin")) or sorted(root.glob("data_batch_[0-9]"))
+    if batches:
+        return _read_cifar(root, batches)
     trains = root / "train"
     if trains.is_dir():
         return _read_class_folders(root)
     return None
 
 
-def _read_cifar(root: Path, batches: list[Path]) -> tuple[dict[Split, Images], list[str] | None, dict[str, Any]]:
+def _read_cifar(
+    root: Path, batches: list[Path], *, only: bool = False
+) -> tuple[dict[Split, Images], list[str] | None, dict[str, Any]]:
+    """Read batches of either release and, unless ``only`` they are asked for, the test batch beside them."""
     import numpy as np
 
-    read = {path: read_cifar_binary(path) for path in [*batches, root / "test_batch.bin"] if path.exists()}
+    binary = batches[0].suffix == ".bin"
+    test = root / ("test_batch.bin" if binary else "test_batch")
+    wanted = [*batches, test] if test.exists() and not only else batches
+    read = {path: (read_cifar_binary if binary else read_cifar_pickle)(path) for path in wanted}
     train = [read[path][0] for path in batches]
     images: dict[Split, Images] = {
         "train": Images(np.concatenate([i.pixels for i in train]), np.concatenate([i.labels for i in train]))
     }
-    if root / "test_batch.bin" in read:
-        images["test"] = read[root / "test_batch.bin"][0]
-    names = root / "batches.meta.txt"
-    labels = names.read_text(encoding="utf-8").split() if names.exists() else None
+    if test in read:
+        images["test"] = read[test][0]
+    names = root / ("batches.meta.txt" if binary else "batches.meta")
+    labels = None
+    if names.exists():
+        labels = names.read_text(encoding="utf-8").split() if binary else read_cifar_names(names)
     described = {"source": str(root), "files": [entry for _, entry in read.values()], "splits": "published"}
     images, described = cut_missing_images(images, described, str(root))
     return images, labels, described
@@ -197,15 +207,6 @@ def _read_class_folders(root: Path) -> tuple[dict[Split, Images], list[str], dic
     described = {"source": str(root), "files": files, "splits": "folders"}
     images, described = cut_missing_images(images, described, str(root))
     return images, names, described
-
-
-def _pickled(path: Path) -> DataError:
-    return DataError(
-        f"{path}: batches of CIFAR-10's Python version are pickles, which are never loaded, as they can run code; take "
-        "the binary version (cifar-10-binary.tar.gz: data_batch_1.bin, ..., test_batch.bin), or convert them where you "
-        "trust them: numpy.savez_compressed('train.npz', x=batch[b'data'].reshape(-1, 3, 32, 32).transpose(0, 2, 3, "
-        "1), y=batch[b'labels'])"
-    )
 
 
 TASKS.register("image")(
