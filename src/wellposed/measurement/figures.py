@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 INK = "#0a0b0c"
 COLOUR_MAP = "viridis"
 SPECTRUM_POINTS = 48
+# `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
 ROLE_ORDER = (
     "query",
     "key",

@@ -21,8 +21,8 @@ class InjectiveEmbedding(nn.Module):
     Exact as long as the rows of E differ, and those of P: sines and cosines of integers do; `token_margin()` measures
     it for E. Sengupta et al. (2023), sec. 3.5; the code of the paper steps through its frequencies twice too fast, so
     that 112 of 256 channels hardly change, and pairs sines and cosines of different frequencies. E is a plain
-    `nn.Embedding`, which `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper says of its
-    own and its code does not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than g.
+    `nn.Embedding`, which `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper's is to be
+    and its code's is not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than g.
 
     Args:
         vocab_size: number of tokens.
