@@ -16,6 +16,8 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.measurement import Measurement
+from wellposed.measurement.figures import ROLE_ORDER
+from wellposed.roles import ROLE_NAMES
 
 
 def row(layer: int | None = 0, role: str = "query", **changes: Any) -> dict[str, Any]:
@@ -175,3 +177,7 @@ def test_other_suffixes_are_refused(tmp_path: Path) -> None:
 def test_reading_a_measurement_does_not_import_torch() -> None:
     code = "import sys, wellposed.measurement as m; m.Measurement; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_roles_are_drawn_in_the_order_in_which_they_are_named() -> None:
+    assert ROLE_ORDER == ROLE_NAMES
