@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.models._checked_config import CheckedConfig
 from wellposed.models._config_checks import (
     is_size,
     label_problems,
     name_problems,
     rate_problems,
-    refuse_config,
     size_problems,
     token_problems,
-    unknown_keys,
 )
 from wellposed.models._init import INITS
 from wellposed.models._part_options import part_option_problems
@@ -46,7 +43,7 @@ _PROBABILITIES = ("dropout", "attention_dropout")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
-class WellposedConfig(PreTrainedConfig):
+class WellposedConfig(CheckedConfig):
     """What a wellposed model is made of; each name is looked up in a registry of `wellposed.nn` or `wellposed.models`.
 
     Args:
@@ -144,11 +141,9 @@ class WellposedConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        unknown = unknown_keys(self, kwargs)
         if self.intermediate_size is None and is_size(self.hidden_size):
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
-        self.check(unknown)
 
     @property
     def decoder_depth(self) -> int:
@@ -163,20 +158,16 @@ class WellposedConfig(PreTrainedConfig):
         side.num_hidden_layers = self.decoder_depth
         return side
 
-    def check(self, problems: list[str] | None = None) -> None:
-        """Raise `ConfigError` naming every value that no model can be built from."""
-        refuse_config(self, [*(problems or []), *_problems(self)])
-
-
-def _problems(config: WellposedConfig) -> list[str]:
-    return [
-        *size_problems(config, _SIZES),
-        *rate_problems(config, _PROBABILITIES),
-        *name_problems(config, _NAMED),
-        *_decoder_problems(config),
-        *token_problems(config, _TOKENS),
-        *_combination_problems(config),
-    ]
+    def problems(self) -> list[str]:
+        """Return one line for each value that no model can be built from."""
+        return [
+            *size_problems(self, _SIZES),
+            *rate_problems(self, _PROBABILITIES),
+            *name_problems(self, _NAMED),
+            *_decoder_problems(self),
+            *token_problems(self, _TOKENS),
+            *_combination_problems(self),
+        ]
 
 
 def _decoder_problems(config: WellposedConfig) -> list[str]:

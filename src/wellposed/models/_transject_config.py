@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from transformers import PreTrainedConfig
 
 from wellposed.errors import nearest_names
+from wellposed.models._checked_config import CheckedConfig
 from wellposed.models._config_checks import (
     is_size,
     label_problems,
     name_problems,
     rate_problems,
-    refuse_config,
     size_problems,
     token_problems,
-    unknown_keys,
 )
 from wellposed.models._pooling import POOLINGS
 
@@ -31,7 +27,7 @@ _CHOICES = {
 }
 
 
-class TransJectConfig(PreTrainedConfig):
+class TransJectConfig(CheckedConfig):
     """What a TransJect model is made of; see `wellposed.nn.TransJectStack` for its parts.
 
     Args:
@@ -95,25 +91,21 @@ class TransJectConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     use_cache: bool = True
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        unknown = unknown_keys(self, kwargs)
-        super().__post_init__(**kwargs)
-        self.check(unknown)
+    def problems(self) -> list[str]:
+        """Return one line for each value that no model can be built from."""
+        return [
+            *size_problems(self, _SIZES),
+            *rate_problems(self, ("dropout",)),
+            *_choice_problems(self),
+            *name_problems(self, {"pooling": POOLINGS}),
+            *token_problems(self, _TOKENS),
+            *label_problems(self),
+            *_number_problems(self),
+        ]
 
-    def check(self, problems: list[str] | None = None) -> None:
-        """Raise `ConfigError` naming every value that no model can be built from."""
-        refuse_config(self, [*(problems or []), *_problems(self)])
 
-
-def _problems(config: TransJectConfig) -> list[str]:
-    problems = [
-        *size_problems(config, _SIZES),
-        *rate_problems(config, ("dropout",)),
-        *_choice_problems(config),
-        *name_problems(config, {"pooling": POOLINGS}),
-        *token_problems(config, _TOKENS),
-        *label_problems(config),
-    ]
+def _number_problems(config: TransJectConfig) -> list[str]:
+    problems = []
     if is_size(config.hidden_size) and config.hidden_size % 2:
         problems.append(
             f"hidden_size: received {config.hidden_size}; expected an even number: half for a token, half for its "
