@@ -22,8 +22,9 @@ from wellposed.models._caches import MemoryView
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import Embeddings, Given, padding_of, position_scale
 from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
+from wellposed.models._pretrained import refuse_attentions
 from wellposed.models._seq2seq_generation import Seq2SeqGeneration
-from wellposed.models._wellposed import WellposedBody, WellposedModel, WellposedPreTrainedModel, refuse_attentions
+from wellposed.models._wellposed import WellposedBody, WellposedModel, WellposedPreTrainedModel
 from wellposed.nn import DecoderBlock, build_layers, memory_mask
 
 _DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds")

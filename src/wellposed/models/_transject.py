@@ -8,16 +8,15 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError
 from wellposed.linalg import isometry_error
-from wellposed.models._embeddings import check_positions, check_tokens, on_host, padding_of, positions_of
+from wellposed.models._embeddings import Given, check_positions, on_host, padding_of, positions_of
 from wellposed.models._init import owns_weights
+from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, check_given, refuse_attentions
 from wellposed.models._transject_config import TransJectConfig
-from wellposed.models._wellposed import refuse_attentions
 from wellposed.nn import (
     InjectiveEmbedding,
     Inversion,
@@ -59,19 +58,12 @@ class TransJectModelOutput(ModelOutput):
     """In training, the weighted loss that teaches the spectrum its basis: mean over the batch."""
 
 
-class TransJectPreTrainedModel(PreTrainedModel):
+class TransJectPreTrainedModel(CheckedPreTrainedModel):
     """Saving, loading and initial weights of every TransJect model."""
 
     config: TransJectConfig
     config_class = TransJectConfig
-    base_model_prefix = "model"
     _no_split_modules = ["TransJectBlock"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-
-    def __init__(self, config: TransJectConfig) -> None:
-        config.check()
-        refuse_attentions(config.output_attentions)
-        super().__init__(config)
 
     def orthogonal_patterns(self) -> tuple[str, ...]:
         """Return the patterns of the weights that `wellposed.constrain_` is to hold orthogonal in training.
@@ -101,13 +93,9 @@ class TransJectPreTrainedModel(PreTrainedModel):
             if reset is not None:
                 reset()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding, of width d/2."""
-        return cast(TransJectModel, self.base_model).embeddings.token
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        cast(TransJectModel, self.base_model).embeddings.token = cast(nn.Embedding, value)
+    def _recompute_every(self, every_n_layers: int) -> None:
+        """Set every n-th layer of the stack to be recomputed."""
+        cast(TransJectModel, self.base_model).stack.recompute_every = every_n_layers
 
 
 class TransJectModel(TransJectPreTrainedModel):
@@ -126,7 +114,7 @@ class TransJectModel(TransJectPreTrainedModel):
     Raises:
         ConfigError: a value of the configuration is not usable.
 
-    Cost: linear in the number of tokens; gradient checkpointing is not supported.
+    Cost: linear in the number of tokens; with gradient checkpointing, training keeps one input a layer.
 
     >>> model = TransJectModel(TransJectConfig(hidden_size=8, num_experts=2)).eval()
     >>> output = model(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True)
@@ -186,17 +174,21 @@ class TransJectModel(TransJectPreTrainedModel):
 
         Raises:
             ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit; a sample of padding alone.
-            ConfigError: attention weights are asked for; or a cache in an encoder or against `use_cache=False`.
+            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed layers, or against
+                `use_cache=False`.
         """
         refuse_attentions(output_attentions)
         cache = self._cache(past_key_values, use_cache)
-        batch, tokens, device = self._check_input(input_ids, inputs_embeds)
+        given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
+        note = ": X^0, position codes included"
+        received = check_given(given, self.config, type(self).__name__, note=note)
+        batch, tokens = received.shape[:2]
         num_keys = tokens + (0 if cache is None else cache.num_tokens)
         padding = padding_of(attention_mask, batch, num_keys)
         if input_ids is not None:
             positions = position_ids
             if positions is None and not (cache is None and _counts_up(padding)):
-                positions = positions_of(padding, tokens, num_keys, device)
+                positions = positions_of(padding, tokens, num_keys, received.device)
             self._check_positions(positions, num_keys, given=position_ids is not None)
             x = self.embeddings(input_ids, positions[0] if positions is not None and len(positions) == 1 else positions)
         else:
@@ -253,38 +245,23 @@ class TransJectModel(TransJectPreTrainedModel):
         loss = self.stack.reconstruction_loss(x, key_padding_mask=padding)
         return None if loss is None else weight * loss
 
-    def _check_input(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int, torch.device]:
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None or (input_ids is not None and inputs_embeds is not None):
-            received = "neither" if given is None else "both"
-            raise ShapeError(f"{type(self).__name__}: received {received} of input_ids and inputs_embeds; give one")
-        if input_ids is not None:
-            check_tokens(input_ids, self.config.vocab_size)
-        elif given.dim() != 3 or given.shape[-1] != self.config.hidden_size:
-            raise ShapeError(
-                f"inputs_embeds: received shape {tuple(given.shape)}; expected (batch, tokens, "
-                f"{self.config.hidden_size}): X^0, position codes included"
-            )
-        return given.shape[0], given.shape[1], given.device
-
     def _check_positions(self, positions: Tensor | None, num_keys: int, *, given: bool) -> None:
         if positions is not None and isinstance(self.embeddings.position, LearnedPositions):
             limit = self.config.max_position_embeddings
             check_positions(positions, num_keys, limit, given=given, where=type(self).__name__)
 
     def _cache(self, past_key_values: TransJectCache | None, use_cache: bool | None) -> TransJectCache | None:
-        if past_key_values is None and not use_cache:
+        where, recomputes = type(self).__name__, self.stack.recomputes
+        if not check_cache(where, past_key_values, use_cache, is_causal=self.is_causal, recomputes=recomputes):
             return None
-        reason = None
-        if use_cache is False:
-            reason = "past_key_values were given together with use_cache=False; give one of them"
-        elif not self.is_causal:
-            reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
-        elif past_key_values is not None and not isinstance(past_key_values, TransJectCache):
-            reason = f"received a {type(past_key_values).__name__}; expected a wellposed.nn.TransJectCache"
-        if reason is not None:
-            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
-        return GenerationCache() if past_key_values is None else past_key_values
+        if past_key_values is None:
+            return GenerationCache()
+        if not isinstance(past_key_values, TransJectCache):
+            received = type(past_key_values).__name__
+            raise ConfigError(
+                f"{where}: no cache can be used: received a {received}; expected a wellposed.nn.TransJectCache"
+            )
+        return past_key_values
 
 
 def _counts_up(padding: Tensor | None) -> bool:

@@ -7,51 +7,46 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError
 from wellposed.models._caches import LayerView
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import (
     Embeddings,
     Given,
     check_positions,
-    check_tokens,
     on_host,
     padding_of,
     position_scale,
     positions_of,
 )
 from wellposed.models._init import INITS
+from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, check_given, refuse_attentions
 from wellposed.nn import Block, build_layers, run_block
 from wellposed.nn import attention_mask as make_mask
 
 
-class WellposedPreTrainedModel(PreTrainedModel):
+class WellposedPreTrainedModel(CheckedPreTrainedModel):
     """Saving, loading and initial weights of every wellposed model."""
 
     config: WellposedConfig
     config_class = WellposedConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     _supports_sdpa = True
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_part = False
     """Whether a larger model holds this one, and initialises it."""
 
-    def __init__(self, config: WellposedConfig) -> None:
-        config.check()
-        refuse_attentions(config.output_attentions)
+    def check_config(self, config: Any) -> None:
+        """Raise `ConfigError` where no model can be built, or another kernel of attention is asked for."""
+        super().check_config(config)
         if config._attn_implementation not in {None, "sdpa"}:
             raise ConfigError(
                 f"{type(self).__name__}: received attn_implementation={config._attn_implementation!r}; expected 'sdpa' "
                 "or nothing: the attention of this model is chosen by the option attention of its configuration"
             )
-        super().__init__(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -64,27 +59,11 @@ class WellposedPreTrainedModel(PreTrainedModel):
         if whole is not None and not self._is_part and self.device.type != "meta":
             whole(self)
 
-    def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
-        every_n_layers: int = 1,
-    ) -> None:
-        """Recompute every n-th block, counted over the model; transformers counts layers of its own class only."""
-        if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int) or every_n_layers < 1:
-            raise ConfigError(f"every_n_layers: received {every_n_layers!r}; expected an integer >= 1")
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+    def _recompute_every(self, every_n_layers: int) -> None:
+        """Set every n-th block to be recomputed."""
         blocks = [module for module in self.modules() if isinstance(module, Block)]
         for index, block in enumerate(blocks):
-            block.gradient_checkpointing = enable and index % every_n_layers == 0
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return cast(nn.Module, cast(WellposedModel, self.base_model).embeddings.token)
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        cast(WellposedModel, self.base_model).embeddings.token = cast(nn.Embedding, value)
+            block.gradient_checkpointing = index % every_n_layers == 0
 
 
 class WellposedBody(WellposedPreTrainedModel):
@@ -145,43 +124,20 @@ class WellposedBody(WellposedPreTrainedModel):
         return x, (*states[:-1], x) if keep else None
 
     def _check_input(self, given: Given) -> tuple[int, int, torch.device]:
-        input_ids, inputs_embeds = given.input_ids, given.inputs_embeds
-        if (input_ids is None) == (inputs_embeds is None):
-            received = "neither" if input_ids is None else "both"
-            name, other = given.names
-            raise ShapeError(f"{type(self).__name__}: received {received} of {name} and {other}; give one")
-        if input_ids is not None:
-            check_tokens(input_ids, self.config.vocab_size, name=given.names[0])
-            # a decoder is causal and reads left to right: padding on the right needs no mask
-            if on_host(input_ids) and given.names[0] == "input_ids":
-                self.warn_if_padding_and_no_attention_mask(input_ids, given.attention_mask)
-            return input_ids.shape[0], input_ids.shape[1], input_ids.device
-        inputs_embeds = cast(Tensor, inputs_embeds)
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
-            raise ShapeError(
-                f"{given.names[1]}: received shape {tuple(inputs_embeds.shape)}; expected (batch, tokens, "
-                f"{self.config.hidden_size})"
-            )
-        return inputs_embeds.shape[0], inputs_embeds.shape[1], inputs_embeds.device
+        received = check_given(given, self.config, type(self).__name__)
+        # a decoder is causal and reads left to right: padding on the right needs no mask
+        if received is given.input_ids and on_host(received) and given.names[0] == "input_ids":
+            self.warn_if_padding_and_no_attention_mask(received, given.attention_mask)
+        return received.shape[0], received.shape[1], received.device
 
     def check_cache(self, past_key_values: Cache | None, use_cache: bool | None) -> bool:
         """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot be."""
-        if past_key_values is None and not use_cache:
-            return False
-        reason = None
-        if use_cache is False:
-            reason = "past_key_values were given together with use_cache=False; give one of them"
-        elif not self.is_causal:
-            reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
-        elif torch.is_grad_enabled() and any(self._recomputed(cast(Block, layer)) for layer in self.layers):
-            reason = "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or eval()"
-        if reason is not None:
-            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
-        return True
+        where = type(self).__name__
+        return check_cache(where, past_key_values, use_cache, is_causal=self.is_causal, recomputes=self._recomputes)
 
-    @staticmethod
-    def _recomputed(layer: Block) -> bool:
-        return layer.gradient_checkpointing and layer.training
+    def _recomputes(self) -> bool:
+        blocks = [cast(Block, layer) for layer in self.layers]
+        return any(block.gradient_checkpointing and block.training for block in blocks)
 
 
 class WellposedModel(WellposedBody):
@@ -249,20 +205,4 @@ class WellposedModel(WellposedBody):
         x, states = self.run(given, output_hidden_states=output_hidden_states, self_cache=past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=cast(Any, x), past_key_values=past_key_values, hidden_states=cast(Any, states)
-        )
-
-
-def refuse_attentions(output_attentions: bool | None) -> None:
-    """Raise `ConfigError` where attention weights are asked for.
-
-    >>> refuse_attentions(True)
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: output_attentions=True: the attention kernels never form the weights, so none can be \
-returned; leave it False, and use wellposed.measure(model, batch) for attention statistics
-    """
-    if output_attentions:
-        raise ConfigError(
-            "output_attentions=True: the attention kernels never form the weights, so none can be returned; leave it "
-            "False, and use wellposed.measure(model, batch) for attention statistics"
         )

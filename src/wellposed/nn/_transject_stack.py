@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
 from wellposed.linalg import Workspace
@@ -63,7 +65,8 @@ class TransJectStack(nn.Module):
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded (N > d). In float32
     on a CPU, without gradients, tokens are worked on in blocks that fit the cache. Hold the weights in training:
-    `constrain_(model, optimizer, where=OrthogonalLinear)`.
+    `constrain_(model, optimizer, where=OrthogonalLinear)`. With `gradient_checkpointing` set, each `recompute_every`-th
+    layer, from the first on, keeps only its input in training and is computed again in the backward pass.
     When not to use: where a token must read what particular other tokens say (copying, lookup); use attention.
 
     >>> stack = TransJectStack(8, 3, num_experts=2, residual="sigmoid")
@@ -113,6 +116,10 @@ class TransJectStack(nn.Module):
             )
             for index in range(num_layers)
         )
+        # The names under which Hugging Face switches gradient checkpointing on.
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+        self.recompute_every = 1
 
     def reset_parameters(self) -> None:
         """Draw every weight anew."""
@@ -144,7 +151,7 @@ class TransJectStack(nn.Module):
 
         Raises:
             ShapeError: x or the mask does not fit, or a sample has padding alone.
-            ConfigError: a cache for a stack that is not causal.
+            ConfigError: a cache for a stack that is not causal, or whose recomputed layers would fill it twice.
         """
         if x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.shape[1]:
             raise ShapeError(
@@ -153,6 +160,12 @@ class TransJectStack(nn.Module):
         if cache is not None and not self.is_causal:
             raise ConfigError(
                 "TransJectStack: a cache needs is_causal=True: otherwise later tokens change earlier ones"
+            )
+        recomputes = self.recomputes()
+        if cache is not None and recomputes:
+            raise ConfigError(
+                "TransJectStack: recomputed layers (gradient checkpointing) would fill the cache twice; use "
+                "torch.no_grad() or eval()"
             )
         padding = check_padding(key_padding_mask, x, cache)
         spectrum: Tensor = (
@@ -163,21 +176,27 @@ class TransJectStack(nn.Module):
         hidden, workspace = [x], Workspace()
         found: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            x, used = layer(
-                x,
-                spectrum,
+            run: Callable[..., tuple[Tensor, Tensor]] = partial(
+                layer,
                 key_padding_mask=padding,
                 is_causal=self.is_causal,
                 cache=cache,
                 gates=None if gates is None else gates[index],
                 workspace=workspace,
             )
+            if recomputes and index % self.recompute_every == 0:
+                run = partial(self._gradient_checkpointing_func, run)
+            x, used = run(x, spectrum)
             found.append(used)
             if output_hidden_states:
                 hidden.append(x)
         if cache is not None:
             cache.num_tokens += x.shape[1]
         return TransJectOutput(x, spectrum, tuple(found), tuple(hidden) if output_hidden_states else None)
+
+    def recomputes(self) -> bool:
+        """Return whether a pass now would keep only inputs of layers, for a backward pass that runs them again."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def reconstruction_loss(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Return `GramSpectrum.reconstruction_loss` of the embedded tokens; None for a learnt spectrum."""
