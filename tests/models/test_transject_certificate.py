@@ -9,8 +9,7 @@ from wellposed.certification import certify
 from wellposed.models import TransJectConfig, TransJectForSequenceClassification, input_vectors
 from wellposed.recipes.certified_accuracy import certified_accuracy
 
-IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
-MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+from .transject import IDS, MASK
 
 
 def classifier(**options: object) -> TransJectForSequenceClassification:
