@@ -66,6 +66,33 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside() -> None:
         assert all(1.9 < value < rules.size - 1.9 for dash in curve for value in dash)
 
 
+def facing(drawing: Drawing) -> tuple[float, ...]:
+    """Return the dots and, at each, the dash that starts there: all that can be seen at the dots themselves."""
+    seen = []
+    for dot in drawing.dots:
+        dashes = [dash for curve in drawing.curves[:2] for dash in (curve[0], (*curve[-1][2:], *curve[-1][:2]))]
+        seen += next(dash for dash in dashes if dash[:2] == dot)
+    return tuple(seen)
+
+
+@pytest.mark.parametrize(("setting", "count"), [("easy", 4), ("hard", 1)])
+def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting: str, count: int) -> None:
+    for index in range(count):
+        apart, connected = (draw_image(RULES[setting], label, f"dots/{index}") for label in (0, 1))
+        assert facing(apart) == facing(connected)
+        assert apart.curves[0] != connected.curves[0]
+
+
+def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label() -> None:
+    for length, matched in ((2, False), (3, True)):
+        task = build(**FEW, size=16, contour_length=length, distractors=1, distractor_length=1)
+        assert task.description()["dots_tell_nothing"] is matched
+        assert task.description()["rules"]["max_turn"] == pytest.approx(3.6 / length)
+        rules = PathfinderRules(16, length, 1, 1, 3.6 / length)
+        for label in (0, 1):
+            assert connected_on_paper(draw_image(rules, label, "short"), 16) == bool(label)
+
+
 def test_pixels_show_the_dots_the_dashes_and_nothing_else() -> None:
     drawing = Drawing((((4.5, 8.5, 10.5, 8.5),),), ((4.5, 8.5), (24.5, 20.5)), 0)
     image = render(drawing, 32)
@@ -99,10 +126,10 @@ def test_tokens_are_pixels_and_the_tokenizer_says_so() -> None:
 
 
 def test_difficulty_options_are_followed_and_impossible_ones_refused() -> None:
-    task = build(**FEW, contour_length=3, distractors=0, size=24, max_turn=0.1)
+    task = build(**FEW, contour_length=3, distractors=0, size=24, max_turn=1.1)
     assert task.lengths("train")[0] == 576
     assert task.description()["rules"] == {
-        "size": 24, "contour_length": 3, "distractors": 0, "distractor_length": 2, "max_turn": 0.1,
+        "size": 24, "contour_length": 3, "distractors": 0, "distractor_length": 2, "max_turn": 1.1,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="do not fit into 6 x 6 pixels; lower contour_length"):
         draw_image(PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
@@ -151,12 +178,47 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
     task = build(tmp_path, unreadable="skip")
     assert sum(len(task.dataset(split)) for split in SPLITS) == 29
     assert "sample_3.png: missing or empty" in task.description()["skipped_images"][0]
+    (tmp_path / "imgs" / "1" / "sample_5.png").write_bytes(b"no image")
+    metadata.write_text("".join(line for line in metadata.read_text().splitlines(True) if "sample_3" not in line))
+    with pytest.raises(DataError, match=r"imgs/1/sample_5.png: cannot be decoded"):
+        build(tmp_path)
+    task = build(tmp_path, unreadable="skip")
+    assert sum(len(task.dataset(split)) for split in SPLITS) == 28
+    assert "sample_5.png: cannot be decoded" in task.description()["skipped_images"][0]
+    metadata.write_bytes(b"imgs/0 caf\xe9.png 0 1\n")
+    with pytest.raises(DataError, match=r"0.npy:1: not UTF-8: byte 0xe9"):
+        build(tmp_path, unreadable="skip")
     metadata.write_text("imgs/0 sample_0.png 0 2\n")
     with pytest.raises(DataError, match=r"0.npy:1: expected folder, file, number, label"):
         build(tmp_path, unreadable="skip")
     np.save(metadata, np.zeros(3))
     with pytest.raises(DataError, match="is a binary npy file"):
         build(tmp_path)
+
+
+def test_marks_and_line_ends_of_other_systems_and_other_files_do_not_matter(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_release(tmp_path)
+    plain = list(build(tmp_path).dataset("train"))
+    metadata = tmp_path / "metadata" / "0.npy"
+    metadata.write_bytes(b"\xef\xbb\xbf" + metadata.read_bytes().replace(b"\n", b"\r\n"))
+    (tmp_path / "metadata" / ".DS_Store").write_bytes(b"\x00\x01")
+    assert list(build(tmp_path).dataset("train")) == plain
+
+
+def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
+    for name in ("curv_baseline", "curv_contour_length_9"):
+        (tmp_path / "pathfinder32" / name / "metadata").mkdir(parents=True)
+        (tmp_path / "pathfinder32" / name / "imgs").mkdir()
+    with pytest.raises(
+        DataError, match=r"holds 2 releases \(curv_baseline, curv_contour_length_9\), expected one; give"
+    ):
+        build(tmp_path / "pathfinder32")
+    with pytest.raises(DataError, match=r"metadata: no .npy file of text"):
+        build(tmp_path / "pathfinder32" / "curv_baseline")
+    (tmp_path / "pathfinder32" / "curv_baseline" / "metadata").rmdir()
+    with pytest.raises(DataError, match="holds imgs but no folder metadata"):
+        build(tmp_path / "pathfinder32" / "curv_baseline")
 
 
 def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:

@@ -71,6 +71,21 @@ def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) 
     assert f"{path}:7: {problem}" in str(caught.value)
 
 
+def test_a_first_row_that_is_cut_short_does_not_change_what_the_file_is(tmp_path: Path) -> None:
+    path = tmp_path / "x.train.tsv"
+    path.write_text(as_tsv([("1", "a", "b", "text"), *PAIRS]))
+    with pytest.raises(DataError, match=r"1 rows that cannot be used.*\n.*x.train.tsv:1: 4 columns, expected 5"):
+        build(path)
+
+
+def test_the_texts_of_the_release_are_literals_of_bytes_and_are_kept_as_they_are(tmp_path: Path) -> None:
+    rows = [(i % 2, f"P{i}", f"Q{i}", rf"""b'paper "{i}"\n\xc3\xa9'""", f'b"it\'s {i}"') for i in range(40)]
+    (tmp_path / "x.train.tsv").write_text(as_tsv(rows))
+    task = build(tmp_path / "x.train.tsv")
+    every = {row[1:] for split in SPLITS for row in decoded(task, split)}
+    assert every == {(one, other) for *_, one, other in rows}
+
+
 def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path: Path) -> None:
     label_of = {f"text {i} of {i % 3}": str(i % 3) for i in range(60)}
     for split in SPLITS:

@@ -53,6 +53,14 @@ def test_not_utf8_names_line_byte_and_offset(tmp_path: Path) -> None:
     assert "iconv -f LATIN1 -t UTF-8" in message
 
 
+def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00\x00")
+    with pytest.raises(
+        DataError, match=r"a.tsv:1: not UTF-8: .*holds control bytes, which no text has; give a text file"
+    ):
+        read_text(tmp_path / "a.tsv")
+
+
 def test_utf16_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     with pytest.raises(DataError, match="iconv -f UTF-16"):

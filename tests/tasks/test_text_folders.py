@@ -35,6 +35,13 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path: Path) -> None:
     assert described["cut_from_train"] == {"valid": "1 of 24 rows, by a fixed shuffle"}
 
 
+@pytest.mark.parametrize("inside", ["train", "train/pos"])
+def test_a_folder_inside_the_release_names_the_one_to_give(tmp_path: Path, inside: str) -> None:
+    write(tmp_path / "aclImdb")
+    with pytest.raises(DataError, match=f"expected the folder that holds train; give {tmp_path / 'aclImdb'}$"):
+        build_task("text_classification", {"data": str(tmp_path / "aclImdb" / inside)})
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "test" / "pos" / "9_9.txt").write_bytes(b"caf\xe9")

@@ -64,13 +64,19 @@ def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
         DataError: not an npz file, arrays that are missing or do not fit, arrays of Python objects.
     """
     import zipfile
+    import zlib
 
     import numpy as np
 
+    if not zipfile.is_zipfile(path):
+        raise DataError(
+            f"{path}: is not an npz file (its {path.stat().st_size} bytes are no whole zip archive), expected one with "
+            "arrays x and y; write it with numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
+        )
     try:
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: cannot be read as npz without unpickling ({error}); save it again with "
             "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
@@ -140,8 +146,13 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
         raise DataError(f"{path}: cannot be decoded: {error}") from None
 
 
-def read_image_files(paths: Sequence[Path], labels: Sequence[int]) -> Images:
+def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: list[str] | None = None) -> Images:
     """Decode images of one size; where some are in colour, all are.
+
+    Args:
+        paths: the files.
+        labels: the label of each.
+        skipped: where given, files that cannot be decoded are left out, and what is wrong with them is appended here.
 
     Raises:
         DataError: files that cannot be decoded or differ in size, all named.
@@ -149,24 +160,28 @@ def read_image_files(paths: Sequence[Path], labels: Sequence[int]) -> Images:
     import numpy as np
 
     decoded: list[NDArray[np.uint8]] = []
+    kept: list[tuple[Path, int]] = []
     problems = []
-    for path in paths:
+    for path, label in zip(paths, labels, strict=True):
         try:
             decoded.append(read_image_file(path))
+            kept.append((path, label))
         except DataError as error:
-            problems.append(str(error))
+            (problems if skipped is None else skipped).append(str(error))
+    if not problems and not decoded:
+        problems = [f"{path}: none of {len(paths)} images can be decoded" for path in paths[:1]]
     if not problems and decoded:
         shape = decoded[0].shape[:2]
         problems = [
-            f"{path}: {image.shape[1]} x {image.shape[0]} pixels, expected {shape[1]} x {shape[0]} as {paths[0].name}"
-            for path, image in zip(paths, decoded, strict=True)
+            f"{path}: {image.shape[1]} x {image.shape[0]} pixels, expected {shape[1]} x {shape[0]} as {kept[0][0].name}"
+            for (path, _), image in zip(kept, decoded, strict=True)
             if image.shape[:2] != shape
         ]
     if problems:
         raise DataError(f"{len(problems)} images that cannot be used; mend or remove them:\n" + listed(problems))
     if len({image.ndim for image in decoded}) > 1:
         decoded = [np.repeat(image[..., None], 3, -1) if image.ndim == 2 else image for image in decoded]
-    return Images(np.stack(decoded), np.array(labels, np.int64))
+    return Images(np.stack(decoded), np.array([label for _, label in kept], np.int64))
 
 
 def read_class_folder(folder: Path) -> tuple[Images, list[str], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,8 +12,9 @@ from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
 from wellposed.tasks._classification import ClassificationTask, LabelledExamples, cut_rows, require_positive
 from wellposed.tasks._images import Images, describe_file, pixel_encoder, read_image_files, shrink, to_gray
 from wellposed.tasks._npz import read_npz_splits
-from wellposed.tasks._pathfinder_draw import GENERATOR_VERSION, PathfinderRules, draw_image, render
-from wellposed.tasks._sources import missing_file
+from wellposed.tasks._pathfinder_draw import GENERATOR_VERSION, MATCHED_LENGTH, PathfinderRules, draw_image, render
+from wellposed.tasks._sources import missing_file, read_text
+from wellposed.tasks._tables import _lines as numbered_lines
 
 LABELS = ("apart", "connected")
 RULES: Mapping[str, PathfinderRules] = {
@@ -23,6 +24,7 @@ RULES: Mapping[str, PathfinderRules] = {
 }
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
 _CUT_SHARE = 0.1
+_SHORT_TURN = 3.6
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class PathfinderOptions:
     distractor_length: int | None = None
     """Dashes of a short curve; a third of the setting's long ones where not given."""
     max_turn: float | None = None
-    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting where not given."""
+    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
     num_train: int | None = None
     """Drawn train images; 1000 where not given (the release has 160000)."""
     num_valid: int | None = None
@@ -63,12 +65,13 @@ class PathfinderTask(ClassificationTask):
     """Two-way classification of images: do the two dots mark the ends of one curve, or of two?
 
     Every image holds two long dashed curves, short distractors and two dots; half of a split is connected. Drawn labels
-    are exact by construction: curves keep a distance larger than the gaps between their dashes. Image i of a split is
+    are exact by construction: curves keep a distance larger than the gaps between their dashes. Where the dots are,
+    and how the dashes at them point, has one law for both classes (curves of three dashes or more). Image i of a split is
     a function of (rules, data_seed, split, i) alone, whatever the sizes. Tokens are gray values 0 to 255, row by row.
 
     Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read as it is, cut 80,
-    10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its code. Cost on one core: 15 ms an easy
-    image, 40 ms a hard one; draw large sets once and keep them as npz.
+    10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its code. Cost on one core: about 30 ms an
+    easy image, 80 ms a hard one; draw large sets once and keep them as npz.
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("pathfinder", {"num_train": 4, "num_valid": 2, "num_test": 2})
@@ -106,11 +109,26 @@ def _load(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
     root = Path(options.data)
     if not root.exists():
         raise missing_file(root)
+    _refuse_near_releases(root)
     if (root / "metadata").is_dir():
         images, described = read_release(root, skip=options.unreadable == "skip")
     else:
         images, described = read_npz_splits(options.data, valid=options.valid, test=options.test)
     return {split: _prepared(images[split], options, f"{options.data} ({split})") for split in SPLITS}, described
+
+
+def _refuse_near_releases(root: Path) -> None:
+    """Refuse a folder of whole releases, and one of images without their labels, saying what to give."""
+    below = sorted(path.parent.name for path in root.glob("*/metadata") if path.is_dir())
+    if below:
+        raise DataError(
+            f"{root}: holds {len(below)} releases ({', '.join(below)}), expected one; give one of them, as in "
+            f"{root / below[0]}"
+        )
+    if (root / "imgs").is_dir() and not (root / "metadata").is_dir():
+        raise DataError(
+            f"{root}: holds imgs but no folder metadata, which has the labels; copy it from the release too"
+        )
 
 
 def _prepared(images: Images, options: PathfinderOptions, where: str) -> Images:
@@ -130,6 +148,9 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
         raise ConfigError("pathfinder: valid and test need data=FILE; builtin images bring their own splits")
     base = RULES[options.setting]
     chosen = {name: getattr(options, name) for name in PathfinderRules.__dataclass_fields__}
+    if options.contour_length is not None:
+        # Curves that part before they meet turn by a certain angle in all, which short ones have few dashes for.
+        base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
     rules = PathfinderRules(**{name: getattr(base, name) if value is None else value for name, value in chosen.items()})
     if rules.distractors < 0 or not rules.max_turn > 0:
         raise ConfigError(
@@ -152,6 +173,7 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
         "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
         "rules": {name: getattr(rules, name) for name in chosen},
+        "dots_tell_nothing": rules.contour_length >= MATCHED_LENGTH,
         "sha256": digest.hexdigest(),
     }
 
@@ -162,7 +184,7 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
     Raises:
         DataError: no metadata, malformed lines or images that cannot be used, with file:line.
     """
-    files = sorted((folder / "metadata").iterdir(), key=lambda path: (len(path.stem), path.name))
+    files = sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.name))
     paths: list[Path] = []
     labels: list[int] = []
     problems: list[str] = []
@@ -182,10 +204,10 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
     if problems or not paths:
         raise DataError(
             f"{folder}: not the pathfinder release; mend the lines, or give unreadable='skip' for images that are "
-            "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no file"])
+            "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
         )
-    everything = read_image_files(paths, labels)
-    rows, cut = cut_rows(len(paths), ["valid", "test"], str(folder), share=_CUT_SHARE)
+    everything = read_image_files(paths, labels, skipped=skipped if skip else None)
+    rows, cut = cut_rows(len(everything), ["valid", "test"], str(folder), share=_CUT_SHARE)
     return {split: everything.select(rows[split]) for split in SPLITS}, {
         "source": str(folder),
         "files": {file.name: describe_file(file) for file in files},
@@ -198,10 +220,10 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
 
 def _metadata_lines(file: Path) -> list[str]:
     """Return the lines of a metadata file; a real npy file is refused, as it would hold pickled objects."""
-    stored = file.read_bytes()
-    if stored.startswith(b"\x93NUMPY"):
-        raise DataError(f"{file}: is a binary npy file; the release has text: folder, file, number, label on each line")
-    return stored.decode("utf-8", errors="replace").splitlines()
+    with file.open("rb") as stream:
+        if stream.read(6) == b"\x93NUMPY":
+            raise DataError(f"{file}: is a binary npy file; the release has text: folder, file, number, label a line")
+    return [line for _, line in numbered_lines(read_text(file).text)]
 
 
 TASKS.register("pathfinder")(

@@ -4,6 +4,11 @@ Curves are drawn so that connectivity can be read off the picture: consecutive d
 dashes of different curves at least 1.4, and a dot is at least 1.4 pixels away from every curve but its own. Sizes are
 those of the Long Range Arena's 32 x 32 release (dash 2, gap 1, thickness 0.5, dot radius 1.5). The random numbers are
 those of `random.Random` with a text for a seed, so an image is the same on every machine whose cosine rounds alike.
+
+The dots must not tell the label. Ends of one curve lie at a typical distance and face each other, ends of two do not:
+dots on ends chosen afterwards would give the label away. Here a seed gives two ways of drawing two long curves, which
+have the two dots, the dashes at them and a third end in common, and the label says which of the two is drawn. Curves of
+one or two dashes leave no room for that: with them the distance of the dots does tell the label.
 """
 
 from __future__ import annotations
@@ -20,15 +25,19 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 DASH, GAP, THICKNESS, RADIUS = 2.0, 1.0, 0.5, 1.5
 SEPARATION = 1.4
+MATCHED_LENGTH = 3
 _MARGIN = 2.0
 _TURNS, _BUDGET = 6, 4
 _CURVE_TRIES, _IMAGE_TRIES = 20, 100
+_NOTHING = ()
 
 
 Dash: TypeAlias = tuple[float, float, float, float]
+Curve: TypeAlias = tuple[Dash, ...]
+Curves: TypeAlias = tuple[Curve, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class PathfinderRules:
 class Drawing:
     """The geometry of an image: dashes as (x, y, x, y), curve by curve, and the two dots."""
 
-    curves: tuple[tuple[Dash, ...], ...]
+    curves: Curves
     dots: tuple[tuple[float, float], tuple[float, float]]
     label: int
     """1 where both dots are on the ends of one curve."""
@@ -60,9 +69,11 @@ def draw_image(rules: PathfinderRules, label: int, seed: str) -> Drawing:
     """
     generator = random.Random(f"pathfinder/{GENERATOR_VERSION}/{seed}")
     for _ in range(_IMAGE_TRIES):
-        curves = _curves(rules, generator)
-        if curves is not None:
-            return Drawing(tuple(curves), _dots(curves, label, generator), label)
+        wirings = _wirings(rules, generator)
+        short = None if wirings is None else _distractors(rules, wirings[label], generator)
+        if wirings is not None and short is not None:
+            first, second = wirings[label]
+            return Drawing((first, second, *short), (first[0][:2], (first[-1] if label else second[-1])[2:]), label)
     raise ConfigError(
         f"pathfinder: {rules.distractors} distractors of {rules.distractor_length} dashes and two curves of "
         f"{rules.contour_length} do not fit into {rules.size} x {rules.size} pixels; lower contour_length or "
@@ -90,55 +101,96 @@ def _to_segment(x: NDArray[Any], y: NDArray[Any], dashes: NDArray[Any]) -> NDArr
 
     x0, y0, x1, y1 = dashes
     dx, dy = x1 - x0, y1 - y0
-    along = np.clip(((x - x0) * dx + (y - y0) * dy) / np.maximum(dx * dx + dy * dy, 1e-12), 0.0, 1.0)
+    along = ((x - x0) * dx + (y - y0) * dy) / np.maximum(dx * dx + dy * dy, 1e-12)
+    along = np.minimum(np.maximum(along, 0.0), 1.0)  # half the time of clip on arrays this small
     return np.hypot(x - x0 - along * dx, y - y0 - along * dy)
 
 
-def _dots(
-    curves: Sequence[Sequence[Dash]], label: int, generator: random.Random
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Choose the marked ends: both of one long curve, or one of each."""
-    ends = [(curve[0][:2], curve[-1][2:]) for curve in curves[:2]]
-    if label:
-        return ends[generator.randrange(2)]
-    return ends[0][generator.randrange(2)], ends[1][generator.randrange(2)]
+def _wirings(rules: PathfinderRules, generator: random.Random) -> tuple[Curves, Curves] | None:
+    """Return two long curves that part the dots, and two of which the first joins them; or None where they do not fit.
+
+    Both pairs have the first and the last dash of the joining curve, at the dots, and the other end of the curve that
+    leaves the first dot. Both must fit before one is chosen, so that what they have in common does not know the label.
+    """
+    length = rules.contour_length
+    joining = _try(rules, length, _rows(_NOTHING), generator)
+    if joining is None:
+        return None
+    ends = joining[0], joining[-1]
+    if length < MATCHED_LENGTH:
+        other = _try(rules, length, _rows([joining]), generator)
+        return other and ((joining, other), (joining, other))
+    last = _rows([ends[1:]])[[0, -1]]  # the dash, and its far end, which bears a dot
+    for _ in range(_CURVE_TRIES):
+        leaving = _grow(rules, length, last, generator, first=ends[0])
+        other = leaving and _grow(rules, length, _rows([joining]), generator, first=_reverse(leaving[-1]))
+        arriving = leaving and other and _grow(rules, length, _rows([leaving]), generator, first=_reverse(ends[1]))
+        if leaving and other and arriving:
+            return (leaving, tuple(_reverse(dash) for dash in reversed(arriving))), (joining, other)
+    return None
 
 
-def _curves(rules: PathfinderRules, generator: random.Random) -> list[tuple[Dash, ...]] | None:
+def _distractors(rules: PathfinderRules, long: Curves, generator: random.Random) -> Curves | None:
+    """Return the short curves; tried again by themselves, so that long ones are not chosen by the room they leave."""
     import numpy as np
 
-    drawn = np.empty((0, 5))
-    curves = []
-    lengths = [rules.contour_length] * 2 + [rules.distractor_length] * rules.distractors
-    for number, length in enumerate(lengths):
-        for _ in range(_CURVE_TRIES):
-            curve = _grow(rules, length, drawn, generator, dotted=number < 2)
-            if curve is not None:
+    for _ in range(_CURVE_TRIES):
+        drawn, short = _rows(long), []
+        for _ in range(rules.distractors):
+            curve = _try(rules, rules.distractor_length, drawn, generator, dotted=False)
+            if curve is None:
                 break
+            short.append(curve)
+            drawn = np.concatenate((drawn, _rows([curve], dotted=False)))
         else:
-            return None
-        curves.append(curve)
-        rows = [(*dash, SEPARATION) for dash in curve]
-        if number < 2:
-            # a dot is a dash of length zero that others keep a radius more from
-            rows += [(*end, *end, SEPARATION + RADIUS) for end in (curve[0][:2], curve[-1][2:])]
-        drawn = np.concatenate((drawn, np.array(rows)))
-    return curves
+            return tuple(short)
+    return None
+
+
+def _rows(curves: Sequence[Curve], *, dotted: bool = True) -> NDArray[Any]:
+    """Return what others keep away from, as rows (x, y, x, y, distance); ends that may bear a dot, a radius more."""
+    import numpy as np
+
+    rows = [(*dash, SEPARATION) for curve in curves for dash in curve]
+    if dotted:
+        ends = [end for curve in curves for end in (curve[0][:2], curve[-1][2:])]
+        rows += [(*end, *end, SEPARATION + RADIUS) for end in ends]
+    return np.array(rows).reshape(-1, 5)
+
+
+def _reverse(dash: Dash) -> Dash:
+    return (*dash[2:], *dash[:2])
+
+
+def _try(
+    rules: PathfinderRules, length: int, drawn: NDArray[Any], generator: random.Random, *, dotted: bool = True
+) -> Curve | None:
+    for _ in range(_CURVE_TRIES):
+        curve = _grow(rules, length, drawn, generator, dotted=dotted)
+        if curve is not None:
+            return curve
+    return None
 
 
 def _grow(
-    rules: PathfinderRules, length: int, drawn: NDArray[Any], generator: random.Random, *, dotted: bool
-) -> tuple[Dash, ...] | None:
+    rules: PathfinderRules, length: int, drawn: NDArray[Any], generator: random.Random,
+    *, first: Dash | None = None, dotted: bool = True,
+) -> Curve | None:  # fmt: skip
     """Return a curve of ``length`` dashes that keeps its distance from ``drawn`` and from itself, or None.
 
-    Depth first: where no turn is left, the last dash is taken back, for as long as the budget lasts.
+    Depth first: where no turn is left, the last dash is taken back, for as long as the budget lasts. The first dash is
+    drawn anywhere where it is not given.
     """
     import numpy as np
 
     rows = np.concatenate((drawn, np.empty((length, 5))))
-    low, high = _MARGIN, rules.size - _MARGIN
-    start = (generator.uniform(low, high), generator.uniform(low, high), generator.uniform(-math.pi, math.pi))
-    choices = [_candidates(rules, rows[: len(drawn)], start, generator, dotted=dotted, place=0, length=length)]
+    if first is None:
+        low, high = _MARGIN, rules.size - _MARGIN
+        start = (generator.uniform(low, high), generator.uniform(low, high), generator.uniform(-math.pi, math.pi))
+        choices = [_candidates(rules, rows[: len(drawn)], start, generator, dotted=dotted, place=0, length=length)]
+    else:
+        clear = _clear(np.array([first]), drawn, RADIUS * np.array([dotted, dotted and length == 1])).all()
+        choices = [[(first, math.atan2(first[3] - first[1], first[2] - first[0]))] if clear else []]
     for _ in range(_BUDGET * length):
         while choices and not choices[-1]:
             choices.pop()

@@ -24,6 +24,7 @@ COLUMNS = ("label", "id1", "id2", "text1", "text2")
 LABEL_VALUES = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 BUILTIN_SIZES: dict[Split, int] = {"train": 2000, "valid": 200, "test": 200}
 _PASSAGE = 600
+_PROBE_LINES = 20
 _SPLIT_OF_TENTH: dict[int, Split] = {8: "valid", 9: "test"}
 
 
@@ -57,13 +58,15 @@ class PairTable:
 
 
 def is_pair_file(data: str) -> bool:
-    """Return whether the train file of ``data`` is a tsv with the five columns of a pair file."""
+    """Return whether the train file of ``data`` is a tsv whose first lines, most of 20, have five columns."""
     if data.startswith("hf:"):
         return False
     path = find_split_files(data, suffixes=(".tsv", ".csv", ".jsonl")).paths["train"]
     if not path.name.lower().removesuffix(".gz").endswith(".tsv"):
         return False
-    return read_text(path).text.split("\n", 1)[0].count("\t") == len(COLUMNS) - 1
+    lines = read_text(path).text.split("\n", _PROBE_LINES)[:_PROBE_LINES]
+    pairs = sum(line.count("\t") == len(COLUMNS) - 1 for line in lines)
+    return 2 * pairs > sum(map(bool, lines))
 
 
 def read_pairs(options: Any) -> tuple[dict[Split, PairTable], dict[str, Any]]:

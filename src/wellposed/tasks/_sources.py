@@ -25,6 +25,8 @@ SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
 }
 BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
+# Line ends, tabs, form feeds, ESC and everything from the space on: what UTF-8 and LATIN1 texts are made of.
+_TEXT_BYTES = bytes([*range(8, 14), 27, *range(32, 256)])
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
 def _not_utf8(path: Path, content: bytes, error: UnicodeDecodeError) -> DataError:
     line = content.count(b"\n", 0, error.start) + 1
     column = error.start - content.rfind(b"\n", 0, error.start)
-    hint = (
-        "the file looks like UTF-16; convert it with: iconv -f UTF-16 -t UTF-8"
-        if content[:2] in (b"\xff\xfe", b"\xfe\xff")
-        else "convert it with, for example: iconv -f LATIN1 -t UTF-8"
-    )
+    hint = "convert it with, for example: iconv -f LATIN1 -t UTF-8"
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        hint = "the file looks like UTF-16; convert it with: iconv -f UTF-16 -t UTF-8"
+    elif content.translate(None, _TEXT_BYTES):
+        hint = "the file holds control bytes, which no text has; give a text file"
     return DataError(
         f"{path}:{line}: not UTF-8: byte 0x{content[error.start]:02x} at byte {column} of the line, "
         f"byte offset {error.start} of the file ({error.reason}); {hint}"

@@ -35,9 +35,22 @@ class FolderTexts(LabelledTexts):
 
 
 def has_class_folders(data: str) -> bool:
-    """Return whether ``data/train`` holds folders."""
-    train = Path(data) / "train"
-    return train.is_dir() and any(entry.is_dir() for entry in train.iterdir())
+    """Return whether ``data/train`` holds folders.
+
+    Raises:
+        DataError: ``data`` is itself a folder of classes, or one class; the message says which folder to give.
+    """
+    root = Path(data)
+    train = root / "train"
+    if train.is_dir():
+        return any(entry.is_dir() for entry in train.iterdir())
+    for split in (root, root.parent):
+        if split.name == "train" and root.is_dir() and any(split.glob("*/*.txt")) and not any(root.glob("*train*")):
+            raise DataError(
+                f"{root}: is part of a folder of texts by class, expected the folder that holds train; "
+                f"give {split.parent}"
+            )
+    return False
 
 
 def read_text_folders(data: str) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
