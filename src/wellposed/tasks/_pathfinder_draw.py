@@ -119,7 +119,7 @@ def _wirings(rules: PathfinderRules, generator: random.Random) -> tuple[Curves, 
     ends = joining[0], joining[-1]
     if length < MATCHED_LENGTH:
         other = _try(rules, length, _rows([joining]), generator)
-        return other and ((joining, other), (joining, other))
+        return None if other is None else ((joining, other), (joining, other))
     last = _rows([ends[1:]])[[0, -1]]  # the dash, and its far end, which bears a dot
     for _ in range(_CURVE_TRIES):
         leaving = _grow(rules, length, last, generator, first=ends[0])
