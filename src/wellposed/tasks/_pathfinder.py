@@ -67,7 +67,7 @@ class PathfinderTask(ClassificationTask):
     Every image holds two long dashed curves, short distractors and two dots; half of a split is connected. Drawn labels
     are exact by construction: curves keep a distance larger than the gaps between their dashes. Where the dots are,
     and how the dashes at them point, has one law for both classes (curves of three dashes or more). Image i of a split
-    is a function of (rules, data_seed, split, i) alone, whatever the sizes. Tokens are gray values 0 to 255, row by row.
+    is a function of (rules, data_seed, split, i) alone, whatever the sizes. Tokens are gray values 0 to 255, by row.
 
     Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read as it is, cut 80,
     10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its code. Cost on one core: about 30 ms an
