@@ -40,7 +40,7 @@ def page(title: str, modules: list[str]) -> str:
         text = package.read_text(encoding="utf-8")
         described = re.match(r'"""(.*?)"""', text, re.DOTALL)
         lines += [f"## wellposed.{module}", "", described.group(1).strip() if described else "", ""]
-        for name in sorted(set(re.findall(r"import (\w+) as \1\b", text))):
+        for name in sorted(set(re.findall(r"\b(\w+) as \1\b", text))):
             lines += [f"::: wellposed.{module}.{name}", ""]
     return "\n".join(lines).rstrip() + "\n"
 

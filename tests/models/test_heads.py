@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
+from wellposed.errors import ShapeError
 from wellposed.models import (
     TransJectConfig,
     TransJectForCausalLM,
@@ -34,19 +35,14 @@ LANGUAGE = (
     "output_attentions logits_to_keep num_items_in_batch"
 )
 CLASSES = "input_ids attention_mask position_ids | inputs_embeds labels output_hidden_states output_attentions"
-PAIRS = "input_ids attention_mask input_ids_pair attention_mask_pair |"
+PAIRS = "input_ids attention_mask input_ids_pair attention_mask_pair | inputs_embeds inputs_embeds_pair labels"
 HEADS: list[tuple[Any, str, str, Any]] = [
     (WellposedForCausalLM, "wellposed", LANGUAGE, CausalLMOutputWithPast),
     (TransJectForCausalLM, "transject", LANGUAGE, TransJectHeadOutput),
     (WellposedForSequenceClassification, "wellposed", CLASSES, SequenceClassifierOutput),
     (TransJectForSequenceClassification, "transject", CLASSES, TransJectHeadOutput),
-    (
-        WellposedForSequencePairClassification,
-        "wellposed",
-        f"{PAIRS} inputs_embeds inputs_embeds_pair labels",
-        SequenceClassifierOutput,
-    ),
-    (TransJectForSequencePairClassification, "transject", f"{PAIRS} labels", TransJectHeadOutput),
+    (WellposedForSequencePairClassification, "wellposed", PAIRS, SequenceClassifierOutput),
+    (TransJectForSequencePairClassification, "transject", PAIRS, TransJectHeadOutput),
 ]
 
 
@@ -86,3 +82,51 @@ def test_the_loss_is_that_of_the_logits_and_what_the_body_adds(
     added = getattr(output, "auxiliary_loss", None)
     assert (added is not None) == (family == "transject" and training)
     torch.testing.assert_close(output.loss, expected if added is None else expected + added)
+
+
+@pytest.mark.parametrize("cls", [WellposedForCausalLM, TransJectForCausalLM])
+def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls: Any) -> None:
+    torch.manual_seed(0)
+    model = cls(CONFIGS["transject" if cls is TransJectForCausalLM else "wellposed"]).train()
+    ids = torch.randint(1, 13, (4, 6))
+    items = ids[:, 1:].numel()
+    whole = model(input_ids=ids, labels=ids, num_items_in_batch=items)
+    parts = [model(input_ids=row, labels=row, num_items_in_batch=items).loss for row in ids.split(1)]
+    torch.testing.assert_close(sum(parts), whole.loss)
+    torch.testing.assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("family", ["wellposed", "transject"])
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (torch.tensor([0, 3]), r"class 3 at row 1; expected classes in \[0, 3\)"),
+        (torch.tensor([-1, 0]), "class -1 at row 0"),
+        (torch.tensor([0, 1, 2]), r"shape \(3,\); expected \(2,\), or \(2, 3\)"),
+        (torch.tensor(1), r"shape \(\); expected"),
+    ],
+)
+def test_labels_that_fit_no_class_or_sequence_are_named(family: str, labels: torch.Tensor, says: str) -> None:
+    kinds = {"wellposed": WellposedForSequenceClassification, "transject": TransJectForSequenceClassification}
+    with pytest.raises(ShapeError, match=f"labels: received {says}"):
+        kinds[family](CONFIGS[family])(input_ids=IDS, attention_mask=MASK, labels=labels)
+
+
+def test_a_sequence_without_a_label_is_left_out() -> None:
+    model = WellposedForSequenceClassification(CONFIGS["wellposed"]).eval()
+    both = model(input_ids=IDS, attention_mask=MASK, labels=torch.tensor([2, -100])).loss
+    one = model(input_ids=IDS[:1], attention_mask=MASK[:1], labels=torch.tensor([2])).loss
+    torch.testing.assert_close(both, one)
+
+
+@pytest.mark.parametrize("family", ["wellposed", "transject"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
+def test_token_ids_of_another_type_are_named(family: str, dtype: torch.dtype) -> None:
+    kinds = {"wellposed": WellposedForCausalLM, "transject": TransJectForCausalLM}
+    with pytest.raises(ShapeError, match=f"input_ids: received {dtype}; expected token ids in torch.int64"):
+        kinds[family](CONFIGS[family])(input_ids=IDS.to(dtype))
+
+
+def test_vectors_that_are_no_floats_are_named() -> None:
+    with pytest.raises(ShapeError, match=r"inputs_embeds: received torch\.int64; expected floating vectors"):
+        TransJectForCausalLM(CONFIGS["transject"])(inputs_embeds=torch.ones(1, 2, 8, dtype=torch.long))

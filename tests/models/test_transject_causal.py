@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from wellposed.models import (
-    TransJectConfig,
-    TransJectForCausalLM,
-)
+from wellposed.errors import ConfigError
+from wellposed.models import TransJectConfig, TransJectForCausalLM
 
 from .transject import IDS, SETTINGS, SIZES, awake
 
@@ -59,3 +57,44 @@ def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings: dict[
         output = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
         cache, parts = output.past_key_values, [*parts, output.logits]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended() -> None:
+    torch.manual_seed(5)
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
+    how: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": 3,
+        "min_new_tokens": 3,
+        "return_dict_in_generate": True,
+    }
+    first = model.generate(IDS[:1], **how)
+    prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
+    again = model.generate(prompt, past_key_values=first.past_key_values, **how)
+    torch.testing.assert_close(again.sequences, model.generate(prompt, use_cache=False, **how).sequences)
+
+
+def test_a_piece_of_padding_is_no_error_in_training_with_a_cache() -> None:
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
+    ids, mask = IDS.repeat(1, 2), torch.ones(2, 10, dtype=torch.long)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        model.train()
+        first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        assert first.auxiliary_loss is None
+        second = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(second.logits, expected[:, 5:])
+
+
+@pytest.mark.parametrize("value", ["no", "false", 2])
+def test_a_causality_that_is_neither_true_nor_false_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"is_causal: received {value!r}; expected true, false or None"):
+        TransJectConfig(**SIZES, is_causal=value)
+
+
+def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps() -> None:
+    with pytest.raises(ConfigError, match="spectrum_eps: received 1e-60"):
+        TransJectConfig(**SIZES, spectrum_eps=1e-60)
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized")))
+    assert bool(model(inputs_embeds=torch.zeros(1, 2, 16)).logits.isfinite().all())

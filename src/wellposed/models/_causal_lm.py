@@ -12,7 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
 from wellposed.models._config import WellposedConfig
-from wellposed.models._heads import LanguageHead, Output, following, kept_positions
+from wellposed.models._heads import LanguageHead, Output, following, kept_positions, share_of
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 
 CacheKind = TypeVar("CacheKind")
@@ -45,7 +45,8 @@ class GenericForCausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
                 here.
             labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
             logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
+            num_items_in_batch: divide the summed loss by this, the labels of all micro-batches of a step, in place of
+                the number of labels here; an auxiliary loss then counts by the part of them that is here.
 
         Returns:
             `loss` where labels are given, plus the body's auxiliary loss where it has one; `logits` (batch, kept
@@ -67,8 +68,11 @@ class GenericForCausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
         )
         kept = kept_positions(logits_to_keep)
         logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
-        loss = None if labels is None else self.token_loss(logits, following(labels)[:, kept], num_items_in_batch)
-        return self.result(logits, loss, output)
+        if labels is None:
+            return self.result(logits, None, output)
+        targets = following(labels)[:, kept]
+        loss = self.token_loss(logits, targets, num_items_in_batch)
+        return self.result(logits, loss, output, share=share_of(targets, num_items_in_batch))
 
 
 class WellposedForCausalLM(

@@ -82,7 +82,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids") -> None:
-    """Raise `ShapeError` where ids are not (batch, tokens) or, on the CPU, lie outside the vocabulary.
+    """Raise `ShapeError` where ids are not integers (batch, tokens) or, on the CPU, lie outside the vocabulary.
 
     >>> check_tokens(torch.tensor([[1, 9]]), 5)
     Traceback (most recent call last):
@@ -94,6 +94,8 @@ tokenizer that the model was built for, or call model.resize_token_embeddings
         raise ShapeError(
             f"{name}: received shape {tuple(input_ids.shape)}; expected (batch, tokens), neither of them 0"
         )
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ShapeError(f"{name}: received {input_ids.dtype}; expected token ids in torch.int64 or torch.int32")
     if not on_host(input_ids):
         return
     least, largest = torch.aminmax(input_ids)

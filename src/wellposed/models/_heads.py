@@ -34,10 +34,15 @@ class Head(nn.Module, Generic[Output]):
         """Call the body, which returns a tuple where the configuration asks for tuples, for its output by name."""
         return cast(nn.Module, self.model)(**given, return_dict=True)
 
-    def result(self, logits: Tensor, loss: Tensor | None, found: Mapping[str, Any]) -> Output:
-        """Return logits and loss, and what there is a field for in ``found``, the body's output."""
+    def result(
+        self, logits: Tensor, loss: Tensor | None, found: Mapping[str, Any], *, share: Tensor | float = 1.0
+    ) -> Output:
+        """Return logits and loss, and what there is a field for in ``found``, the body's output.
+
+        ``share`` is the part that this call's labels are of the batch that the loss is divided by.
+        """
         auxiliary = found.get("auxiliary_loss")
-        total = loss if loss is None or auxiliary is None else loss + auxiliary
+        total = loss if loss is None or auxiliary is None else loss + share * auxiliary
         kept = {name: value for name, value in found.items() if name in self._output_fields}
         return self.output_class(loss=total, logits=logits, **kept)
 
@@ -88,3 +93,12 @@ def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
 def following(labels: Tensor) -> Tensor:
     """Shift the labels, not the logits: the logits are then not copied."""
     return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)
+
+
+def share_of(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+    """Return which part of a step's labels is in `targets`.
+
+    >>> float(share_of(torch.tensor([[3, -100], [1, 2]]), 12))
+    0.25
+    """
+    return 1.0 if num_items_in_batch is None else targets.ne(IGNORED_LABEL).sum() / num_items_in_batch

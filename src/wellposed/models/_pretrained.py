@@ -67,7 +67,8 @@ def check_given(given: Given, config: Any, where: str, *, note: str = "") -> Ten
         note: what the vectors are, for the message.
 
     Raises:
-        ShapeError: neither or both, (on the CPU) tokens outside the vocabulary, or vectors of another shape.
+        ShapeError: neither or both, tokens that are not integers or (on the CPU) outside the vocabulary, or vectors of
+            another shape or not floating.
     """
     input_ids, inputs_embeds = given.input_ids, given.inputs_embeds
     name, other = given.names
@@ -82,6 +83,8 @@ def check_given(given: Given, config: Any, where: str, *, note: str = "") -> Ten
         raise ShapeError(
             f"{other}: received shape {tuple(vectors.shape)}; expected (batch, tokens, {config.hidden_size}){note}"
         )
+    if not vectors.is_floating_point():
+        raise ShapeError(f"{other}: received {vectors.dtype}; expected floating vectors{note}")
     return vectors
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +55,40 @@ class GenericForSequencePairClassification(Classifier[Output]):
 
     classifier: PairHead
 
-    def compare(self, first: Mapping[str, Any], second: Mapping[str, Any], labels: Tensor | None) -> Output:
-        """Run the body on both sides, given by its keywords, and return what `forward` returns."""
-        vector, output = self.pooled(**first, output_hidden_states=False)
-        other_vector, other = self.pooled(**second, output_hidden_states=False)
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        input_ids_pair: Tensor | None = None,
+        attention_mask_pair: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        inputs_embeds_pair: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Output:
+        """Return the logits of every pair and, with labels, the loss.
+
+        Args:
+            input_ids: int (batch, tokens) of the first sequences.
+            attention_mask: 1 = real token of the first sequences; None = all real.
+            input_ids_pair: int (batch, other tokens) of the second sequences.
+            attention_mask_pair: 1 = real token of the second sequences; None = all real.
+            inputs_embeds: (batch, tokens, D) in place of `input_ids`.
+            inputs_embeds_pair: (batch, other tokens, D) in place of `input_ids_pair`.
+            labels: as for `forward` of the classifier of one sequence, `WellposedForSequenceClassification`.
+
+        Returns:
+            `loss` where labels are given, plus the mean of the body's auxiliary losses where it has one; `logits`
+            (batch, num_labels); `auxiliary_loss` where the output has a field for it.
+
+        Raises:
+            ShapeError: sides of different batch size, and what `forward` of the body refuses.
+        """
+        vector, output = self.pooled(input_ids, attention_mask, inputs_embeds=inputs_embeds, output_hidden_states=False)
+        other_vector, other = self.pooled(
+            input_ids_pair, attention_mask_pair, inputs_embeds=inputs_embeds_pair, output_hidden_states=False
+        )
         check_pairs(vector, other_vector)
         logits = self.classifier(vector, other_vector)
         losses = [output.get("auxiliary_loss"), other.get("auxiliary_loss")]
@@ -98,41 +127,6 @@ class WellposedForSequencePairClassification(
         hidden = cast(int, config.intermediate_size)
         self.classifier = PairHead(config.hidden_size, hidden, self.num_labels, dropout=config.dropout)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        input_ids_pair: Tensor | None = None,
-        attention_mask_pair: Tensor | None = None,
-        *,
-        inputs_embeds: Tensor | None = None,
-        inputs_embeds_pair: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> SequenceClassifierOutput:
-        """Return the logits of every pair and, with labels, the loss.
-
-        Args:
-            input_ids: int (batch, tokens) of the first sequences.
-            attention_mask: 1 = real token of the first sequences; None = all real.
-            input_ids_pair: int (batch, other tokens) of the second sequences.
-            attention_mask_pair: 1 = real token of the second sequences; None = all real.
-            inputs_embeds: (batch, tokens, D) in place of `input_ids`.
-            inputs_embeds_pair: (batch, other tokens, D) in place of `input_ids_pair`.
-            labels: as for `WellposedForSequenceClassification`.
-
-        Returns:
-            `loss` where labels are given; `logits` (batch, num_labels).
-
-        Raises:
-            ShapeError: sides of different batch size, and what `WellposedModel.forward` refuses.
-        """
-        return self.compare(
-            {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds},
-            {"input_ids": input_ids_pair, "attention_mask": attention_mask_pair, "inputs_embeds": inputs_embeds_pair},
-            labels,
-        )
 
 
 def check_pairs(first: Tensor, second: Tensor) -> None:

@@ -32,7 +32,9 @@ _DRAWN = 1e-4
 
 
 class GenerationCache(TransJectCache):
-    """`TransJectCache` with the question that `generate` asks of a cache."""
+    """`TransJectCache` with what `generate` asks of a cache."""
+
+    is_compileable = False
 
     def get_seq_length(self, layer_index: int = 0) -> int:
         """Return how many tokens were seen."""
@@ -47,7 +49,7 @@ class TransJectModelOutput(ModelOutput):
     last_hidden_state: Tensor | None = None
     """(batch, tokens, d)."""
     past_key_values: TransJectCache | None = None
-    """Running sums of the prefix; a dozen numbers per channel, however long it is."""
+    """Running sums of the prefix, `1 + E L` numbers per channel, however long it is."""
     hidden_states: tuple[Tensor, ...] | None = None
     """X^0 and the output of each layer."""
     sigma: Tensor | None = None
@@ -55,7 +57,7 @@ class TransJectModelOutput(ModelOutput):
     gates: tuple[Tensor, ...] | None = None
     """Of each layer: (batch, experts); causal (batch, tokens, experts)."""
     auxiliary_loss: Tensor | None = None
-    """In training, the weighted loss that teaches the spectrum its basis: mean over the batch."""
+    """In training without a cache, the weighted loss that teaches the spectrum its basis: mean over the batch."""
 
 
 class TransJectPreTrainedModel(CheckedPreTrainedModel):
@@ -203,7 +205,7 @@ class TransJectModel(TransJectPreTrainedModel):
             hidden_states=output.hidden_states,
             sigma=output.sigma,
             gates=output.gates,
-            auxiliary_loss=self._auxiliary_loss(x, padding),
+            auxiliary_loss=self._auxiliary_loss(x, padding) if cache is None else None,
         )
 
     def invert(

@@ -17,6 +17,8 @@ from wellposed.models._config_checks import (
 from wellposed.models._pooling import POOLINGS
 
 _SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_experts")
+# The smallest normal number of float32: below it, a token of zeros divides zero by zero.
+_LEAST_EPS = 2.0**-126
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _CHOICES = {
     "spectrum": ("gram", "random"),
@@ -111,10 +113,12 @@ def _number_problems(config: TransJectConfig) -> list[str]:
             f"hidden_size: received {config.hidden_size}; expected an even number: half for a token, half for its "
             "position"
         )
-    for name, least in (("spectrum_eps", math.ulp(0.0)), ("reconstruction_weight", 0.0)):
+    for name, least in (("spectrum_eps", _LEAST_EPS), ("reconstruction_weight", 0.0)):
         value = getattr(config, name)
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= least):
-            problems.append(f"{name}: received {value!r}; expected a finite number {'> 0' if least else '>= 0'}")
+            problems.append(f"{name}: received {value!r}; expected a finite number >= {least:g}")
+    if config.is_causal not in (None, True, False):
+        problems.append(f"is_causal: received {config.is_causal!r}; expected true, false or None")
     return problems
 
 

@@ -14,7 +14,6 @@ from transformers import (
     GenerationMixin,
 )
 from transformers.modeling_outputs import ModelOutput
-from transformers.utils.generic import can_return_tuple
 
 from wellposed.models._build import ARCHITECTURES, Architecture
 from wellposed.models._causal_lm import GenericForCausalLM, as_causal
@@ -97,37 +96,6 @@ class TransJectForSequencePairClassification(
         self.add_pool(config)
         self.classifier = PairHead(config.hidden_size, config.hidden_size, self.num_labels)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        input_ids_pair: Tensor | None = None,
-        attention_mask_pair: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-    ) -> TransJectHeadOutput:
-        """Return the logits of every pair and, with labels, the loss.
-
-        Args:
-            input_ids: int (batch, tokens) of the first sequences.
-            attention_mask: 1 = real token of the first sequences; None = all real.
-            input_ids_pair: int (batch, other tokens) of the second sequences.
-            attention_mask_pair: 1 = real token of the second sequences; None = all real.
-            labels: as for `TransJectForSequenceClassification`.
-
-        Returns:
-            `loss` where labels are given; `logits` (batch, num_labels); `auxiliary_loss`, the mean of both sides.
-
-        Raises:
-            ShapeError: sides of different batch size, and what `TransJectModel.forward` refuses.
-        """
-        return self.compare(
-            {"input_ids": input_ids, "attention_mask": attention_mask},
-            {"input_ids": input_ids_pair, "attention_mask": attention_mask_pair},
-            labels,
-        )
 
 
 class TransJectForCausalLM(

@@ -144,7 +144,8 @@ def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if kind is None:
             known = ", ".join(AUTO_CLASSES)
             raise ConfigError(f"{final}/config.json: architecture {architecture!r}, expected one of {known}")
-        return kind.from_pretrained(final).eval(), transformers.AutoTokenizer.from_pretrained(final)
+        with _without_bars():
+            return kind.from_pretrained(final).eval(), transformers.AutoTokenizer.from_pretrained(final)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
