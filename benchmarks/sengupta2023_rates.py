@@ -10,7 +10,9 @@ first one stopped.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import json
 import multiprocessing
 import os
 from dataclasses import replace
@@ -22,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from wellposed.recipes._recipe import Request
 from wellposed.recipes._sengupta2023_runs import VARIANTS, Study, train_variant
 from wellposed.recipes._sengupta2023_studies import arena_study, text_study, words_study
+from wellposed.tasks import Task, build_task
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SEED = 1000
@@ -38,13 +41,20 @@ def study_of(request: Request, name: str) -> Study:
     return text_study(request, name)
 
 
+@functools.cache
+def task_of(name: str, options: str) -> Task:
+    """Return a task, built once in a process."""
+    return build_task(name, json.loads(options))
+
+
 def valid_metric(job: tuple[str, str, float, str, Path]) -> tuple[str, str, float, float]:
     """Train one model at one rate; return its accuracy (minus the perplexity of words) on valid."""
     name, variant, rate, data, out = job
     request = Request("mini", out / f"{rate:g}", data)
     study = study_of(request, name)
     study = replace(study, sizes=replace(study.sizes, learning_rate=rate, rates={}))
-    run = train_variant(request, study, variant, SEED)
+    task = task_of(study.task, json.dumps(study.options(request)))
+    run = train_variant(request, study, variant, SEED, task=task)
     value = -run.metric("perplexity,valid") if name == "ptb-words" else run.metric("accuracy,valid")
     print(f"{name:15s} {variant:17s} {rate:<6g} {abs(value):.4f}", flush=True)
     return name, variant, rate, value
@@ -62,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     grid = itertools.product(options.studies, options.variants, options.rates)
     jobs = [(*point, options.data, options.out) for point in grid]
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         found = {(name, variant, rate): value for name, variant, rate, value in pool.imap(valid_metric, jobs)}
     for name in options.studies:
         print(f"\n| {name} | " + " | ".join(f"{rate:g}" for rate in options.rates) + " |")
