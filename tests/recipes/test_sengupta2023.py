@@ -16,6 +16,7 @@ from wellposed.models import build_model
 from wellposed.recipes import _sengupta2023_counts as counts
 from wellposed.recipes import _sengupta2023_speed as speed
 from wellposed.recipes import _sengupta2023_states as states
+from wellposed.recipes import _sengupta2023_tables as tables
 from wellposed.recipes._sengupta2023_runs import VARIANTS, Run, find_data, mean_and_error, run_config, train_study
 from wellposed.recipes._sengupta2023_studies import arena_studies, text_study, words_study
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
@@ -116,6 +117,16 @@ def test_data_is_found_in_a_folder_or_named_itself(data: str, tmp_path: Path) ->
         find_data(str(tmp_path / "nothing"), ("imdb",))
     with pytest.raises(ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"):
         reproduce("sengupta2023/table-1", scale="toy", out=tmp_path)
+
+
+def test_a_task_that_no_model_learns_has_no_part_in_the_verdict(tmp_path: Path) -> None:
+    study = arena_studies(Request("mini", tmp_path))[0]
+    chance = {"task": study.name, "ours": 52.0, "standard_error": 1.5, "reference": 50.0}
+    assert not tables._is_learnt([chance], study)
+    assert tables._is_learnt([chance, {**chance, "standard_error": 0.9}], study)
+    assert not tables._is_learnt([{**chance, "task": "other", "ours": 90.0}], study)
+    means = {study.name: dict.fromkeys(VARIANTS, 3.0), "lra-image": dict.fromkeys(VARIANTS, 5.0)}
+    assert tables._average(means, [study])["transject"] == 3.0
 
 
 def batches() -> list[dict[str, torch.Tensor]]:

@@ -61,7 +61,7 @@ _FOLDERS = {
     "text": ("imdb", "aclImdb"),
     "retrieval": ("aan", "tsv_data", "ag_news"),
     "pathfinder": ("pathfinder32", "curv_contour_length_14"),
-    "image": ("cifar10", "cifar-10-batches-bin", "cifar10_subset"),
+    "image": ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", "cifar10_subset"),
 }
 _TASKS = {"text": "text_classification"}
 
