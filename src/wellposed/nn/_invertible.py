@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, listed
 from wellposed.linalg import Norm, check_norm
+from wellposed.nn._inversion_bound import with_error_bound
 from wellposed.nn._invertible_solver import Acceleration, Inversion, solve_residual
 
 
@@ -26,8 +27,9 @@ class _Bounded(Protocol):
 class InvertibleResidual(nn.Module):
     r"""`y = x + f(x)` with `|f(x) - f(x')| <= c |x - x'|`, c < 1: a bijection whose inverse is `x = lim y - f(x_k)`.
 
-    Exact inverse up to rounding, with an a-posteriori error bound: `|x - x*| <= c |r| / (1 - c)` for the last residual
-    r. `1 - c <= |g(x) - g(x')| / |x - x'| <= 1 + c`. Behrmann et al. (2019), "Invertible Residual Networks", Theorem 1
+    Exact inverse up to rounding, with an a-posteriori error bound: `|x - x*| <= |r| / (1 - c)`, r the residual of the x
+    that is returned, evaluated in float64 and so with all that was rounded away in the working dtype (`Inversion`).
+    `1 - c <= |g(x) - g(x')| / |x - x'| <= 1 + c`. Behrmann et al. (2019), "Invertible Residual Networks", Theorem 1
     and Algorithm 1; Kim, Papamakarios, Mnih (2021), sec. 4.1, for attention as f.
 
     Args:
@@ -42,7 +44,7 @@ class InvertibleResidual(nn.Module):
 
     Cost: forward that of f; the inverse evaluates f `ln(1e-7) / ln(c')` times in float32 with Picard's iteration, c'
     the slope at hand (often far below c); Anderson's acceleration halves that or better for attention, where it is 20
-    or more, at the memory of twelve copies of x.
+    or more, at the memory of twelve copies of x. The error bound takes one evaluation of f in float64.
 
     >>> from wellposed.nn import L2SelfAttention
     >>> block = InvertibleResidual(L2SelfAttention(8, 2, contractive=0.9, max_tokens=16))
@@ -111,9 +113,10 @@ class InvertibleResidual(nn.Module):
 
         Args:
             y: (batch, tokens, width), or any shape f takes with the batch first.
-            tol: largest error `|x - x*|` relative to the size of y and x, in the norm of the contraction. Default: as
-                far as rounding allows (a residual of one unit of rounding, or one that stalls within `2 + sqrt(D) / 2`
-                units).
+            tol: error `|x - x*|`, relative to the size of y and x in the norm of the contraction, at which the
+                iteration ends; what the working dtype rounds comes on top, and the report's `error_bound` holds both.
+                Default: as far as rounding allows (a residual of one unit of rounding, or one that stalls within
+                `2 + sqrt(D) / 2` units).
             max_iter: evaluations of f before giving up.
             accelerate: `"anderson"` or None for Picard.
             options: passed to f, as they were to `forward` (`key_padding_mask`, `is_causal`).
@@ -134,7 +137,7 @@ class InvertibleResidual(nn.Module):
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
         with frozen(self.f):
-            return solve_residual(
+            x, report = solve_residual(
                 lambda x: self.f(x, **options),
                 y,
                 contraction=contraction,
@@ -144,6 +147,7 @@ class InvertibleResidual(nn.Module):
                 accelerate=accelerate,
                 name="InvertibleResidual",
             )
+            return x, with_error_bound(report, self.f, x, y, options)
 
     def extra_repr(self) -> str:
         """The given bound, if any."""

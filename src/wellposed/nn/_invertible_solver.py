@@ -25,21 +25,27 @@ _WINDOW = 6
 class Inversion:
     """How well `x + f(x) = y` was solved: `|x - x*| <= error_bound` in `norm`, for every sample of the batch.
 
-    The bound is a-posteriori: `|y - f(x) - x| <= residual` was measured at the last evaluation, and
-    `|x - x*| <= c |residual| / (1 - c)` follows from the contraction `c` (one more step is free). Rounding inside `f`
-    itself is not covered. For a stack, errors of later blocks are carried through the earlier ones.
+    x* is the inverse in exact arithmetic, with these weights, of y as given. The bound is a-posteriori: the residual
+    `y - f(x) - x` of the x that is returned is evaluated in float64, where it holds all that the working dtype rounded
+    away, and divided by `1 - c`; the rounding of that evaluation is added. `wellposed.nn._inversion_bound` has the
+    derivation and what it allows for f. For a stack, errors of later blocks are carried through the earlier ones. If y
+    itself is a computed `x_0 + f(x_0)`, its rounding, divided by the product of `1 - c`, is a further distance to x_0.
     """
 
     iterations: int
-    """Evaluations of f, in a stack of all blocks together."""
+    """Evaluations of f, in a stack of all blocks together, the one for the error bound left out."""
     residual: float
+    """Norm of `y - f(x) - x` at the x that is returned; in a stack the largest."""
     error_bound: float
+    """Infinite where no bound is known: a coupling, blocks of different norms; in a backward pass, which asks none."""
     contraction: float
     """The c < 1 that was used; in a stack the largest."""
     norm: Norm
     converged: bool = True
     blocks: tuple[Inversion, ...] = ()
     """Of a stack: one for each block, in the order of the blocks."""
+    measured_in: torch.dtype | None = None
+    """In which f was evaluated for the error bound: float64 wherever f runs in it. Of a stack: see its blocks."""
 
 
 def sample_norms(tokens: Tensor, norm: Norm) -> Tensor:
@@ -66,7 +72,7 @@ def solve_residual(
     accelerate: Acceleration | None,
     name: str,
 ) -> tuple[Tensor, Inversion]:
-    """Return x with `x + f(x) = y`; see `InvertibleResidual.inverse`."""
+    """Return x with `x + f(x) = y` and a report without error bound; see `InvertibleResidual.inverse`."""
     bad = ~y.isfinite()
     if bool(bad.any()):
         raise ConvergenceError(
@@ -88,11 +94,11 @@ def solve_residual(
         if not math.isfinite(residual):
             raise ConvergenceError(f"{name}.inverse: f returned NaN or infinity in evaluation {iteration}; check f")
         if bool(((sizes <= enough * scale) | ((sizes <= stalled * scale) & (2 * sizes > best))).all()):
-            return image, Inversion(iteration, residual, factor * residual, contraction, norm)
+            return image, Inversion(iteration, residual, math.inf, contraction, norm)
         best = torch.minimum(best, sizes)
         x = image if mixer is None else mixer.next(image, difference, sizes)
     raise ConvergenceError(
-        f"{name}.inverse: after max_iter={max_iter} evaluations of f the error bound is {factor * residual:.3g} (norm "
+        f"{name}.inverse: after max_iter={max_iter} evaluations of f the error may be {factor * residual:.3g} (norm "
         f"{norm!r}, c = {contraction:.4g}); expected at most {stalled / (1 - contraction):.3g} times the size of y; "
         f"allow more iterations, or a larger tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
     )
@@ -102,13 +108,13 @@ def _targets(y: Tensor, tol: float | None, contraction: float) -> tuple[float, f
     """Residual, relative to y and x, that is enough; and one that is enough once it no longer halves."""
     if tol is not None:
         return tol * (1 - contraction), tol * (1 - contraction)
-    unit = torch.finfo(_precision(y)).eps
+    unit = torch.finfo(computed_in(y)).eps
     width = y.shape[-1] if y.dim() else 1
     return _UNITS_ENOUGH * unit, (_UNITS_STALLED[0] + _UNITS_STALLED[1] * math.sqrt(width)) * unit
 
 
-def _precision(y: Tensor) -> torch.dtype:
-    """The coarser of the dtype of y and the autocast dtype, in which f is computed."""
+def computed_in(y: Tensor) -> torch.dtype:
+    """Return the coarser of the dtype of y and the autocast dtype, in which f is computed."""
     device = y.device.type
     if y.dtype is torch.float32 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
+from wellposed.nn._inversion_bound import carried, unmeasured
 from wellposed.nn._invertible import refuse_randomness
 from wellposed.nn._invertible_solver import Inversion, sample_norms
-from wellposed.nn._reversible_coupling import AdditiveCoupling
 
 
 class ReversibleSequential(nn.Module):
@@ -93,8 +93,9 @@ class ReversibleSequential(nn.Module):
     def inverse(self, y: Tensor, *, tol: float | None = None, **options: Any) -> tuple[Tensor, Inversion]:
         """Return x with `forward(x) = y`, and a report whose error bound holds for the whole stack.
 
-        An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it; where blocks speak of different
-        norms the bound is infinite.
+        An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it, r the residual of what was
+        stored; where blocks speak of different norms, or one has no bound (`AdditiveCoupling`), it is infinite. See
+        `Inversion` for what the bound covers.
 
         Raises:
             NotContractiveError, ConvergenceError, ConfigError: as the blocks' own `inverse`.
@@ -103,11 +104,9 @@ class ReversibleSequential(nn.Module):
         error = 0.0
         for block in reversed(self.blocks):
             y, report = _invert(block, y, options, tol=tol or self.tol, max_iter=self.max_iter)
-            error = error / (1 - report.contraction) + report.error_bound
+            error = carried(error, report.contraction, block, y) + report.error_bound
             reports.append(report)
-        known = len({report.norm for report in reports}) == 1 and not any(
-            isinstance(block, AdditiveCoupling) for block in self.blocks
-        )
+        known = len({report.norm for report in reports}) == 1
         return y, Inversion(
             iterations=sum(report.iterations for report in reports),
             residual=max(report.residual for report in reports),
@@ -140,7 +139,7 @@ class _Rebuild(torch.autograd.Function):
         x, y = ctx.saved_tensors
         grad = grads[0]
         totals: dict[int, Tensor] = {}
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), unmeasured():
             for block in reversed(stack.blocks):
                 y, _ = _invert(block, y, ctx.options, tol=stack.tol, max_iter=stack.max_iter)
                 grad = _backward_through(block, y, grad, ctx.options, totals)

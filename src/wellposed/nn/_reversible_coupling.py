@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class AdditiveCoupling(nn.Module):
     def inverse(self, y: Tensor, **options: Any) -> tuple[Tensor, Inversion]:
         """Return x with `forward(x) = y`, and a report: one evaluation of f and g, error by rounding only.
 
+        How far rounding grows depends on the slopes of f and g, which are not known: `error_bound` is infinite.
+
         Args:
             y: (..., D). `tol`, `max_iter` and `accelerate` are accepted for symmetry with `InvertibleResidual`; there
                 is nothing to iterate.
@@ -63,7 +66,7 @@ class AdditiveCoupling(nn.Module):
         first, second = _halves(y)
         second = second - self._second(first, options)
         x = torch.cat([first - self.f(second, **options), second], -1)
-        return x, Inversion(1, 0.0, 0.0, 0.0, "tok")
+        return x, Inversion(1, 0.0, math.inf, 0.0, "tok")
 
     def _second(self, first: Tensor, options: dict[str, Any]) -> Tensor:
         return self.g(first, **options) if self.g_options else self.g(first)
