@@ -78,6 +78,43 @@ def test_the_maximum_costs_sqrt_d_and_says_so() -> None:
     assert "sqrt d" in certify(nn.Sequential(make(spectrum_norm="max")), seq_len=N, norm=2).table()
 
 
+FOLLOWS: list[dict[str, Any]] = [
+    {"spectrum_norm": "trace"},
+    {"spectrum_norm": "max"},
+    {"spectrum": "random", "num_experts": 2, "gating": "normalized"},
+]
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+@pytest.mark.parametrize("options", FOLLOWS, ids=lambda options: "-".join(map(str, options.values())))
+def test_padded_outputs_are_left_out_and_the_table_says_so(options: dict[str, Any], norm: Any) -> None:
+    stack = make(alpha=0.97, **options)
+    for layer in stack.layers:
+        if "num_experts" in options:
+            layer.attention.gate.weight.data.mul_(4)  # pyright: ignore
+    certificate = certify(stack, seq_len=2, norm=norm)
+    x, moved = torch.randn(1, 2, D, dtype=torch.float64), torch.zeros(1, 2, D, dtype=torch.float64)
+    x[0, 1] *= 1e4
+    moved[0, 0] = 1e-4 * torch.randn(D, dtype=torch.float64)
+    padding = torch.tensor([[False, True]])
+    first, second = (stack(part, key_padding_mask=padding).last_hidden_state for part in (x, x + moved))
+    change = (second - first).norm(dim=-1) / moved.norm()
+    assert change[0, 0] <= certificate.total < change[0, 1]
+    (note,) = certificate.notes
+    assert "padded positions are left out" in note
+    for printed in (certificate.table(), certify(nn.Sequential(stack), seq_len=2, norm=norm).table()):
+        assert printed.count(note) == 1
+    assert certificate.to_dict()["notes"] == [note]
+
+
+def test_where_nothing_follows_the_input_padding_is_bounded_too() -> None:
+    for options in ({"spectrum": "random"}, {"spectrum": "random", "num_experts": 2, "gating": "fixed"}):
+        assert certify(make(**options), seq_len=N).notes == ()
+    assert (
+        certify(nn.Sequential(*(make(spectrum_norm="trace") for _ in range(2))), seq_len=N).table().count("left") == 1
+    )
+
+
 def test_identity_at_the_start() -> None:
     stack = TransJectStack(D, L, num_experts=2, gating="normalized")
     assert certify(stack.eval(), seq_len=N).total == pytest.approx(1, rel=1e-6)

@@ -15,6 +15,11 @@ from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import GramAttention, GramSpectrum, LearnedSpectrum, OrthogonalFeedForward, TransJectBlock
 from wellposed.nn import TransJectStack as Stack
 
+_PADDING = (
+    "outputs of the stack at padded positions are left out: real tokens move sigma or gates, and these move the output "
+    "of a padded token, however large it is"
+)
+
 
 @torch.no_grad()
 def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
@@ -114,16 +119,28 @@ def _stack(module: Stack, site: Site) -> LayerBound:
         state = _after_feedforward(_after_attention(state, parts, spread, tokens), parts)
         ratio = _value(state, site) / before
         site.record(layer, f"layers.{index}", LayerBound(ratio, "layer's factor in the recursion of B8"))
+    _note_padding(module, site)
     form = _form(module, spread)
     return LayerBound(_value(state, site) * (1 + 1e-9), form, out_radius=state.growth * site.radius)
+
+
+def _note_padding(module: Stack, site: Site) -> None:
+    """Write on the certificate what it leaves out: sigma and gates do not see a padded token, which may be any size."""
+    if _follows_input(module) and _PADDING not in site.shared.notes:
+        site.shared.notes.append(_PADDING)
+
+
+def _follows_input(module: Stack) -> bool:
+    """Whether sigma, or the gates of some layer, are computed from the tokens."""
+    mixtures = [cast(TransJectBlock, layer).attention for layer in module.layers]
+    return not isinstance(module.spectrum, LearnedSpectrum) or any(
+        mixture.num_experts > 1 and mixture.gating != "fixed" for mixture in mixtures
+    )
 
 
 def _refusal(module: Stack, site: Site) -> str | None:
     layers = [cast(TransJectBlock, layer) for layer in module.layers]
     mixtures = [layer.attention for layer in layers]
-    follows = not isinstance(module.spectrum, LearnedSpectrum) or any(
-        mixture.num_experts > 1 and mixture.gating != "fixed" for mixture in mixtures
-    )
     if any(mixture.num_experts > 1 and mixture.gating == "pooled" for mixture in mixtures):
         return (
             "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any size; build the "
@@ -134,7 +151,7 @@ def _refusal(module: Stack, site: Site) -> str | None:
         return "dropout is active; call eval()"
     if site.norm == "inf":
         return "orthogonal maps are bounded in norms 2 and tok, not in inf; certify in norm 'tok'"
-    if module.is_causal and follows:
+    if module.is_causal and _follows_input(module):
         return "no bound is proved for a causal spectrum or causal gates, which differ from token to token"
     return None
 
@@ -188,4 +205,4 @@ def _form(module: Stack, spread: float) -> str:
     if not spread:
         return "fixed sigma (B8)"
     kind = cast(GramSpectrum, module.spectrum).normalization
-    return f"sigma by the {kind} (B8)" + (", which grows like sqrt d" if kind == "max" else "") + "; real tokens"
+    return f"sigma by the {kind} (B8)" + (", which grows like sqrt d" if kind == "max" else "")
