@@ -53,7 +53,7 @@ def gram_attention(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor, *, fol
             return F.elu(x @ mixing)
         repeated = x.expand(*experts, *x.shape).reshape(-1, *x.shape[1:])
         return F.elu(torch.bmm(repeated, mixing.reshape(-1, width, width)).view(*experts, *x.shape))
-    inner = _project(x, left) * (sigma if sigma.dim() != 2 else sigma.unsqueeze(1))
+    inner = _project(x, left) * per_token(sigma)
     if not experts:
         return F.elu(inner @ right)
     flat = inner.view(experts[0], -1, width)
@@ -66,6 +66,16 @@ def folding_pays(x: Tensor, sigma: Tensor) -> bool:
         return False
     tokens = x.shape[-2] if sigma.dim() == 2 else x.shape[-2] * x.shape[0]
     return tokens > x.shape[-1]
+
+
+def per_token(sigma: Tensor) -> Tensor:
+    """Return sigma so that it multiplies tokens (batch, tokens, d)."""
+    return sigma.unsqueeze(1) if sigma.dim() == 2 else sigma
+
+
+def spectrum_fits(x: Tensor, sigma: Tensor) -> bool:
+    """Whether x is (batch, tokens, d) and sigma a spectrum of it: (d,), (batch, d), (1, d) or (batch, tokens, d)."""
+    return x.dim() == 3 and sigma.shape in (x.shape[2:], x.shape[::2], (1, x.shape[2]), x.shape)
 
 
 def _scaled_columns(left: Tensor, sigma: Tensor, batch: int) -> Tensor:
@@ -87,8 +97,7 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 def _check_shapes(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor) -> None:
     width = x.shape[-1] if x.dim() == 3 else -1
     square = (*left.shape[:-2], width, width)
-    fits = x.dim() == 3 and left.dim() in (2, 3) and left.shape == square == right.shape
-    if fits and sigma.shape in ((width,), (x.shape[0], width), (1, width), tuple(x.shape)):
+    if spectrum_fits(x, sigma) and left.dim() in (2, 3) and left.shape == square == right.shape:
         return
     raise ShapeError(
         f"gram_attention: received x {tuple(x.shape)}, left {tuple(left.shape)}, right {tuple(right.shape)}, sigma "

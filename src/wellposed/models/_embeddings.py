@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from wellposed.errors import ShapeError
 from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.nn import POSITIONS, SinusoidalPositions, check_length
+from wellposed.nn._plain import on_host
 
 
 class Embeddings(nn.Module):
@@ -74,11 +75,6 @@ def position_scale(config: Any, stack: str) -> float:
     # one table of tokens for both sides is scaled once, by the depth of the encoder
     own = stack == "decoder" and not config.share_embeddings
     return t_fixup_decoder_factor(config.decoder_depth if own else config.num_hidden_layers)
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Return whether values may be read without making an accelerator wait or breaking a compiled graph."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids") -> None:

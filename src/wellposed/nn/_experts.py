@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.errors import ShapeError, unknown_name
 from wellposed.functional._gram_attention import gram_attention
 from wellposed.nn._gram_attention import GramAttention
-from wellposed.nn._orthogonal_linear import is_plain, transposed_weight
+from wellposed.nn._orthogonal_linear import transposed_weight
+from wellposed.nn._plain import is_plain
+from wellposed.nn._sizes import check_eps, check_sizes
 from wellposed.nn._transject_cache import TransJectCache
 
 Gating = Literal["pooled", "normalized", "fixed"]
+Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+"""`(x, branch) -> x + r branch`."""
 _GATINGS: tuple[str, ...] = ("pooled", "normalized", "fixed")
 
 
@@ -30,11 +35,11 @@ class ExpertMixture(nn.Module):
         gating: `"pooled"` as above. `"normalized"` divides the logits by `sqrt(eps + |X|_F^2)` of the real tokens: then
             the gates have a global Lipschitz constant, as a certificate asks for; pooled gates have none. `"fixed"`:
             softmax of E learnt numbers, the same for every input.
-        eps: see above, above 0.
+        eps: see above, at least 1.2e-38.
         layer_index: place in a cache.
 
     Raises:
-        ConfigError: `num_experts` below 1, `gating` unknown, or eps not above 0.
+        ConfigError: a size that is no integer of at least 1, `gating` unknown, or eps that is 0 in float32.
 
     Cost: E times that of `GramAttention`; on accelerators the experts run as one batched product.
 
@@ -54,12 +59,10 @@ class ExpertMixture(nn.Module):
         layer_index: int = 0,
     ) -> None:
         super().__init__()
-        if num_experts < 1:
-            raise ConfigError(f"ExpertMixture: num_experts is {num_experts}; expected at least 1")
+        check_sizes("ExpertMixture", embed_dim=embed_dim, num_experts=num_experts)
         if gating not in _GATINGS:
             raise unknown_name("gating", gating, _GATINGS)
-        if not eps > 0:
-            raise ConfigError(f"ExpertMixture: eps is {eps}; expected above 0")
+        check_eps("ExpertMixture", eps)
         self.embed_dim, self.num_experts, self.eps, self.layer_index = embed_dim, num_experts, eps, layer_index
         self.gating: Gating = gating
         self.experts = nn.ModuleList(GramAttention(embed_dim) for _ in range(num_experts))
@@ -81,7 +84,7 @@ class ExpertMixture(nn.Module):
         self,
         x: Tensor,
         sigma: Tensor,
-        scale: Tensor,
+        scale: Tensor | Join,
         *,
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
@@ -93,7 +96,8 @@ class ExpertMixture(nn.Module):
         Args:
             x: (batch, tokens, d).
             sigma: (d,), (batch, d) or, causal, (batch, tokens, d).
-            scale: `r = alpha/L` of the residual that will join the branch to x, (1,).
+            scale: `r = alpha/L` of the residual that will join the branch to x, (1,); or that residual, `(x, branch)
+                -> x + r branch`, which is then called for each expert whose tokens are pooled.
             key_padding_mask: bool (batch, tokens), True = padding.
             is_causal: gates from the tokens up to each one.
             cache: running maxima of earlier tokens; causal only.
@@ -103,8 +107,10 @@ class ExpertMixture(nn.Module):
             branch (batch, tokens, d), without x; gates (batch, experts), or (batch, tokens, experts) if causal.
 
         Raises:
-            ShapeError: sigma does not fit.
+            ShapeError: sigma or the gates do not fit.
         """
+        if gates is not None:
+            check_gates("ExpertMixture", gates, x, self.num_experts)
         outputs = self.expert_outputs(x, sigma)
         if gates is None:
             gates = self.gates_of(
@@ -120,19 +126,22 @@ class ExpertMixture(nn.Module):
     def expert_outputs(self, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """Return `F_e(x)` of each expert, (batch, tokens, d) each."""
         experts = self._experts()
-        # Hooks and adapters see their module called.
-        parts = [part for expert in experts for part in expert.modules()]
-        if len(experts) == 1 or prefers_loop(x) or not is_plain(parts):
+        # What is wrapped or hooked is called, here and in `GramAttention`; only plain weights are batched.
+        if len(experts) == 1 or prefers_loop(x) or not self.has_plain_experts():
             return [expert(x, sigma) for expert in experts]
         left = torch.stack([transposed_weight(expert.left) for expert in experts])
         right = torch.stack([transposed_weight(expert.right) for expert in experts])
         return list(gram_attention(x, left, right, sigma).unbind())
 
+    def has_plain_experts(self) -> bool:
+        """Return whether no expert and no map of one is wrapped, hooked or parametrised."""
+        return all(is_plain(expert, GramAttention) and expert.has_plain_maps() for expert in self._experts())
+
     def gates_of(
         self,
         x: Tensor,
         outputs: list[Tensor],
-        scale: Tensor,
+        scale: Tensor | Join,
         *,
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
@@ -172,10 +181,13 @@ class ExpertMixture(nn.Module):
         return self.logits.softmax(0).to(x.dtype).expand(shape) if self.gating == "fixed" else None
 
     def _pool(
-        self, x: Tensor, output: Tensor, scale: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+        self, x: Tensor, output: Tensor, scale: Tensor | Join, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         """Largest value of each coordinate of `x + r F_e(x)` over the real tokens (so far)."""
-        joined = torch.addcmul(x, scale.to(x.dtype), output.to(x.dtype))
+        if isinstance(scale, Tensor):
+            joined = torch.addcmul(x, scale.to(x.dtype), output.to(x.dtype))
+        else:
+            joined = scale(x, output)
         if key_padding_mask is not None:
             joined = joined.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
         return joined.cummax(1).values if is_causal else joined.amax(1)
@@ -204,6 +216,16 @@ class ExpertMixture(nn.Module):
     def extra_repr(self) -> str:
         """The gating."""
         return f"gating={self.gating!r}"
+
+
+def check_gates(where: str, gates: Tensor, x: Tensor, num_experts: int, *, each_token: bool = True) -> None:
+    """Raise `ShapeError` where the gates are not (batch, experts) or, `each_token`, (batch, tokens, experts)."""
+    shapes = [(len(x), num_experts), *([(*x.shape[:2], num_experts)] if each_token else [])]
+    if tuple(gates.shape) not in shapes:
+        raise ShapeError(
+            f"{where}: received gates {tuple(gates.shape)} for x {tuple(x.shape)}; expected "
+            f"{' or '.join(map(str, shapes))}{'' if each_token else ': gates for each token need is_causal=True'}"
+        )
 
 
 def prefers_loop(x: Tensor) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
+from wellposed.nn._plain import is_plain, on_host
 from wellposed.nn._positions import LearnedPositions, SinusoidalPositions, check_length
+from wellposed.nn._sizes import check_sizes
 
 PositionKind = Literal["sinusoidal", "learned"]
 _KINDS: tuple[str, ...] = ("sinusoidal", "learned")
+_INTEGERS = (torch.int64, torch.int32)
 
 
 class InjectiveEmbedding(nn.Module):
@@ -32,8 +35,9 @@ class InjectiveEmbedding(nn.Module):
         padding_idx: as in `nn.Embedding`.
 
     Raises:
-        ConfigError: odd width, no token, no position, or an unknown kind. In `forward`, ShapeError: a sequence longer
-            than the learnt table.
+        ConfigError: odd width, a size that is no integer of at least 1, `padding_idx` outside the vocabulary, or an
+            unknown kind. In `forward`, ShapeError: a sequence or (looked for on the CPU) a position beyond the learnt
+            table.
 
     Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in float64.
 
@@ -52,14 +56,15 @@ class InjectiveEmbedding(nn.Module):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
+        check_sizes("InjectiveEmbedding", embed_dim=embed_dim, vocab_size=vocab_size, max_positions=max_positions)
         if embed_dim < 2 or embed_dim % 2:
             raise ConfigError(
                 f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least 2, half for the "
                 "token and half for its position"
             )
-        if vocab_size < 1 or max_positions < 1:
+        if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
             raise ConfigError(
-                f"InjectiveEmbedding: vocab_size is {vocab_size} and max_positions {max_positions}; expected at least 1"
+                f"InjectiveEmbedding: padding_idx is {padding_idx}; expected a token in [0, {vocab_size})"
             )
         if position not in _KINDS:
             raise unknown_name("position code", position, _KINDS)
@@ -86,10 +91,14 @@ class InjectiveEmbedding(nn.Module):
             (batch, tokens, d).
 
         Raises:
-            ShapeError: shapes do not fit, or a learnt table is too short.
+            ShapeError: shapes or dtypes do not fit, or a learnt table is too short for the sequence or (on the CPU) for
+                a position.
         """
         if input_ids.dim() != 2:
             raise ShapeError(f"InjectiveEmbedding: input_ids is {tuple(input_ids.shape)}; expected (batch, tokens)")
+        for name, values in (("input_ids", input_ids), ("positions", positions)):
+            if values is not None and values.dtype not in _INTEGERS:
+                raise ShapeError(f"InjectiveEmbedding: {name} is {values.dtype}; expected torch.int64 or torch.int32")
         tokens = self.token(input_ids)
         return torch.cat((tokens, self._codes(input_ids, positions).to(tokens.dtype).expand_as(tokens)), dim=-1)
 
@@ -100,12 +109,26 @@ class InjectiveEmbedding(nn.Module):
                 f"InjectiveEmbedding: positions is {tuple(positions.shape)}; expected ({length},) or "
                 f"{tuple(input_ids.shape)}"
             )
-        if isinstance(self.position, LearnedPositions):
-            check_length(length, self.max_positions, "InjectiveEmbedding")
-            return self.position(_arange(length, input_ids) if positions is None else positions)
+        # Sines that are wrapped or hooked are called, and end where their table does.
+        if self.position_kind == "learned" or not is_plain(self.position, SinusoidalPositions):
+            if positions is None:
+                check_length(length, self.max_positions, "InjectiveEmbedding")
+                return self.position(_arange(length, input_ids))
+            self._check_positions(positions)
+            return self.position(positions)
         if positions is None and length <= self.max_positions:
-            return self.position.table[:length]
+            return cast(Tensor, self.position.table)[:length]
         return self._waves(_arange(length, input_ids) if positions is None else positions)
+
+    def _check_positions(self, positions: Tensor) -> None:
+        if not on_host(positions) or not positions.numel():
+            return
+        least, largest = (int(end) for end in torch.aminmax(positions))
+        if least < 0 or largest >= self.max_positions:
+            raise ShapeError(
+                f"InjectiveEmbedding: received positions from {least} to {largest}; expected positions in [0, "
+                f"{self.max_positions}); build it with max_positions >= {largest + 1}, or with position='sinusoidal'"
+            )
 
     def _waves(self, positions: Tensor) -> Tensor:
         """Sines and cosines of any positions: the formula of `SinusoidalPositions`, in float64."""
@@ -113,7 +136,7 @@ class InjectiveEmbedding(nn.Module):
         width = self.embed_dim // 2
         pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
         angles = positions.unsqueeze(-1).to(wide) * torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
-        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width].to(self.token.weight.dtype)
+        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
 
     @torch.no_grad()
     def token_margin(self, *, rows_at_a_time: int = 1024) -> float:

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.errors import unknown_name
+from wellposed.nn._sizes import check_sizes
 
 ResidualStart = Literal["rezero", "sigmoid"]
 _STARTS: tuple[str, ...] = ("rezero", "sigmoid")
@@ -26,7 +27,7 @@ class InjectiveResidual(nn.Module):
         start: `"rezero"` or `"sigmoid"`.
 
     Raises:
-        ConfigError: `num_layers` is below 1, or `start` is unknown.
+        ConfigError: `num_layers` is no integer of at least 1, or `start` is unknown.
 
     >>> residual = InjectiveResidual(3)
     >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()
@@ -35,8 +36,7 @@ class InjectiveResidual(nn.Module):
 
     def __init__(self, num_layers: int, start: ResidualStart = "rezero") -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ConfigError(f"InjectiveResidual: num_layers is {num_layers}; expected at least 1")
+        check_sizes("InjectiveResidual", num_layers=num_layers)
         if start not in _STARTS:
             raise unknown_name("residual start", start, _STARTS)
         self.num_layers = num_layers

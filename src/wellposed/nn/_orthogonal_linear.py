@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError
+from wellposed.nn._sizes import check_sizes
 
 ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
 """Patterns of every weight of a TransJect model that `constrain_` is to hold; see `orthogonal_patterns`."""
@@ -16,13 +16,13 @@ class OrthogonalLinear(nn.Linear):
 
     To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is a plain parameter:
     `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` holds it there in training, and without that it
-    drifts.
+    drifts. In half precision it is drawn in float32 and then rounded: `W^T W = I` to the half type's rounding.
 
     Args:
         embed_dim: width d.
 
     Raises:
-        ConfigError: `embed_dim` is below 1.
+        ConfigError: `embed_dim` is no integer of at least 1.
 
     Cost: N d^2 multiply-adds for N tokens; d^3 at construction.
 
@@ -32,14 +32,20 @@ class OrthogonalLinear(nn.Linear):
     """
 
     def __init__(self, embed_dim: int) -> None:
-        if embed_dim < 1:
-            raise ConfigError(f"OrthogonalLinear: embed_dim is {embed_dim}; expected at least 1")
+        check_sizes("OrthogonalLinear", embed_dim=embed_dim)
         super().__init__(embed_dim, embed_dim, bias=False)
 
     def reset_parameters(self) -> None:
         """Draw the weight anew."""
-        if not self.weight.is_meta:
+        if self.weight.is_meta:
+            return
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        if self.weight.dtype is wide:
             nn.init.orthogonal_(self.weight)
+            return
+        # There is no QR of halves.
+        with torch.no_grad():
+            self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
 
     @torch.no_grad()
     def norm_bound(self) -> float:
@@ -58,18 +64,6 @@ def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
     """
     names = {path.rpartition(".")[2] for path, part in module.named_modules() if isinstance(part, OrthogonalLinear)}
     return tuple(pattern for pattern in ORTHOGONAL_WEIGHTS if pattern.removeprefix("*.") in names)
-
-
-def is_plain(modules: list[nn.Module]) -> bool:
-    """Whether calling these modules is nothing but their formula: no hook, no parametrisation, no adapter."""
-    return (
-        all(
-            not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
-            and "parametrizations" not in part._modules
-            for part in modules
-        )
-        and not torch.nn.modules.module._has_any_global_hook()
-    )
 
 
 def transposed_weight(layer: nn.Linear) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError, unknown_name
-from wellposed.nn._orthogonal_linear import OrthogonalLinear
+from wellposed.errors import ShapeError, unknown_name
+from wellposed.nn._orthogonal_linear import OrthogonalLinear, transposed_weight
+from wellposed.nn._plain import is_plain, on_host
+from wellposed.nn._sizes import check_eps, check_sizes
 from wellposed.nn._transject_cache import TransJectCache
 
 Normalization = Literal["max", "trace"]
@@ -16,22 +18,23 @@ _NORMALIZATIONS: tuple[str, ...] = ("max", "trace")
 
 
 class GramSpectrum(nn.Module):
-    """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma < 1`, d numbers a sample.
+    """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma <= 1`, d numbers a sample.
 
-    Exact up to rounding. g is the best diagonal spectrum of the Gram matrix in the basis U0: `diag(g)` minimises
-    `|X^T X - U0 diag U0^T|_F`; it is the true spectrum where U0 holds the eigenvectors, which `reconstruction_loss`
-    teaches it. Sengupta et al. (2023), sec. 3.2; the released code multiplies the matrices elementwise (correlation
-    with the spectrum 0.44). `g_k = sum_t (x_t . u_k)^2`, so padding is left out by leaving its tokens out of the sum,
-    and the causal form is a cumulative sum: `sigma_t` comes from tokens 1..t alone, its normalisation too.
+    Exact up to rounding, by which alone the largest reaches 1. g is the best diagonal spectrum of the Gram matrix in
+    the basis U0: `diag(g)` minimises `|X^T X - U0 diag U0^T|_F`; it is the true spectrum where U0 holds the
+    eigenvectors, which `reconstruction_loss` teaches it. Sengupta et al. (2023), sec. 3.2; the released code multiplies
+    the matrices elementwise (correlation with the spectrum 0.44). `g_k = sum_t (x_t . u_k)^2`, so padding is left out
+    by leaving its tokens out of the sum, and the causal form is a cumulative sum: `sigma_t` comes from tokens 1..t
+    alone, its normalisation too.
 
     Args:
         embed_dim: width d.
         normalization: what g is divided by: `"max"`, its largest entry, keeps sigma of the order of 1; `"trace"`, its
             sum, makes `X -> sigma` Lipschitz with a constant free of d, which certificates of a whole model want.
-        eps: added to the divisor, above 0, in the unit of `|x|^2`.
+        eps: added to the divisor, at least 1.2e-38, in the unit of `|x|^2`.
 
     Raises:
-        ConfigError: `normalization` is unknown, or eps is not above 0.
+        ConfigError: `embed_dim` is no integer of at least 1, `normalization` is unknown, or eps is 0 in float32.
 
     Cost: N d^2 multiply-adds for N tokens, memory N d; never an N x N or, causal, N x d x d tensor.
 
@@ -45,8 +48,7 @@ class GramSpectrum(nn.Module):
         super().__init__()
         if normalization not in _NORMALIZATIONS:
             raise unknown_name("spectrum normalization", normalization, _NORMALIZATIONS)
-        if not eps > 0:
-            raise ConfigError(f"GramSpectrum: eps is {eps}; expected above 0, or tokens that are zero divide by zero")
+        check_eps("GramSpectrum", eps)
         self.embed_dim = embed_dim
         self.normalization: Normalization = normalization
         self.eps = eps
@@ -88,7 +90,8 @@ class GramSpectrum(nn.Module):
     def reconstruction_loss(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return `|X^T X - U0 diag(g) U0^T|_F^2 / |X^T X|_F^2`, in [0, 1] for orthogonal U0: mean over the batch.
 
-        The part of the Gram matrix's energy outside the diagonal in the basis U0. Relative, so that it grows neither
+        The part of the Gram matrix's energy outside the diagonal in the basis U0; of a basis that is wrapped or hooked,
+        U0 is what it makes of the identity. Relative, so that it grows neither
         with the number of tokens nor with their size; the paper's mean square is of the order of N^2. It is 0 exactly
         where U0 diagonalises `X^T X`.
 
@@ -104,15 +107,23 @@ class GramSpectrum(nn.Module):
         # All of it in one precision: the terms below nearly cancel.
         with torch.autocast(x.device.type, enabled=False):
             tokens = _without(x.to(wide), key_padding_mask, 0.0)
-            weight = self.basis.weight.to(wide)
-            energy = (tokens @ weight.mT).square().sum(1)
+            basis = self._basis().to(wide)
+            energy = (tokens @ basis).square().sum(1)
             small = tokens @ tokens.mT if x.shape[1] < x.shape[2] else tokens.mT @ tokens
             size = small.square().sum((-2, -1))
             # |U0 diag(g) U0^T|_F^2, which is |g|^2 only where U0 is orthogonal: without it a growing U0 would gain.
-            overlaps = (weight @ weight.mT).square()
+            overlaps = (basis.mT @ basis).square()
             rebuilt = (energy @ overlaps * energy).sum(-1)
             lost = size - 2 * energy.square().sum(-1) + rebuilt
             return (lost / size.clamp_min(torch.finfo(size.dtype).tiny)).mean()
+
+    def _basis(self) -> Tensor:
+        """U0, (d, d)."""
+        if is_plain(self.basis, OrthogonalLinear):
+            return transposed_weight(self.basis)
+        weight = next(self.basis.parameters())
+        device = "cpu" if weight.is_meta else weight.device
+        return self.basis(torch.eye(self.embed_dim, dtype=weight.dtype, device=device))
 
     def _energy(self, x: Tensor) -> Tensor:
         """`(x_t . u_k)^2`, (batch, tokens, d), in float32 or wider: sums of many halves would stop growing."""
@@ -125,14 +136,17 @@ class GramSpectrum(nn.Module):
 
 
 class LearnedSpectrum(nn.Module):
-    """`sigma = tanh(w)`, w a parameter, normal at the start: `|sigma| < 1`, the same for every input.
+    """`sigma = tanh(w)`, w a parameter, normal at the start: `|sigma| <= 1`, the same for every input.
 
-    Exact. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2; the released code draws sigma anew in every forward
-    pass, in evaluation too. Tokens then meet in the gates of the experts alone, and with one expert or fixed gates
-    nowhere: each token is mapped by itself.
+    Exact; 1 is reached by rounding alone. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2; the released code
+    draws sigma anew in every forward pass, in evaluation too. Tokens then meet in the gates of the experts alone, and
+    with one expert or fixed gates nowhere: each token is mapped by itself.
 
     Args:
         embed_dim: width d.
+
+    Raises:
+        ConfigError: `embed_dim` is no integer of at least 1.
 
     >>> LearnedSpectrum(8)(torch.randn(2, 5, 8)).shape
     torch.Size([8])
@@ -140,6 +154,7 @@ class LearnedSpectrum(nn.Module):
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__()
+        check_sizes("LearnedSpectrum", embed_dim=embed_dim)
         self.embed_dim = embed_dim
         self.weight = nn.Parameter(torch.empty(embed_dim))
         self.reset_parameters()
@@ -169,13 +184,17 @@ def _without(values: Tensor, key_padding_mask: Tensor | None, fill: float) -> Te
 def check_padding(key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCache | None = None) -> Tensor | None:
     """Return the part of the mask that belongs to the tokens of x, or None.
 
+    Samples without a real token are looked for on the CPU alone, and not while compiling: reading values would make an
+    accelerator wait, or break the graph. Elsewhere such a sample gets a Gram spectrum of 0, and gates that
+    follow the input are equal for it.
+
     Args:
         key_padding_mask: bool (batch, cached + tokens) or (batch, tokens), True = padding; or None.
         x: (batch, tokens, d).
         cache: of the tokens seen before these; with one, a piece of the sequence may be padding alone.
 
     Raises:
-        ShapeError: another shape or dtype, or a sample without a real token.
+        ShapeError: another shape or dtype, or (on the CPU) a sample without a real token.
     """
     if key_padding_mask is None:
         return None
@@ -186,7 +205,7 @@ def check_padding(key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCa
             f"TransJect: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
             f"torch.bool {shapes[0]}, True = padding; from a Hugging Face attention_mask pass attention_mask == 0"
         )
-    if cache is None and bool((empty := key_padding_mask.all(-1)).any()):
+    if cache is None and on_host(key_padding_mask) and bool((empty := key_padding_mask.all(-1)).any()):
         rows = torch.nonzero(empty).flatten().tolist()
         raise ShapeError(
             f"TransJect: {len(rows)} of {batch} samples are padding alone (rows {rows[:10]}), so they have no spectrum "

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
+from wellposed.functional._gram_attention import spectrum_fits
 from wellposed.linalg import Workspace
-from wellposed.nn._experts import ExpertMixture, Gating
+from wellposed.nn._experts import ExpertMixture, Gating, check_gates
 from wellposed.nn._gram_attention import GramAttention
 from wellposed.nn._injective_residual import InjectiveResidual, ResidualStart
 from wellposed.nn._invertible import InvertibleResidual
 from wellposed.nn._orthogonal_feedforward import OrthogonalFeedForward
-from wellposed.nn._orthogonal_linear import is_plain, transposed_weight
+from wellposed.nn._orthogonal_linear import OrthogonalLinear, transposed_weight
+from wellposed.nn._plain import is_plain
 from wellposed.nn._transject_cache import TransJectCache
 from wellposed.nn._transject_inference import LayerWeights, run_layer
 
@@ -81,13 +84,19 @@ class TransJectBlock(nn.Module):
         """Return the tokens, (batch, tokens, d), and the gates.
 
         The arguments are those of `ExpertMixture`; `workspace` holds the buffers of a pass without gradients on a CPU.
+
+        Raises:
+            ShapeError: x, sigma or gates do not fit, or those for each token are given without `is_causal`.
         """
-        if not is_causal and self._runs_in_blocks(x):
+        self._check_given(x, sigma, gates, is_causal)
+        if not is_causal and self._runs_in_blocks(x, sigma):
             return self._in_blocks(x, sigma, gates, key_padding_mask, workspace or Workspace())
+        # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks would try to move.
+        plain = is_plain(self.residual, InjectiveResidual)
         branch, used = self.attention(
             x,
             sigma,
-            self.residual.scale(),
+            self.residual.scale() if plain else self.residual.__call__,
             key_padding_mask=key_padding_mask,
             is_causal=is_causal,
             cache=cache,
@@ -96,18 +105,46 @@ class TransJectBlock(nn.Module):
         x = self.residual(x, branch)
         return self.residual(x, self.feedforward(x)), used
 
-    def _runs_in_blocks(self, x: Tensor) -> bool:
+    def _check_given(self, x: Tensor, sigma: Tensor, gates: Tensor | None, is_causal: bool) -> None:
+        fits = spectrum_fits(x, sigma) and x.shape[1:] == (max(x.shape[1], 1), self.embed_dim)
+        if not fits or (sigma.dim() == 3 and not is_causal):
+            raise ShapeError(
+                f"TransJectBlock: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)}; expected x (batch, "
+                f"tokens >= 1, {self.embed_dim}) and sigma ({self.embed_dim},) or (batch, {self.embed_dim}), or, with "
+                f"is_causal=True, (batch, tokens, {self.embed_dim})"
+            )
+        if gates is not None:
+            check_gates("TransJectBlock", gates, x, self.attention.num_experts, each_token=is_causal)
+
+    def _runs_in_blocks(self, x: Tensor, sigma: Tensor) -> bool:
         """Whether no gradient, no hook and no other part is there to notice that modules are not called."""
         return (
             x.device.type == "cpu"
+            and x.numel() > 0
             and not torch.is_grad_enabled()
             and not self.training
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cpu")
             and not torch._C._are_functorch_transforms_active()
+            # Products with out= have no forward derivative.
+            and forward_ad._current_level < 0
             and type(x) is Tensor
-            and is_plain(list(self.modules()))
+            and sigma.dtype == x.dtype
+            and self._has_plain_parts()
             and all(parameter.dtype == x.dtype for parameter in self.parameters())
+        )
+
+    def _has_plain_parts(self) -> bool:
+        """Whether every part that blocks of rows do not call (all but the gate) is its formula and nothing else."""
+        forward = self.feedforward
+        return (
+            is_plain(self.attention, ExpertMixture)
+            and self.attention.has_plain_experts()
+            and is_plain(forward, OrthogonalFeedForward)
+            and not (forward.training and forward.dropout)
+            and is_plain(forward.up_proj, OrthogonalLinear)
+            and is_plain(forward.down_proj, OrthogonalLinear)
+            and is_plain(self.residual, InjectiveResidual)
         )
 
     def _in_blocks(
@@ -134,29 +171,60 @@ class TransJectBlock(nn.Module):
         """Return the two halves as bijections, for stored sigma and gates, with contractions `|r| |U_e||V_e| |sigma|`.
 
         Raises:
-            NotContractiveError: a contraction is not below 1: weights off orthogonality, or alpha = 1 at L = 1.
+            NotContractiveError: a contraction is not below 1: weights off orthogonality, or alpha = 1 at L = 1; or it
+                is not known, since a part is wrapped.
+            ConfigError: weights are not in memory.
         """
+        self._refuse_unknown_parts()
         scale = abs(self.residual.coefficients()[1])
         size = float(sigma.abs().max()) if sigma.numel() else 0.0
-        attention = _Half(self, lambda x: self.attention(x, sigma, self.residual.scale(), gates=gates)[0])
-        feedforward = _Half(self, self.feedforward)
+        size *= float(gates.abs().sum(-1).max()) if gates.numel() else 0.0
+        attention, feedforward = _Half(self, sigma, gates), _Half(self)
         return [
             InvertibleResidual(attention, lipschitz=scale * self.attention.norm_bound() * size, norm="tok"),
             InvertibleResidual(feedforward, lipschitz=scale * self.feedforward.norm_bound(), norm="tok"),
         ]
 
+    def _refuse_unknown_parts(self) -> None:
+        kinds: list[tuple[str, type[nn.Module]]] = [("residual", InjectiveResidual)]
+        for index in range(len(self.attention.experts)):
+            kinds += [(f"attention.experts.{index}.{name}", OrthogonalLinear) for name in ("left", "right")]
+        kinds += [(f"feedforward.{name}", OrthogonalLinear) for name in ("up_proj", "down_proj")]
+        parts = [(path, self.get_submodule(path), kind) for path, kind in kinds]
+        wrapped = [f"{path}: {type(part).__name__}" for path, part, kind in parts if not isinstance(part, kind)]
+        if wrapped:
+            raise NotContractiveError(
+                "TransJectBlock: no Lipschitz bound is known of these parts, which are not those that it was built "
+                f"with:\n{listed(wrapped)}\nmerge the adapters into the weights before inverting"
+            )
+        absent = [name for name, parameter in self.named_parameters() if parameter.is_meta]
+        if absent:
+            raise ConfigError(
+                f"TransJectBlock: the inverse needs weights that are not in memory (offloaded, or on meta):\n"
+                f"{listed(absent)}\nload the model whole, or take accelerate's hooks off with "
+                "accelerate.hooks.remove_hook_from_submodules"
+            )
+
 
 class _Half(nn.Module):
-    """`r f(x)` of one sublayer with everything but x fixed."""
+    """`r f(x)` of one sublayer, with everything but x fixed: of the attention where sigma and gates are given."""
 
-    def __init__(self, block: TransJectBlock, branch: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, block: TransJectBlock, sigma: Tensor | None = None, gates: Tensor | None = None) -> None:
         super().__init__()
-        # Registered, so that active dropout is found and refused.
+        # Registered: active dropout is found and refused, and all that f holds is seen (the error bound widens it).
         self.block = block
-        self.branch = branch
+        self.register_buffer("sigma", sigma, persistent=False)
+        self.register_buffer("gates", gates, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block.residual.scale().to(x.dtype) * self.branch(x)
+        block, sigma = self.block, cast("Tensor | None", self.sigma)
+        scale = block.residual.scale()
+        branch = (
+            block.feedforward(x)
+            if sigma is None
+            else block.attention(x, sigma, scale, gates=cast(Tensor, self.gates))[0]
+        )
+        return scale.to(x.dtype) * branch
 
 
 def transject_parameter_count(

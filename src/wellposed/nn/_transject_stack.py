@@ -17,6 +17,7 @@ from wellposed.nn._experts import Gating
 from wellposed.nn._injective_residual import ResidualStart
 from wellposed.nn._invertible_solver import Inversion
 from wellposed.nn._reversible import ReversibleSequential
+from wellposed.nn._sizes import check_sizes
 from wellposed.nn._spectrum import GramSpectrum, LearnedSpectrum, Normalization, check_padding
 from wellposed.nn._transject_block import TransJectBlock
 from wellposed.nn._transject_cache import TransJectCache
@@ -61,7 +62,7 @@ class TransJectStack(nn.Module):
         is_causal: whether a token is kept from later tokens; only then can it model language, and be cached.
 
     Raises:
-        ConfigError: L below 1, an unknown name, or a part refuses its arguments.
+        ConfigError: L is no integer of at least 1, an unknown name, or a part refuses its arguments.
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded (N > d). In float32
     on a CPU, without gradients, tokens are worked on in blocks that fit the cache. Hold the weights in training:
@@ -92,8 +93,7 @@ class TransJectStack(nn.Module):
         is_causal: bool = False,
     ) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ConfigError(f"TransJectStack: num_layers is {num_layers}; expected at least 1")
+        check_sizes("TransJectStack", embed_dim=embed_dim, num_layers=num_layers)
         if spectrum not in _SPECTRA:
             raise unknown_name("spectrum", spectrum, _SPECTRA)
         self.embed_dim = embed_dim
@@ -150,8 +150,9 @@ class TransJectStack(nn.Module):
             `TransJectOutput`.
 
         Raises:
-            ShapeError: x or the mask does not fit, or a sample has padding alone.
-            ConfigError: a cache for a stack that is not causal, or whose recomputed layers would fill it twice.
+            ShapeError: x, the mask, sigma or gates do not fit, or (looked for on the CPU) a sample has padding alone.
+            ConfigError: a cache for a stack that is not causal, or whose recomputed layers would fill it twice; or
+                there are not L gates.
         """
         if x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.shape[1]:
             raise ShapeError(
@@ -167,6 +168,8 @@ class TransJectStack(nn.Module):
                 "TransJectStack: recomputed layers (gradient checkpointing) would fill the cache twice; use "
                 "torch.no_grad() or eval()"
             )
+        if gates is not None:
+            self._check_count(gates, "TransJectStack")
         padding = check_padding(key_padding_mask, x, cache)
         spectrum: Tensor = (
             self.spectrum(x, key_padding_mask=padding, is_causal=self.is_causal, cache=cache)
@@ -234,14 +237,15 @@ class TransJectStack(nn.Module):
 
         Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each weight.
         """
-        if len(gates) != len(self.layers):
-            raise ConfigError(
-                f"TransJectStack.inverse: received gates of {len(gates)} layers; expected {len(self.layers)}"
-            )
+        self._check_count(gates, "TransJectStack.inverse")
         halves = [
             half for layer, kept in zip(self._blocks(), gates, strict=True) for half in layer.sublayers(sigma, kept)
         ]
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
+
+    def _check_count(self, gates: Sequence[Tensor], where: str) -> None:
+        if len(gates) != len(self.layers):
+            raise ConfigError(f"{where}: received gates of {len(gates)} layers; expected {len(self.layers)}")
 
     def _blocks(self) -> list[TransJectBlock]:
         return [cast(TransJectBlock, layer) for layer in self.layers]

@@ -1,0 +1,211 @@
+"""TransJect at its edges: half precision, empty batches, forward derivatives, compiled graphs, misfits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.linalg import isometry_error
+from wellposed.nn import (
+    ExpertMixture,
+    GramSpectrum,
+    InjectiveEmbedding,
+    InjectiveResidual,
+    LearnedSpectrum,
+    OrthogonalLinear,
+    TransJectBlock,
+    TransJectStack,
+)
+
+D, E, N = 8, 2, 5
+with_and_without = pytest.mark.parametrize("grad", [True, False])
+
+
+def make(**options: Any) -> TransJectStack:
+    torch.manual_seed(7)
+    return TransJectStack(D, 2, num_experts=E, residual="sigmoid", **options).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_orthogonal_to_its_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = OrthogonalLinear(32).to(dtype)
+    before = layer.weight.detach().clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight, before)
+    # A product of two columns of norm 1, each entry rounded by eps/2 of itself, is off by a few eps at most.
+    assert isometry_error(layer.weight.double()) < 3 * torch.finfo(dtype).eps * 32**0.5
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        stack = TransJectStack(D, 2, num_experts=E)
+    finally:
+        torch.set_default_dtype(default)
+    assert {parameter.dtype for parameter in stack.parameters()} == {dtype}
+
+
+def test_float32_and_float64_are_drawn_as_before() -> None:
+    for dtype in (torch.float32, torch.float64):
+        layer = OrthogonalLinear(D).to(dtype)
+        torch.manual_seed(3)
+        layer.reset_parameters()
+        torch.manual_seed(3)
+        assert torch.equal(layer.weight, torch.nn.init.orthogonal_(torch.empty(D, D, dtype=dtype)))
+
+
+@with_and_without
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"gating": "fixed"}])
+def test_no_sample_gives_no_sample(options: dict[str, Any], grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        out = make(**options)(torch.zeros(0, N, D))
+    assert out.last_hidden_state.shape == (0, N, D)
+    assert [gates.shape for gates in out.gates] == [(0, N, E) if "is_causal" in options else (0, E)] * 2
+
+
+def test_forward_derivatives_without_gradients() -> None:
+    stack = make().double()
+    x, v = torch.randn(2, 2, N, D, dtype=torch.float64).unbind()
+    step = 1e-6
+    with torch.no_grad():
+        ends = stack(x + step * v).last_hidden_state, stack(x - step * v).last_hidden_state
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(stack(forward_ad.make_dual(x, v)).last_hidden_state).tangent
+            assert tangent is not None
+            sigma = forward_ad.make_dual(torch.ones(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64))
+            assert forward_ad.unpack_dual(stack(x, sigma=sigma).last_hidden_state).tangent is not None
+    torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-7)
+
+
+def test_a_mask_does_not_break_the_compiled_graph() -> None:
+    stack, x = make(), torch.randn(2, N, D)
+    padding = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
+
+    def run(x: Tensor, padding: Tensor) -> Tensor:
+        return stack(x, key_padding_mask=padding).last_hidden_state
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, padding), run(x, padding), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal: bool) -> None:
+    stack, x = make(is_causal=is_causal), torch.randn(2, N, D)
+    padding = torch.tensor([[False] * N, [True] * N])
+    with pytest.raises(ShapeError, match="padding alone"):
+        stack(x, key_padding_mask=padding)
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(stack, backend="eager", fullgraph=True)
+    out = compiled(x, key_padding_mask=padding)
+    assert out.last_hidden_state.isfinite().all()
+    assert not out.sigma[1].any()
+
+
+@with_and_without
+@pytest.mark.parametrize(
+    ("x", "sigma", "gates"),
+    [
+        ((4, N, D), (4, N, D), None),
+        ((4, N, D), (4, D), (4, N, E)),
+        ((4, N, D), (3,), None),
+        ((4, N, D), (3, D), None),
+        ((4, N, D), (D,), (4, 1)),
+        ((4, N, D), (D,), (3, E)),
+        ((N, D), (D,), None),
+        ((4, 0, D), (D,), None),
+        ((4, N, D + 1), (D + 1,), None),
+    ],
+)
+def test_block_says_what_does_not_fit(
+    x: tuple[int, ...], sigma: tuple[int, ...], gates: tuple[int, ...] | None, grad: bool
+) -> None:
+    block = TransJectBlock(D, 2, num_experts=E).eval()
+    with torch.set_grad_enabled(grad), pytest.raises(ShapeError, match="TransJectBlock: received"):
+        block(torch.ones(x), torch.ones(sigma), gates=None if gates is None else torch.ones(gates))
+
+
+def test_a_causal_block_takes_one_or_many() -> None:
+    block, x = TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
+    for sigma in ((D,), (4, D), (4, N, D)):
+        for gates in ((4, E), (4, N, E)):
+            assert block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)[0].shape == x.shape
+
+
+@with_and_without
+def test_stack_says_how_many_gates_are_missing(grad: bool) -> None:
+    with torch.set_grad_enabled(grad), pytest.raises(ConfigError, match="gates of 1 layers; expected 2"):
+        make()(torch.randn(1, N, D), gates=[torch.ones(1, E)])
+
+
+def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex() -> None:
+    stack, x = make().double(), torch.randn(2, N, D, dtype=torch.float64)
+    out = stack(x)
+    y, gates = out.last_hidden_state.detach(), [gate.detach() for gate in out.gates]
+    with pytest.raises(ShapeError, match=r"received gates \(2, 1\)"):
+        stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
+    _, usual = stack.inverse(y, out.sigma, gates)
+    _, doubled = stack.inverse(y, out.sigma, [1.5 * gate for gate in gates])
+    contractions = [report.blocks[0].contraction for report in (usual, doubled)]
+    assert contractions[1] == pytest.approx(1.5 * contractions[0], rel=1e-6)
+
+
+SIZES: list[tuple[Callable[[], object], str]] = [
+    (lambda: TransJectStack(D, 1.5), r"TransJectStack: num_layers is 1\.5"),  # type: ignore[arg-type]
+    (lambda: TransJectStack(8.0, 2), r"TransJectStack: embed_dim is 8\.0"),  # type: ignore[arg-type]
+    (lambda: ExpertMixture(D, 2.5), r"num_experts is 2\.5"),  # type: ignore[arg-type]
+    (lambda: ExpertMixture(D, True), "num_experts is True"),
+    (lambda: InjectiveResidual(float("nan")), "num_layers is nan"),  # type: ignore[arg-type]
+    (lambda: OrthogonalLinear(-1), "embed_dim is -1"),
+    (lambda: LearnedSpectrum(0), "embed_dim is 0"),
+    (lambda: GramSpectrum(D, eps=float("inf")), "eps is inf"),
+    (lambda: GramSpectrum(D, eps=1e-60), "eps is 1e-60"),
+    (lambda: InjectiveEmbedding(0, D, max_positions=0), "vocab_size is 0 and max_positions is 0"),
+    (lambda: InjectiveEmbedding(5, D, padding_idx=5), "padding_idx is 5"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), SIZES)
+def test_sizes_are_positive_integers(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned"])
+def test_embedding_says_which_ids_and_positions_it_takes(position: Any) -> None:
+    module = InjectiveEmbedding(5, D, position=position, max_positions=4)
+    ids = torch.tensor([[1, 2]])
+    for wrong in (ids.float(), ids.bool()):
+        with pytest.raises(ShapeError, match=r"input_ids is torch\.(float32|bool)"):
+            module(wrong)
+        with pytest.raises(ShapeError, match=r"positions is torch\.(float32|bool)"):
+            module(ids, wrong)
+    assert torch.equal(module(ids.int(), ids.int()), module(ids, ids))
+    for beyond in (torch.tensor([0, 99]), torch.tensor([-1, 0])):
+        if position == "learned":
+            with pytest.raises(ShapeError, match=r"expected positions in \[0, 4\)"):
+                module(ids, beyond)
+        else:
+            assert module(ids, beyond).isfinite().all()
+
+
+def test_positions_that_are_hooked_are_called() -> None:
+    module, calls = InjectiveEmbedding(5, D, max_positions=4), []
+    expected = module(torch.tensor([[1, 2]]))
+    module.position.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(module(torch.tensor([[1, 2]])), expected)
+    assert calls == [1]
+
+
+def test_the_largest_sigma_is_one_by_rounding() -> None:
+    torch.manual_seed(0)
+    assert GramSpectrum(D)(10 * torch.randn(1, 50, D)).max() == 1
+    spectrum = LearnedSpectrum(D)
+    with torch.no_grad():
+        spectrum.weight.fill_(20.0)
+    assert spectrum(torch.zeros(1, 1, D)).max() == 1

@@ -1,0 +1,228 @@
+"""TransJect with adapters, hooks, parametrisations, offloaded weights: what is not plain is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, NotContractiveError
+from wellposed.nn import GramAttention, GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack, _experts
+from wellposed.nn._plain import is_plain
+
+D, L, N = 6, 2, 5
+MAPS = [
+    "spectrum.basis",
+    "layers.0.attention.experts.1.left",
+    "layers.0.attention.experts.1.right",
+    "layers.1.attention.gate",
+    "layers.1.feedforward.up_proj",
+    "layers.1.feedforward.down_proj",
+]
+paths = pytest.mark.parametrize("path", MAPS)
+
+
+class Adapter(nn.Module):
+    """`x -> W x + A x`, as an adapter library puts it in the place of a linear module."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(3)
+        change = torch.randn(base.weight.shape, generator=generator, dtype=torch.float64)
+        self.change = nn.Parameter(0.3 * change.to(base.weight.dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight below, as peft has it."""
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.change.mT
+
+
+def make(**options: Any) -> TransJectStack:
+    torch.manual_seed(7)
+    stack = TransJectStack(D, L, num_experts=2, **options).double().eval()
+    with torch.no_grad():
+        for index, layer in enumerate(stack.layers):
+            layer.residual.weight.fill_(1.2 - index / 2)  # pyright: ignore
+    return stack
+
+
+def tokens() -> Tensor:
+    return torch.randn(2, N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def passes(stack: TransJectStack, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Both paths on a CPU, and the one on which accelerators batch experts."""
+    yield "with gradients", stack(x).last_hidden_state
+    with torch.no_grad():
+        yield "without", stack(x).last_hidden_state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_experts, "prefers_loop", lambda _: False)
+        yield "batched", stack(x).last_hidden_state
+
+
+@paths
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_adapter_is_the_same_as_its_merged_weight(path: str, is_causal: bool) -> None:
+    x, wrapped, merged = tokens(), make(is_causal=is_causal), make(is_causal=is_causal)
+    plain = merged(x).last_hidden_state
+    adapter = Adapter(wrapped.get_submodule(path))  # type: ignore[arg-type]
+    wrapped.set_submodule(path, adapter)
+    with torch.no_grad():
+        merged.get_submodule(path).weight.add_(adapter.change)  # type: ignore[operator]
+    expected = merged(x).last_hidden_state
+    assert (expected - plain).abs().max() > 1e-6
+    for name, found in passes(wrapped, x):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    wrapped(x).last_hidden_state.square().sum().backward()
+    assert adapter.change.grad is not None
+    assert adapter.change.grad.abs().max() > 0
+
+
+@paths
+def test_hooks_are_called_on_every_path(path: str) -> None:
+    x, stack = tokens(), make()
+    expected = stack(x).last_hidden_state
+    calls: list[str] = []
+    stack.get_submodule(path).register_forward_hook(lambda *_: calls.append(path))
+    for count, (_, found) in enumerate(passes(stack, x), 1):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        assert len(calls) >= count
+    # What a hook returns counts.
+    stack.get_submodule(path).register_forward_hook(lambda _module, _inputs, output: 3 * output.roll(1, -1))
+    changed = [found for _, found in passes(stack, x)]
+    assert (changed[0] - expected).abs().max() > 1e-6
+    for found in changed[1:]:
+        torch.testing.assert_close(found, changed[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["residual", "attention", "feedforward", "attention.experts.0"])
+def test_hooks_of_larger_parts_count_too(part: str) -> None:
+    x, stack = tokens(), make()
+    expected = stack(x).last_hidden_state
+    double = {"attention": lambda _m, _i, out: (2 * out[0], out[1])}.get(part, lambda _m, _i, out: 2 * out)
+    stack.layers[0].get_submodule(part).register_forward_hook(double)
+    changed = [found for _, found in passes(stack, x)]
+    assert (changed[0] - expected).abs().max() > 1e-6
+    for found in changed[1:]:
+        torch.testing.assert_close(found, changed[0], rtol=0, atol=1e-12)
+
+
+@paths
+def test_parametrised_weights_are_used(path: str) -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    x, wrapped, merged = tokens(), make(), make()
+    torch.nn.utils.parametrize.register_parametrization(wrapped.get_submodule(path), "weight", Halved())
+    with torch.no_grad():
+        merged.get_submodule(path).weight.div_(2)  # type: ignore[operator]
+    expected = merged(x).last_hidden_state
+    for _, found in passes(wrapped, x):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_linear_with_bias_keeps_its_bias() -> None:
+    x, stack = tokens(), make()
+    for path in MAPS[1:3] + MAPS[4:]:
+        stack.set_submodule(path, nn.Linear(D, D).double())
+    found = [found for _, found in passes(stack, x)]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
+    without = [
+        nn.init.zeros_(part.bias) for part in stack.modules() if isinstance(part, nn.Linear) and part.bias is not None
+    ]
+    assert len(without) == 4
+    assert (stack(x).last_hidden_state - found[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"gating": "normalized"}, {"gating": "fixed"}, {"spectrum": "random"}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_offloaded_weights_are_fetched(options: dict[str, Any], is_causal: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    x, stack = tokens(), make(is_causal=is_causal, **options)
+    expected = stack(x).last_hidden_state.detach()
+    accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in stack.parameters())
+    for _, found in passes(stack, x):
+        torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-12)
+
+
+def test_the_reconstruction_loss_is_that_of_the_wrapped_basis() -> None:
+    x, wrapped, merged = tokens(), GramSpectrum(D).double(), GramSpectrum(D).double()
+    merged.load_state_dict(wrapped.state_dict())
+    adapter = Adapter(wrapped.basis)
+    wrapped.basis = adapter  # type: ignore[assignment]
+    with torch.no_grad():
+        merged.basis.weight.add_(adapter.change)
+    loss = wrapped.reconstruction_loss(x)
+    torch.testing.assert_close(loss, merged.reconstruction_loss(x), rtol=1e-12, atol=0)
+    loss.backward()
+    assert adapter.change.grad is not None
+
+
+def test_dropout_of_the_feedforward_alone_is_active_without_gradients() -> None:
+    x, stack = tokens(), make(dropout=0.5)
+    with torch.no_grad():
+        expected = stack(x).last_hidden_state
+        for part in stack.modules():
+            if isinstance(part, OrthogonalFeedForward):
+                part.train()
+        assert not torch.equal(stack(x).last_hidden_state, expected)
+
+
+def test_folding_is_refused_where_there_is_no_weight_to_fold() -> None:
+    attention, x = GramAttention(D), torch.randn(1, 2, D)
+    assert attention.has_plain_maps()
+    attention(x, torch.ones(D), folded=True)
+    attention.left = Adapter(attention.left)  # type: ignore[assignment]
+    assert not attention.has_plain_maps()
+    with pytest.raises(ConfigError, match="left Adapter and right OrthogonalLinear"):
+        attention(x, torch.ones(D), folded=True)
+
+
+@paths
+def test_the_inverse_refuses_what_has_no_known_bound(path: str) -> None:
+    x, stack = tokens(), make()
+    stack.set_submodule(path, Adapter(stack.get_submodule(path)))  # type: ignore[arg-type]
+    out = stack(x)
+    if "basis" in path or "gate" in path:
+        back, report = stack.inverse(out.last_hidden_state.detach(), out.sigma.detach(), out.gates)
+        assert (back - x).norm(dim=-1).max() <= report.error_bound + 1e-12
+        return
+    with pytest.raises(NotContractiveError, match=rf"{path.split('.', 2)[2]}: Adapter"):
+        stack.inverse(out.last_hidden_state, out.sigma, out.gates)
+
+
+def test_the_inverse_says_that_weights_are_offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    x, stack = tokens(), make()
+    out = stack(x)
+    accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"residual\.weight"):
+        stack.inverse(out.last_hidden_state.detach(), out.sigma.detach(), [gate.detach() for gate in out.gates])
+
+
+def test_only_the_class_itself_without_hooks_is_plain() -> None:
+    class Other(OrthogonalLinear):
+        pass
+
+    assert is_plain(OrthogonalLinear(D), OrthogonalLinear)
+    assert not is_plain(Other(D), OrthogonalLinear)
+    layer = OrthogonalLinear(D)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    assert not is_plain(layer, OrthogonalLinear)
+    layer = OrthogonalLinear(D)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not is_plain(layer, OrthogonalLinear)
+    finally:
+        handle.remove()
+    assert is_plain(layer, OrthogonalLinear)
