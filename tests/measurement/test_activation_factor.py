@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.measurement import activation_factor, hidden_states, token_distances
 from wellposed.measurement._token_distances import Metric
 
@@ -92,6 +92,40 @@ def test_pairs_without_a_ratio_are_counted() -> None:
     assert (found.mean, found.pairs, found.left_out, found.short) == ([3.0], 2, 1, 1)
     assert found.standard_error == [None]
     assert activation_factor([x, 3 * x], metric="cosine").left_out == 3  # two with a zero vector, one of equal ones
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
+@pytest.mark.parametrize("pairs", [None, 5])
+def test_divergence_is_named_and_not_left_out(metric: Metric, pairs: int | None) -> None:
+    x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
+    diverged = x.clone()
+    diverged[1, 0] = math.inf
+    with pytest.raises(ConvergenceError, match=r"activation_factor: .*\n  state 2: 2 of 16 values, in 1 tokens\n"):
+        activation_factor([x, 2 * x, diverged], metric=metric, pairs=pairs)
+    with pytest.raises(ConvergenceError, match=r"state 0: 16 of 16 values, in 8 tokens\n  state 1: 16 of 16"):
+        activation_factor([x * math.nan, x * math.nan], metric=metric, pairs=pairs)
+    # Padding may hold anything.
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    found = activation_factor([x, 2 * x, diverged], metric=metric, attention_mask=mask, pairs=pairs)
+    assert found.left_out == 0
+    assert found.mean[1] == pytest.approx(1)
+
+
+def test_distances_that_overflow() -> None:
+    x = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]], dtype=torch.float64)
+    for metric in ("euclidean", "dot"):
+        with pytest.raises(ConvergenceError, match="overflow"):
+            activation_factor([x, 1e300 * x], metric=metric)
+
+
+def test_a_state_of_zeros_has_no_angles() -> None:
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
+    y = x.clone()
+    y[0, 0] = 0
+    found = activation_factor([x, y], metric="cosine")
+    assert (found.mean, found.pairs, found.left_out) == (pytest.approx([1.0]), 1, 2)
+    with pytest.raises(ConfigError, match="no zero vector"):
+        activation_factor([x, 0 * x], metric="cosine")
 
 
 def test_token_distances_keep_near_tokens_apart() -> None:

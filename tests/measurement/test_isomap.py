@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.measurement import isomap
 
 pytest.importorskip("sklearn")
@@ -66,3 +66,20 @@ def test_bad_input() -> None:
         isomap(states, TOKENS, neighbors=20)
     with pytest.raises(ConfigError, match="zebra"):
         isomap(states, TOKENS, chosen=["zebra"])
+    for neighbors in (True, 2.0):
+        with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected a whole number"):
+            isomap(states, TOKENS, neighbors=neighbors)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="at least three"):
+        isomap([torch.randn(1, 2, 4)] * 2, TOKENS[:2], neighbors=1)
+    flat = torch.ones(1, 20, 4)
+    with pytest.raises(ConfigError, match=r"equal in states \[1, 2\]"):
+        isomap([states[0], flat, 0 * flat], TOKENS)
+    flat[0, 3, :2] = math.nan
+    flat[0, 4, 1] = -math.inf
+    with pytest.raises(ConvergenceError, match=r"isomap: .*\n  state 1: 3 of 80 values, in 2 tokens\n"):
+        isomap([states[0], flat], TOKENS)
+
+
+def test_equal_distances_correlate_with_nothing() -> None:
+    triangle = torch.eye(3)[None]
+    assert math.isnan(isomap([triangle, triangle], TOKENS[:3], neighbors=2).residual_variance[0])

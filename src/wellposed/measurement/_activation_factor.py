@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError
-from wellposed.measurement._states import States, read_states, real_tokens, sequences
+from wellposed.errors import ConfigError, ConvergenceError
+from wellposed.measurement._states import States, read_states, real_tokens, refuse_non_finite, sequences
 from wellposed.measurement._token_distances import Metric, between, check_metric, paired
 
 _BLOCK = 512  # tokens whose distances to all others are held at once
@@ -37,7 +37,7 @@ class ActivationFactor:
     pairs: int
     """Pairs of tokens looked at."""
     left_out: int
-    """Pairs left out, because their distance in ``x_0`` is 0 (or they hold a zero vector, for ``cosine``)."""
+    """Pairs left out, because their distance in ``x_0`` is 0 (or a state holds a zero vector, for ``cosine``)."""
     short: int
     """Sequences left out, for want of a pair."""
     status: str
@@ -88,7 +88,8 @@ def activation_factor(
 
     Raises:
         ConfigError: unknown metric, ``pairs`` below 1, no hidden states, or no pair of different tokens at all.
-        ShapeError: states or mask do not fit.
+        ShapeError: states or mask do not fit. ConvergenceError: a real token holds NaN or infinity, or its distances
+        overflow.
 
     Cost: ``L batch tokens^2 width``, or ``L batch pairs width``; memory: 512 x tokens distances. When not to use: as
     a certificate; ``wellposed.certify`` bounds the ratio of every pair from above.
@@ -103,10 +104,11 @@ def activation_factor(
     found = read_states(states)
     generator = torch.Generator().manual_seed(seed)
     real = real_tokens(attention_mask, found[0])
+    refuse_non_finite(found, real, "activation_factor")
     tallies: list[_Tally] = []
     left_out = 0
     for sequence in sequences(found, real):
-        tally = _Tally(len(found) - 1)
+        tally = _Tally(len(found) - 1, cosine=metric == "cosine")
         drawn = _all_pairs(sequence, metric) if pairs is None else _drawn_pairs(sequence, metric, pairs, generator)
         for distances in drawn:
             left_out += tally.add(distances)
@@ -115,7 +117,8 @@ def activation_factor(
     if not seen:
         raise ConfigError(
             f"activation_factor: none of the {len(tallies)} sequences has two real tokens at a distance other than 0 "
-            "in state 0, so there is no ratio; give sequences of at least two different tokens"
+            "in state 0 (for cosine: and no zero vector in any state), so there is no ratio; give sequences of at "
+            "least two different tokens"
         )
     means = torch.stack([tally.total / tally.count for tally in seen], dim=1)
     spread = means.std(dim=1) / math.sqrt(len(seen)) if len(seen) > 1 else None
@@ -137,7 +140,8 @@ def activation_factor(
 class _Tally:
     """Sum, extremes and number of the ratios of one sequence, for every layer."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, *, cosine: bool) -> None:
+        self.cosine = cosine
         self.count = 0
         self.total = torch.zeros(layers, dtype=torch.float64)
         self.least = torch.full((layers,), math.inf, dtype=torch.float64)
@@ -146,7 +150,14 @@ class _Tally:
     def add(self, distances: Sequence[Tensor]) -> int:
         """Take in the distances of the same pairs in every state; return how many pairs have no ratio."""
         stack = torch.stack(list(distances))
-        usable = (stack[0] != 0) & torch.isfinite(stack).all(0)
+        usable = stack[0] != 0
+        if self.cosine:
+            usable &= ~stack.isnan().any(0)  # a zero vector has no angle
+        if not bool(torch.isfinite(stack[:, usable]).all()):
+            raise ConvergenceError(
+                "activation_factor: finite states lie so far apart that their distances overflow; the model has "
+                "diverged, or the states are to be divided by a common number first"
+            )
         ratios = (stack[1:, usable] / stack[0, usable]).cpu().to(torch.float64)
         if ratios.shape[1]:
             self.count += ratios.shape[1]

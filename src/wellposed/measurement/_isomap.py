@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError, missing_extra
 from wellposed.measurement._measurement import write_csv
-from wellposed.measurement._states import States, read_states
+from wellposed.measurement._states import States, read_states, real_tokens, refuse_non_finite
 
 COLUMNS = ("layer", "position", "token", "chosen", "x", "y")
 
@@ -23,7 +24,8 @@ class IsomapPoints:
 
     rows: list[dict[str, Any]]
     residual_variance: list[float]
-    """For each layer, 1 - r^2 between geodesic and drawn distances: what the plane could not show."""
+    """For each layer, 1 - r^2 between geodesic and drawn distances: what the plane could not show. NaN where all
+    geodesic distances are equal (an equilateral triangle), which correlate with nothing."""
 
     def to_csv(self, path: str | Path) -> Path:
         """Write the rows as CSV."""
@@ -47,8 +49,9 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
         `IsomapPoints`.
 
     Raises:
-        ConfigError: scikit-learn is not installed; ``neighbors`` does not fit; a chosen token that does not occur.
-        ShapeError: more than one sequence, or another number of tokens.
+        ConfigError: scikit-learn is not installed; ``neighbors`` does not fit; a chosen token that does not occur; a
+        state in which all tokens are equal. ShapeError: more than one sequence, fewer than three tokens, or another
+        number of names. ConvergenceError: NaN or infinity.
 
     Cost: ``tokens^3`` for each layer. When not to use: for numbers; `activation_factor` and `token_distances` are.
 
@@ -66,11 +69,19 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
             f"isomap: the states hold {found[0].shape[0]} sequences of {found[0].shape[1]} tokens and {len(tokens)} "
             "names were given; expected one sequence and a name for each token (cut the padding off first)"
         )
-    if not 1 <= neighbors < len(tokens):
-        raise ConfigError(f"isomap: neighbors = {neighbors}, expected 1 to {len(tokens) - 1} with {len(tokens)} tokens")
+    if len(tokens) < 3:
+        raise ShapeError(
+            f"isomap: received {len(tokens)} tokens; expected at least three, for a plane to show anything"
+        )
+    if isinstance(neighbors, bool) or not isinstance(neighbors, int) or not 1 <= neighbors < len(tokens):
+        raise ConfigError(
+            f"isomap: neighbors = {neighbors!r}, expected a whole number from 1 to {len(tokens) - 1} with "
+            f"{len(tokens)} tokens"
+        )
     absent = [token for token in chosen if token not in tokens]
     if absent:
         raise ConfigError(f"isomap: chosen tokens {absent} do not occur; the tokens are {list(tokens)}")
+    _check_values(found)
     rows: list[dict[str, Any]] = []
     residual: list[float] = []
     before: Tensor | None = None
@@ -87,6 +98,15 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
     return IsomapPoints(rows, residual)
 
 
+def _check_values(states: Sequence[Tensor]) -> None:
+    refuse_non_finite(states, real_tokens(None, states[0]), "isomap")
+    collapsed = [index for index, state in enumerate(states) if bool((state == state[:, :1]).all())]
+    if collapsed:
+        raise ConfigError(
+            f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw; leave these states out"
+        )
+
+
 def _turned(plane: Tensor, before: Tensor | None) -> Tensor:
     """Return the plane under the orthogonal map that brings it nearest to the one before (Procrustes)."""
     if before is None:
@@ -99,4 +119,6 @@ def _residual(geodesic: Tensor, plane: Tensor) -> float:
     drawn = torch.cdist(plane, plane)
     rows, columns = torch.triu_indices(*drawn.shape, offset=1)
     pair = torch.stack([geodesic[rows, columns].double(), drawn[rows, columns]])
+    if bool((pair[0] == pair[0, 0]).all()):
+        return math.nan
     return 1.0 - torch.corrcoef(pair)[0, 1].item() ** 2

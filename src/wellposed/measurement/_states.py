@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError, listed
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.measurement._activations import undisturbed
 
 States = Sequence[Tensor] | Any
@@ -90,6 +90,20 @@ def real_tokens(attention_mask: Tensor | None, first: Tensor) -> Tensor:
             "(batch, tokens), 1 for real tokens"
         )
     return attention_mask.to(first.device) != 0
+
+
+def refuse_non_finite(states: Sequence[Tensor], real: Tensor, what: str) -> None:
+    """Raise `ConvergenceError` that names every state in which real tokens hold NaN or infinity, and how many."""
+    bad = [
+        f"state {index}: {int(outside.sum())} of {outside.numel()} values, in {int(outside.any(-1).sum())} tokens"
+        for index, state in enumerate(states)
+        if bool((outside := ~torch.isfinite(state[real])).any())
+    ]
+    if bad:
+        raise ConvergenceError(
+            f"{what}: states hold NaN or infinity, so the model has diverged and there is nothing to measure:\n"
+            f"{listed(bad)}\nload an earlier checkpoint, or look for the layer at which it starts"
+        )
 
 
 def sequences(states: Sequence[Tensor], real: Tensor) -> Iterator[list[Tensor]]:
