@@ -20,6 +20,7 @@ from wellposed.nn import (
     LearnedSpectrum,
     OrthogonalLinear,
     TransJectBlock,
+    TransJectCache,
     TransJectStack,
 )
 
@@ -149,10 +150,26 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex() ->
     y, gates = out.last_hidden_state.detach(), [gate.detach() for gate in out.gates]
     with pytest.raises(ShapeError, match=r"received gates \(2, 1\)"):
         stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
+    for wrong in (y[..., 1:], y[0]):
+        with pytest.raises(ShapeError, match=r"inverse: received y \("):
+            stack.inverse(wrong, out.sigma, gates)
     _, usual = stack.inverse(y, out.sigma, gates)
     _, doubled = stack.inverse(y, out.sigma, [1.5 * gate for gate in gates])
     contractions = [report.blocks[0].contraction for report in (usual, doubled)]
     assert contractions[1] == pytest.approx(1.5 * contractions[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"spectrum": "random"}])
+def test_a_cache_is_of_as_many_sequences(options: dict[str, Any]) -> None:
+    stack, x, cache, one = make(is_causal=True, **options), torch.randn(3, N, D), TransJectCache(), TransJectCache()
+    stack(x[:2], cache=cache)
+    with pytest.raises(ShapeError, match="received 3 sequences, and the cache holds the sums of 2"):
+        stack(x, cache=cache)
+    stack(x[:1, :2], cache=one)
+    common = torch.cat([x[:1, :2].expand(3, -1, -1), x[:, 2:]], 1)
+    torch.testing.assert_close(
+        stack(x[:, 2:], cache=one).last_hidden_state, stack(common).last_hidden_state[:, 2:], rtol=0, atol=1e-5
+    )
 
 
 SIZES: list[tuple[Callable[[], object], str]] = [

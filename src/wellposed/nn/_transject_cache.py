@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wellposed.errors import ShapeError
+
 
 class TransJectCache:
     """State of one-token generation: d numbers for the spectrum, `E (d + 1)` for the gates of each layer.
@@ -23,6 +25,16 @@ class TransJectCache:
         self.energy: Tensor | None = None
         self.pools: dict[int, Tensor] = {}
         self.squares: dict[int, Tensor] = {}
+
+    def check_batch(self, batch: int) -> None:
+        """Raise `ShapeError` where the cache is of another number of sequences; one prefix may be common to many."""
+        kept = [self.energy, *self.squares.values(), *(pools[0] for pools in self.pools.values())]
+        wrong = sorted({len(part) for part in kept if part is not None and len(part) not in (1, batch)})
+        if wrong:
+            raise ShapeError(
+                f"TransJectCache: received {batch} sequences, and the cache holds the sums of {wrong[0]}; expected as "
+                "many; pick or repeat those of the cache with reorder_, or begin with a new cache"
+            )
 
     def add_energy(self, energy: Tensor) -> Tensor:
         """Add what is stored to the running sums `(batch, tokens, d)` of new tokens, and store the last of them."""

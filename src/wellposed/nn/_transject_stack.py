@@ -150,18 +150,18 @@ class TransJectStack(nn.Module):
             `TransJectOutput`.
 
         Raises:
-            ShapeError: x, the mask, sigma or gates do not fit, or (looked for on the CPU) a sample has padding alone.
+            ShapeError: x, the mask, the cache, sigma or gates do not fit, or (looked for on the CPU) a sample has
+                padding alone.
             ConfigError: a cache for a stack that is not causal, or whose recomputed layers would fill it twice; or
                 there are not L gates.
         """
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.shape[1]:
-            raise ShapeError(
-                f"TransJectStack: received x {tuple(x.shape)}; expected (batch, tokens >= 1, {self.embed_dim})"
-            )
+        self._check_tokens(x, "TransJectStack: received x")
         if cache is not None and not self.is_causal:
             raise ConfigError(
                 "TransJectStack: a cache needs is_causal=True: otherwise later tokens change earlier ones"
             )
+        if cache is not None:
+            cache.check_batch(len(x))
         recomputes = self.recomputes()
         if cache is not None and recomputes:
             raise ConfigError(
@@ -231,17 +231,24 @@ class TransJectStack(nn.Module):
             `X^0` and an `Inversion`: `error_bound` in norm tok, the largest 2-norm of a token's error.
 
         Raises:
-            NotContractiveError: a layer's contraction is not below 1; hold the weights with `constrain_`.
+            NotContractiveError: a layer's contraction is not below 1 (hold the weights with `constrain_`), or not
+                known, since a part is wrapped.
+            ShapeError: y, sigma or gates do not fit.
             ConvergenceError: y is not finite, or `max_iter` is reached.
-            ConfigError: dropout is active, or there are not L gates.
+            ConfigError: dropout is active, there are not L gates, or weights are not in memory.
 
         Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each weight.
         """
+        self._check_tokens(y, "TransJectStack.inverse: received y")
         self._check_count(gates, "TransJectStack.inverse")
         halves = [
             half for layer, kept in zip(self._blocks(), gates, strict=True) for half in layer.sublayers(sigma, kept)
         ]
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
+
+    def _check_tokens(self, x: Tensor, received: str) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.shape[1]:
+            raise ShapeError(f"{received} {tuple(x.shape)}; expected (batch, tokens >= 1, {self.embed_dim})")
 
     def _check_count(self, gates: Sequence[Tensor], where: str) -> None:
         if len(gates) != len(self.layers):
