@@ -219,7 +219,9 @@ class TransJectModel(TransJectPreTrainedModel):
     ) -> tuple[Tensor, Inversion]:
         """Return `X^0` with `X^L = hidden`, token by token, and how well: see `TransJectStack.inverse`.
 
-        Status: to rounding; the report's `error_bound` is an a-posteriori bound of every token's error.
+        Status: to rounding. The report's `error_bound` bounds every token's distance from the exact inverse of `hidden`
+        as given, for the stored weights, sigma and gates, rounding included; what rounding the forward pass put into
+        `hidden` comes on top, over `prod(1 - c)`.
 
         Args:
             hidden: last hidden state, (batch, tokens, d).
@@ -236,7 +238,7 @@ class TransJectModel(TransJectPreTrainedModel):
             ConvergenceError: `hidden` is not finite, or `max_iter` is reached.
             ConfigError: dropout is active (call `eval()`), or there are not L gates.
 
-        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer.
+        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and one in float64 for the bound.
         """
         return self.stack.inverse(hidden, sigma, gates, tol=tol, max_iter=max_iter)
 
