@@ -194,3 +194,45 @@ def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound() -> Non
     with torch.no_grad():
         stack.layers[0].feedforward.up_proj.weight.mul_(3)  # pyright: ignore
     assert token_distance_bounds(stack)[0][0] == 0
+
+
+class Adapter(nn.Module):
+    """`x -> W x + B A x`, as low-rank adapters add it; `weight` is W alone."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.update = nn.Linear(D, D, bias=False).double()
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight  # pyright: ignore[reportReturnType]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.update(x)
+
+
+@pytest.mark.parametrize("part", ["layers.0.attention.experts.0.left", "layers.1.feedforward.up_proj"])
+@pytest.mark.parametrize("how", ["adapter", "forward"])
+def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str) -> None:
+    stack = make(spectrum="random")
+    parent, _, name = part.rpartition(".")
+    wrapped = stack.get_submodule(part)
+    if how == "adapter":
+        setattr(stack.get_submodule(parent), name, Adapter(wrapped))
+    else:
+        wrapped.forward = lambda x: 100 * x  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(NotLipschitzError, match=rf"{part} is a .*certify the plain model"):
+        token_distance_bounds(stack)
+    with pytest.raises(NotLipschitzError, match=rf"{part} is a .*merge adapters into the weights"):
+        certify(stack, seq_len=N, norm="tok").require()
+
+
+def test_a_parametrised_weight_is_its_value() -> None:
+    import wellposed as wp
+
+    stack = make(spectrum="random")
+    plain = token_distance_bounds(stack)
+    wp.orthogonal(stack.get_submodule("layers.0.feedforward.up_proj"))
+    for found, expected in zip(token_distance_bounds(stack), plain, strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
