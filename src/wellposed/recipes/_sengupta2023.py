@@ -14,7 +14,7 @@ _register(
     "distances between three pairs of tokens, layer by layer, in a trained Transformer (data: imdb)",
     "the Euclidean distance between tokens increases in the upper layers, the cosine distance is preserved",
     "_sengupta2023_pictures:figure_1",
-    mini=3,
+    mini=2,
     paper=600,
 )
 _register(
@@ -22,7 +22,7 @@ _register(
     "test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news)",
     "IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect 90.2, Transformer 88.8",
     "_sengupta2023_tables:table_1",
-    mini=30,
+    mini=9,
     paper=20_000,
 )
 _register(
@@ -30,7 +30,7 @@ _register(
     "test accuracy on the Long Range Arena of five models (data: a folder with imdb, cifar10_subset, aan, ...)",
     "average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with ReZero 56.7",
     "_sengupta2023_tables:table_2",
-    mini=40,
+    mini=20,
     paper=60_000,
 )
 _register(
@@ -38,7 +38,7 @@ _register(
     "perplexity on the words of the Penn Treebank of five models (data: a folder with ptb)",
     "test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7, Transformer 598.9",
     "_sengupta2023_tables:table_3",
-    mini=25,
+    mini=15,
     paper=2000,
 )
 _register(
@@ -62,7 +62,7 @@ _register(
     "activation factors and entropies by layer of four models, and their correlations (the runs of tables 1 and 2)",
     "the median activation factor of TransJect is about 1, that of Transformer much higher; entropy -1.3 against 5.8",
     "_sengupta2023_figures:figure_3a",
-    mini=30,
+    mini=9,
     paper=20_000,
 )
 _register(
@@ -70,7 +70,7 @@ _register(
     "entropy of each head and each expert by layer (the runs of table 1)",
     "the mean entropy of experts is -2.2, that of attention heads 0.67",
     "_sengupta2023_figures:figure_3b",
-    mini=6,
+    mini=2,
     paper=2000,
 )
 _register(
@@ -78,7 +78,7 @@ _register(
     "Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data: imdb)",
     "TransJect keeps the relative distances between tokens through the layers; Transformer spreads them",
     "_sengupta2023_pictures:figure_4",
-    mini=6,
+    mini=2,
     paper=1200,
 )
 _register(
@@ -86,7 +86,7 @@ _register(
     "residual weights of TransJect by layer after training (the runs of tables 1 and 2)",
     "residual weights alpha/L remain below 0.33",
     "_sengupta2023_figures:figure_5",
-    mini=8,
+    mini=3,
     paper=4000,
 )
 _register(
@@ -95,7 +95,7 @@ _register(
     "more experts raise the activation at the last layer; more layers raise it for Transformer and not for TransJect; "
     "more dropout lowers activation and entropy of Transformer",
     "_sengupta2023_figures:figure_6",
-    mini=12,
+    mini=20,
     paper=15_000,
 )
 _register(
@@ -103,6 +103,6 @@ _register(
     "weights of the experts over test texts (the runs of tables 1 and 2)",
     "experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4",
     "_sengupta2023_figures:figure_7",
-    mini=8,
+    mini=3,
     paper=4000,
 )
