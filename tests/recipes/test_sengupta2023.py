@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from wellposed.recipes import _sengupta2023_counts as counts
 from wellposed.recipes import _sengupta2023_speed as speed
 from wellposed.recipes import _sengupta2023_states as states
 from wellposed.recipes import _sengupta2023_tables as tables
+from wellposed.recipes._charts import draw
 from wellposed.recipes._sengupta2023_runs import VARIANTS, Run, find_data, mean_and_error, run_config, train_study
 from wellposed.recipes._sengupta2023_studies import arena_studies, text_study, words_study
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
@@ -127,6 +129,19 @@ def test_a_task_that_no_model_learns_has_no_part_in_the_verdict(tmp_path: Path) 
     assert not tables._is_learnt([{**chance, "task": "other", "ours": 90.0}], study)
     means = {study.name: dict.fromkeys(VARIANTS, 3.0), "lra-image": dict.fromkeys(VARIANTS, 5.0)}
     assert tables._average(means, [study])["transject"] == 3.0
+
+
+def test_a_chart_names_the_models_and_shows_their_errors(tmp_path: Path) -> None:
+    study = text_study(Request("mini", tmp_path), "imdb")
+    rows = [{"model": name, "paper": 80.0, "ours": 70.0 + i, "standard_error": 0.5} for i, name in enumerate("AB")]
+    panel = tables._panel(study, [{**row, "model": f"Model {row['model']}"} for row in rows])
+    plain = replace(panel, series=[replace(series, errors=()) for series in panel.series])
+    draw([panel], tmp_path / "with.svg")
+    draw([plain], tmp_path / "without.svg")
+    text = (tmp_path / "with.svg").read_text()
+    assert "Model A" in text
+    assert "Model B" in text
+    assert len(text) > len((tmp_path / "without.svg").read_text())
 
 
 def batches() -> list[dict[str, torch.Tensor]]:

@@ -24,6 +24,8 @@ class Series:
     style: Literal["solid", "dashed", "dots", "bars"] = "solid"
     colour: int | None = None
     """Number in `COLOURS`; the position in the panel where not given."""
+    errors: Sequence[float] = ()
+    """Half lengths of error bars, one a point; none where empty."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Panel:
     x_scale: Literal["linear", "log", "symlog"] = "linear"
     y_scale: Literal["linear", "log"] = "linear"
     legend: bool = True
+    names: Sequence[str] = ()
+    """What stands at x = 0, 1, ... in place of numbers."""
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int = 4) -> None:
@@ -67,6 +71,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             series.x, series.y, color=colour, linestyle=dash or "none", linewidth=1.5, marker=marker, markersize=3,
             label=series.label,
         )  # fmt: skip
+        if len(series.errors):
+            axes.errorbar(series.x, series.y, series.errors, color=colour, linestyle="none", capsize=2)
     axes.set_title(panel.title, loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
@@ -81,6 +87,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             # Powers are plain text: the house style does not parse mathematics.
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_formatter("")
+    if panel.names:
+        axes.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
     if panel.legend and len(panel.series) > 0:
         axes.legend(fontsize=7.5, handlelength=2.4)

@@ -42,7 +42,7 @@ def table_5(request: Request) -> Reproduction:
         [
             Panel(
                 f"parameters, L = {layers}, d = {width}",
-                "model: " + ", ".join(f"{index} {row['model']}" for index, row in enumerate(rows)),
+                "",
                 "millions",
                 [
                     Series("closed formula", list(range(len(rows))), [row["millions"] for row in rows], style="dots"),
@@ -53,6 +53,7 @@ def table_5(request: Request) -> Reproduction:
                         style="dots",
                     ),
                 ],
+                names=[row["model"] for row in rows],
             )
         ],
         got=f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas"

@@ -179,18 +179,7 @@ def _reproduction(
     )
     factors = [row["activation_factor"] for row in rows if row["model"] == "TransJect" and "activation_factor" in row]
     kept = f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}" if factors else ""
-    panels = [
-        Panel(
-            study.name,
-            "model: " + " ".join(f"{index} {LABELS[variant]}," for index, variant in enumerate(VARIANTS)).rstrip(","),
-            "accuracy (%)" if study.task != "word_lm" else "perplexity",
-            [
-                Series("paper", list(range(len(VARIANTS))), PAPER[study.name], style="dots"),
-                Series("ours", list(range(len(VARIANTS))), [means[study.name][variant] for variant in VARIANTS]),
-            ],
-        )
-        for study in studies
-    ]
+    panels = [_panel(study, [row for row in rows if row["task"] == study.name]) for study in studies]
     finite = all(math.isfinite(value) for of in means.values() for value in of.values())
     return Reproduction(
         rows,
@@ -198,4 +187,19 @@ def _reproduction(
         got=f"mean of {count} seeds, {steps} steps each: {got}{kept}",
         holds=None if request.scale == "toy" or not finite else holds,
         notes=(*_NOTES[request.scale], *notes),
+    )
+
+
+def _panel(study: Study, rows: Sequence[Mapping[str, Any]]) -> Panel:
+    places = list(range(len(rows)))
+    errors = [row["standard_error"] for row in rows]
+    return Panel(
+        study.name,
+        "",
+        "accuracy (%)" if study.task != "word_lm" else "perplexity",
+        [
+            Series("paper", places, [row["paper"] for row in rows], style="dots"),
+            Series("ours", places, [row["ours"] for row in rows], style="dots", errors=errors),
+        ],
+        names=[row["model"] for row in rows],
     )
