@@ -87,6 +87,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             # Powers are plain text: the house style does not parse mathematics.
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_formatter("")
+    if panel.x_scale == "linear" and all(float(x).is_integer() for series in panel.series for x in series.x):
+        axes.xaxis.get_major_locator().set_params(integer=True)  # layers, seeds and counts have no halves
     if panel.names:
         axes.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)

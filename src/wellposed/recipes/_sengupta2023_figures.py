@@ -71,7 +71,12 @@ def figure_3a(request: Request) -> Reproduction:
         panels,
         got="; ".join(said),
         holds=None if request.scale == "toy" else holds,
-        notes=(_KNN, "the claim is taken as: TransJect within 0.9 to 1.1 and below Transformer, at the last layer"),
+        notes=(
+            _KNN,
+            "-inf: some value occurs more often than there are neighbours, as TransJect's code of a position does in "
+            "the embeddings of many texts, so that they have no density",
+            "the claim is taken as: TransJect within 0.9 to 1.1 and below Transformer, at the last layer",
+        ),
     )
 
 

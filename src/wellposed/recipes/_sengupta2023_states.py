@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,12 +43,18 @@ class Layers:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile by linear interpolation.
+    """Return a quantile by linear interpolation; where the lower neighbour is -inf, that.
 
-    >>> quantile([3.0, 1.0, 2.0], 0.5)
-    2.0
+    >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([-math.inf, -math.inf, 2.0], 0.6)
+    (2.0, -inf)
     """
-    return float(torch.tensor(list(values), dtype=torch.float64).quantile(share))
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    index = int(place)
+    low = ordered[index]
+    if place == index or math.isinf(low):
+        return low
+    return low + (place - index) * (ordered[index + 1] - low)
 
 
 def trained_model(run: Run) -> Any:
