@@ -128,6 +128,7 @@ def test_every_bad_value_is_in_one_error() -> None:
         {"hidden_size": 15, "num_hidden_layers": 0, "num_experts": 0, "spectrum": "gran", "residual": "plain"},
         {"dropout": 1.0, "spectrum_eps": 0.0, "reconstruction_weight": -1.0, "pad_token_id": 300},
         {"num_expert": 2, "num_attention_heads": 4, "pooling": "min", "gating": "fix", "num_labels": 0},
+        {"intermediate_size": 64, "hidden_size": 0},
     ]
     messages = []
     for values in bad:
@@ -139,8 +140,10 @@ def test_every_bad_value_is_in_one_error() -> None:
         "num_experts: received 0", "unknown spectrum 'gran'; nearest: gram", "unknown residual 'plain'",
         "dropout: received 1.0", "spectrum_eps: received 0.0; expected a finite number >= 1.17549e-38",
         "reconstruction_weight: received -1.0", "received 300; expected a token in [0, 256)",
-        "num_expert: unknown key; nearest: num_experts", "num_attention_heads: unknown key", "unknown pooling 'min'",
+        "num_expert: unknown key; nearest: num_experts", "unknown pooling 'min'",
+        "num_attention_heads: unknown key; Gram attention has no heads: set num_experts",
         "unknown gating 'fix'; nearest: fixed", "num_labels: received 0",
+        "intermediate_size: unknown key; the feed-forward is orthogonal, so as wide as a token: set hidden_size",
     ):  # fmt: skip
         assert part in "".join(messages)
 

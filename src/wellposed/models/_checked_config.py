@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -12,8 +13,11 @@ from wellposed.models._config_checks import refuse_config, unknown_keys
 class CheckedConfig(PreTrainedConfig):
     """What the configurations of all families share: bad values, and keys that nobody reads, in one error."""
 
+    absent_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that another family has, and what to do without them here."""
+
     def __post_init__(self, **kwargs: Any) -> None:
-        unknown = unknown_keys(self, kwargs)
+        unknown = unknown_keys(self, kwargs, self.absent_keys)
         super().__post_init__(**kwargs)
         self.check(unknown)
 

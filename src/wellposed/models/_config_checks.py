@@ -86,12 +86,15 @@ def label_problems(config: PreTrainedConfig) -> list[str]:
     return [f"num_labels: received {labels}; expected at least 1"] if labels is not None and labels < 1 else []
 
 
-def unknown_keys(config: object, kwargs: Iterable[str]) -> list[str]:
-    """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass in silence."""
+def unknown_keys(config: object, kwargs: Iterable[str], absent: Mapping[str, str]) -> list[str]:
+    """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass in silence.
+
+    ``absent`` says of keys that other families have why this one does not.
+    """
     fields: set[str] = set(type(config).__dataclass_fields__)  # type: ignore[attr-defined]
     accepted = fields | _HUGGING_FACE | set(GenerationConfig().to_dict())
     return [
-        f"{key}: unknown key; nearest: {', '.join(nearest_names(key, fields))}"
+        f"{key}: unknown key; {absent.get(key) or 'nearest: ' + ', '.join(nearest_names(key, fields))}"
         for key in kwargs
         if key not in accepted and not key.startswith("_") and key != "per_layer_config"
     ]

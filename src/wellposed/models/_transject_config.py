@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 from wellposed.errors import nearest_names
 from wellposed.models._checked_config import CheckedConfig
@@ -70,6 +72,10 @@ class TransJectConfig(CheckedConfig):
     """
 
     model_type = "transject"
+    absent_keys: ClassVar[Mapping[str, str]] = {
+        "intermediate_size": "the feed-forward is orthogonal, so as wide as a token: set hidden_size",
+        "num_attention_heads": "Gram attention has no heads: set num_experts",
+    }
     keys_to_ignore_at_inference = ["past_key_values", "sigma", "gates"]  # noqa: RUF012 (Hugging Face's rule)
 
     vocab_size: int = 256
