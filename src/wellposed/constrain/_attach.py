@@ -284,7 +284,7 @@ def _project(
     weight = Weight(found.parameter_name, parameter, owner, reached, also, is_frame=is_frame)
     stored = nearest.weight.to(parameter.dtype) if nearest is not None and moves else whole
     if is_frame and whole.shape[0] > whole.shape[1]:
-        # What the SVD leaves of the vector of padding is rounding, which would grow.
+        # The vector of padding is zero and stays so; the SVD leaves rounding in its place.
         stored = stored.where(whole.ne(0).any(dim=1, keepdim=True), 0.0)
     if not dry_run:
         with torch.no_grad():

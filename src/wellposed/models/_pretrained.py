@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from wellposed.models._checked_config import CheckedConfig
 from wellposed.models._embeddings import Given, check_tokens
 
 
-class CheckedPreTrainedModel(PreTrainedModel):
+class CheckedPreTrainedModel(PreTrainedModel, ABC):
     """A model whose configuration is checked, whose layers can be recomputed, and whose body has `embeddings.token`."""
 
     base_model_prefix = "model"
@@ -31,9 +32,9 @@ class CheckedPreTrainedModel(PreTrainedModel):
         config.check()
         refuse_attentions(config.output_attentions)
 
+    @abstractmethod
     def _recompute_every(self, every_n_layers: int) -> None:
         """Set every n-th layer, counted over the model, to be recomputed in the backward pass."""
-        raise NotImplementedError
 
     def _set_gradient_checkpointing(
         self,

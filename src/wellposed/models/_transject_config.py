@@ -17,10 +17,9 @@ from wellposed.models._config_checks import (
     token_problems,
 )
 from wellposed.models._pooling import POOLINGS
+from wellposed.nn._sizes import LEAST_EPS
 
 _SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_experts")
-# The smallest normal number of float32: below it, a token of zeros divides zero by zero.
-_LEAST_EPS = 2.0**-126
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _CHOICES = {
     "spectrum": ("gram", "random"),
@@ -119,7 +118,7 @@ def _number_problems(config: TransJectConfig) -> list[str]:
             f"hidden_size: received {config.hidden_size}; expected an even number: half for a token, half for its "
             "position"
         )
-    for name, least in (("spectrum_eps", _LEAST_EPS), ("reconstruction_weight", 0.0)):
+    for name, least in (("spectrum_eps", LEAST_EPS), ("reconstruction_weight", 0.0)):
         value = getattr(config, name)
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= least):
             problems.append(f"{name}: received {value!r}; expected a finite number >= {least:g}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
@@ -52,7 +54,7 @@ def join_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-class HeadProjections(nn.Module):
+class HeadProjections(nn.Module, ABC):
     """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a memory, ``W_o``.
 
     A subclass says in ``_weighted`` how queries and keys make weights of the values.
@@ -91,11 +93,11 @@ class HeadProjections(nn.Module):
     def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         return self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
 
+    @abstractmethod
     def _weighted(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
     ) -> Tensor:
         """Means of the values, (batch, heads, tokens, d); ``mask`` as in `AttentionMask`."""
-        raise NotImplementedError
 
     def _join(self, heads: Tensor) -> Tensor:
         """``W_o`` of the heads side by side: (batch, tokens, D)."""

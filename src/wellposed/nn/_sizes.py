@@ -9,7 +9,8 @@ import torch
 
 from wellposed.errors import ConfigError
 
-_LEAST_EPS = torch.finfo(torch.float32).tiny
+LEAST_EPS = torch.finfo(torch.float32).tiny
+"""Smallest normal number of float32; below it, a token of zeros divides zero by zero."""
 
 
 def check_sizes(where: str, **sizes: int) -> None:
@@ -38,8 +39,8 @@ def check_eps(where: str, eps: float) -> None:
     wellposed.errors.ConfigError: GramSpectrum: eps is 1e-60; expected a finite number of at least 1.17549e-38, or \
 tokens that are zero divide by zero
     """
-    if not _LEAST_EPS <= eps < math.inf:
+    if not LEAST_EPS <= eps < math.inf:
         raise ConfigError(
-            f"{where}: eps is {eps}; expected a finite number of at least {_LEAST_EPS:g}, or tokens that are zero "
+            f"{where}: eps is {eps}; expected a finite number of at least {LEAST_EPS:g}, or tokens that are zero "
             "divide by zero"
         )

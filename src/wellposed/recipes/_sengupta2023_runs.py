@@ -102,8 +102,6 @@ class Run:
     """A finished run."""
 
     study: str
-    kind: str
-    """Of the task."""
     variant: str
     seed: int
     folder: Path
@@ -194,7 +192,6 @@ def train_variant(request: Request, study: Study, variant: str, seed: int, *, ta
     metrics = {} if result.status == "failed" else result.result["results"][study.task]
     return Run(
         study.name,
-        task.kind,
         config.variant,
         config.train.seed,
         folder,

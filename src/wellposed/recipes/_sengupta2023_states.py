@@ -59,11 +59,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def trained_model(run: Run) -> Any:
     """Return the model of a run with the weights that were best on valid, in evaluation mode."""
-    from wellposed.models import AutoModelForSequencePairClassification
     from wellposed.training import load_run_model
 
-    if run.kind == "sequence_pair_classification":
-        return AutoModelForSequencePairClassification.from_pretrained(run.folder / "final").eval()
     return load_run_model(run.folder)[0]
 
 
