@@ -28,6 +28,10 @@ class NotLipschitzError(WellposedError, ValueError):
     """The map has no global Lipschitz constant, so the certificate asked for does not exist."""
 
 
+class UnsoundBoundError(WellposedError, RuntimeError):
+    """A certificate's own cross-check found a slope above the bound: the rule named is wrong for this module."""
+
+
 class NotContractiveError(WellposedError, ValueError):
     """No bound below 1 is known for the block, so its residual cannot be inverted by a fixed point."""
 

@@ -222,9 +222,10 @@ def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str)
         setattr(stack.get_submodule(parent), name, Adapter(wrapped))
     else:
         wrapped.forward = lambda x: 100 * x  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(NotLipschitzError, match=rf"{part} is a .*certify the plain model"):
+    reason = "whose weights do not say what it computes" if how == "adapter" else "its forward was replaced"
+    with pytest.raises(NotLipschitzError, match=rf"{part}.*{reason}"):
         token_distance_bounds(stack)
-    with pytest.raises(NotLipschitzError, match=rf"{part} is a .*merge adapters into the weights"):
+    with pytest.raises(NotLipschitzError, match=rf"{part}.*{reason}"):
         certify(stack, seq_len=N, norm="tok").require()
 
 

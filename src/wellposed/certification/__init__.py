@@ -20,6 +20,8 @@ from wellposed.certification._perturbation import affinity_perturbation_bound as
 from wellposed.certification._perturbation import softmax_jacobian_bound as softmax_jacobian_bound
 from wellposed.certification._rules import LayerBound as LayerBound
 from wellposed.certification._rules import Site as Site
+from wellposed.certification._rules import certifiable_classes as certifiable_classes
+from wellposed.certification._rules import inherit_rule as inherit_rule
 from wellposed.certification._rules import register_rule as register_rule
 from wellposed.certification._transformer import mean_pooling as mean_pooling
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds

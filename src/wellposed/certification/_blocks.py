@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from wellposed.certification._rules import LayerBound, Site, register_rule, times
 from wellposed.linalg import Norm
+from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm
 
 # sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'', rounded up).
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
@@ -19,11 +20,11 @@ SELU = 1.7580993408473768
 
 _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
     F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
-    F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25, F.softplus: 1.0,
+    F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25,
     F.leaky_relu: 1.0, F.relu6: 1.0,
 }  # fmt: skip
-# |g(x)| <= factor |x|: true with 1 for every activation above that is 0 at 0 except SELU; None for those that are not.
-_NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid, F.softplus)
+# |g(x)| <= slope |x| holds for those that are 0 at 0.
+_NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
 
 
 def function_bound(activation: Callable[..., Tensor], site: Site) -> LayerBound:
@@ -87,6 +88,7 @@ def gated_feedforward_bound(
     return times(site.operator_norm(down), inner) * (1 + 1e-12)
 
 
+@register_rule(OrthogonalLinear)
 @register_rule(nn.Linear)
 def _linear(module: nn.Linear, site: Site) -> LayerBound:
     bias = 0.0 if module.bias is None else float(module.bias.detach().double().norm())
@@ -119,6 +121,10 @@ def _slope_rule(
     @register_rule(module_type)
     def _activation(module: nn.Module, site: Site) -> LayerBound:
         largest = slope(module) if callable(slope) else slope
+        if getattr(module, "inplace", False) and not (largest <= 1 and zero_at_zero):
+            return site.refuse(
+                "inplace=True also changes the tensor that a residual around it adds; build it with inplace=False"
+            )
         radius = times(largest, site.radius) if zero_at_zero else math.inf
         return LayerBound(largest, "largest slope", "exact", out_radius=radius)
 
@@ -133,7 +139,7 @@ for _type, _largest in (
 ):  # fmt: skip
     _slope_rule(_type, _largest)
 for _type, _largest in (
-    (nn.Sigmoid, 0.25), (nn.Softplus, 1.0), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
+    (nn.Sigmoid, 0.25), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
 ):  # fmt: skip
     _slope_rule(_type, _largest, zero_at_zero=False)
 _slope_rule(nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU)
@@ -142,6 +148,20 @@ _slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope")
 _slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).detach().abs().max())))
 
 
+@register_rule(nn.Softplus)
+def _softplus(module: nn.Softplus, site: Site) -> LayerBound:
+    """torch returns x itself where ``beta x > threshold``: a jump by ``log(1 + e^-threshold) / beta``."""
+    threshold = float(module.threshold)
+    if threshold <= 0 or math.log1p(math.exp(-threshold)) > threshold * torch.finfo(site.dtype).eps:
+        return site.refuse(
+            f"it jumps where beta x passes threshold={threshold:g}, by more than {site.dtype} rounds away, so it has "
+            "no Lipschitz constant; build it with threshold=40, where the jump is below the rounding of every dtype"
+        )
+    return LayerBound(1.0, "largest slope")
+
+
+@register_rule(PreNorm)
+@register_rule(PostNorm)
 @register_rule(nn.LayerNorm)
 def _layer_norm(module: nn.LayerNorm, site: Site) -> LayerBound:
     return _norm_rule(module, site, eps=float(module.eps), bias=module.bias, centred=True)
@@ -149,8 +169,8 @@ def _layer_norm(module: nn.LayerNorm, site: Site) -> LayerBound:
 
 @register_rule(nn.RMSNorm)
 def _rms_norm(module: nn.RMSNorm, site: Site) -> LayerBound:
-    # torch takes the rounding unit of the input's dtype where eps is not given.
-    eps = module.eps if module.eps is not None else torch.finfo(_dtype(module)).eps
+    # torch takes the rounding unit of the input's dtype where eps is not given, of float32 for half precision.
+    eps = module.eps if module.eps is not None else torch.finfo(torch.promote_types(site.dtype, torch.float32)).eps
     return _norm_rule(module, site, eps=float(eps), bias=None, centred=False)
 
 
@@ -159,6 +179,8 @@ def _norm_rule(
 ) -> LayerBound:
     if len(module.normalized_shape) != 1:
         return site.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
+    if eps < 0:
+        return site.refuse(f"eps={eps:g} is negative, so the norm has a pole; build it with eps > 0")
     width = module.normalized_shape[0]
     gain = 1.0 if module.weight is None else float(module.weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
@@ -168,11 +190,7 @@ def _norm_rule(
     return LayerBound(bound, "max|gamma| / sqrt(eps)", out_radius=radius * (1 + 1e-6))
 
 
-def _dtype(module: nn.Module) -> torch.dtype:
-    parameter = next(module.parameters(), None)
-    return torch.get_default_dtype() if parameter is None else parameter.dtype
-
-
 @register_rule(nn.Sequential)
 def _sequential(module: nn.Sequential, site: Site) -> LayerBound:
-    return site.chain(module.named_children())
+    # named_children() would leave out a module that stands here twice.
+    return site.chain((name, child) for name, child in module._modules.items() if child is not None)

@@ -69,6 +69,8 @@ class Certificate:
     notes: tuple[str, ...] = ()
     head: tuple[Tensor, float] | None = field(default=None, repr=False, compare=False)
     """Weight of the last linear map and the bound of everything before it, where known: sharpens `radius`."""
+    cross_check: str = "not run"
+    """What came of trying the bounds out by a few forward passes."""
 
     @property
     def uncertified(self) -> tuple[CertifiedLayer, ...]:
@@ -164,7 +166,7 @@ class Certificate:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""
         plain: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "dtype")
+            for name in ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "dtype", "cross_check")
         }
         plain["notes"] = list(self.notes)
         plain["layers"] = [asdict(layer) for layer in self.layers]

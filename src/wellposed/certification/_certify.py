@@ -1,13 +1,16 @@
-"""The door: walk a module and multiply."""
+"""`certify`: walk a module, bound every part by its rule, and multiply."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import nn
 
+from wellposed.certification._as_called import without_compiler
 from wellposed.certification._certificate import Certificate, CertifiedLayer
+from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
@@ -22,12 +25,15 @@ def certify(
     radius: float | None = None,
     mask: MaskKind | None = None,
     min_tokens: int = 1,
+    cross_check: bool = True,
 ) -> Certificate:
     """Return ``L`` with ``|f(X) - f(Y)| <= L |X - Y|`` for every X, Y of at most ``seq_len`` tokens, layer by layer.
 
     Certified: each layer takes the least of its proved bounds, with spectral norms from above (never power iteration);
     the whole is their composition in one norm. Deterministic. A module without a bound makes the total infinite and the
-    label ``uncertified``; the module and the reason are in the table. Kim, Papamakarios, Mnih (2021) for L2 attention;
+    label ``uncertified``; the module and the reason are in the table. What is covered is the module as it is called, in
+    its own dtype: a module with hooks, a replaced ``forward``, adapters, weights of an unusual kind, or of a subclass
+    without a rule of its own has no bound. Kim, Papamakarios, Mnih (2021) for L2 attention;
     every bound with its proof is in the theory note of the documentation.
 
     Args:
@@ -36,19 +42,21 @@ def certify(
         seq_len: largest number of tokens N.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is also one in norm
             2), ``2`` (Frobenius) or ``"inf"`` (largest entry).
-        radius: for maps without a global constant (dot-product attention, gated feed-forward): every input token has
-            2-norm at most this, before and after the perturbation. The whole space where not given.
+        radius: for maps without a global constant (dot-product attention): every input token has 2-norm at most this,
+            before and after the perturbation. The whole space where not given.
         mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or ``"any"`` (the default)
             for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone.
         min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by ``1/sqrt(min_tokens)``.
+        cross_check: try the bounds out by a few forward passes of at most 6 tokens in the module's own dtype.
 
     Raises:
         ShapeError: ``seq_len`` or ``min_tokens`` out of range.
-        ConfigError: unknown norm or mask, or ``radius <= 0``.
-        NotLipschitzError: a parameter holds NaN or infinity; all are named.
+        ConfigError: unknown norm or mask, a mask that is not the one the module runs, or ``radius <= 0``.
+        NotLipschitzError: a parameter holds NaN or infinity (all are named), or the cross-check's forward pass does.
+        UnsoundBoundError: the cross-check found a slope above a bound, so a rule is wrong; the module is named.
 
     Cost: a few factorisations per weight matrix in float64, about 0.1 s for a layer of width 512 on one core.
-    Rounding of the forward pass is not covered.
+    Rounding of the forward pass is not covered. Buffers, weights and random state are left as they were.
 
     >>> import torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -69,11 +77,16 @@ def certify(
         raise ConfigError(
             f"certify: radius is a 2-norm that no input token exceeds, so it must be > 0; received {radius}"
         )
-    # torch.compile wraps the module under this name, and a wrapper has no rule of its own.
-    module = getattr(module, "_orig_mod", module)
+    module = without_compiler(module)
     _refuse_non_finite(module)
-    shared = Shared(norm, seq_len, min_tokens)
-    bound = bound_of(module, Site("", math.inf if radius is None else float(radius), shared, mask))
+    shared = Shared(norm, seq_len, min_tokens, dtype=_widest(module))
+    with undisturbed(module):
+        bound = bound_of(module, Site("", math.inf if radius is None else float(radius), shared, mask))
+        tried = "not run: no bound to try out" if math.isinf(bound.lipschitz) else "not run: cross_check=False"
+        if cross_check and math.isfinite(bound.lipschitz):
+            causal = shared.masks == {"causal"}
+            count = max(min_tokens, min(seq_len, TRIED_TOKENS))
+            tried = try_out(Claim(module, bound.lipschitz, shared.passed, norm, radius, count, causal, _widest(module)))
     rows = tuple(row for row in shared.rows if row is not None and not row.form.startswith("identity"))
     dtype, notes = _dtype_of(module)
     return Certificate(
@@ -88,6 +101,7 @@ def certify(
         dtype=dtype,
         notes=(*shared.notes, *notes),
         head=shared.head,
+        cross_check=tried,
     )
 
 
@@ -103,7 +117,8 @@ def _refuse_non_finite(module: nn.Module) -> None:
     bad = [
         f"{name} {tuple(parameter.shape)}: {int((~torch.isfinite(parameter)).sum())} of {parameter.numel()} entries"
         for name, parameter in module.named_parameters()
-        if not (bool(torch.isfinite(parameter.sum())) or bool(torch.isfinite(parameter).all()))
+        if not parameter.is_meta
+        and not (bool(torch.isfinite(parameter.sum())) or bool(torch.isfinite(parameter).all()))
     ]
     if bad:
         raise NotLipschitzError(
@@ -111,6 +126,12 @@ def _refuse_non_finite(module: nn.Module) -> None:
             + listed(bad)
             + "\nload an earlier checkpoint, or look for the step at which training diverged"
         )
+
+
+def _widest(module: nn.Module) -> torch.dtype:
+    """The dtype of the activations: the widest of the weights; where there are none, float64, as any input may be."""
+    found = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
+    return functools.reduce(torch.promote_types, found) if found else torch.float64
 
 
 def _dtype_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from wellposed.certification._as_called import first_deviation
 from wellposed.certification._rules import LayerBound, Site, product_of, register_rule, residual_of
 from wellposed.nn import AdditiveCoupling, InvertibleResidual, ReversibleSequential
 
@@ -12,7 +13,9 @@ from wellposed.nn import AdditiveCoupling, InvertibleResidual, ReversibleSequent
 def _invertible_residual(module: InvertibleResidual, site: Site) -> LayerBound:
     branch = site.child(module.f, "f")
     given = module.lipschitz
-    if given is not None and module.norm == site.norm and given < branch.lipschitz:
+    vouched = given is not None and module.norm == site.norm and given < branch.lipschitz
+    # What was vouched for is the module without the hooks and adapters that it was given since.
+    if vouched and first_deviation(module.f) is None:
         branch = LayerBound(given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius)
     return residual_of(1.0, 1.0, branch, radius=site.radius)
 

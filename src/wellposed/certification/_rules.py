@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from wellposed.certification._as_called import (
+    advice,
+    class_called,
+    deviation,
+    parts_not_reached,
+    unknown_class,
+    without_compiler,
+)
 from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, NotLipschitzError, listed
 from wellposed.linalg import MaskKind, Norm, certified_spectral_norm, infinity_norm
 
 T = TypeVar("T")
@@ -45,6 +53,14 @@ class Shared:
     memory: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict)
     head: tuple[Tensor, float] | None = None
     notes: list[str] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    """Ids of the modules that were looked at, in order."""
+    vouched: set[int] = field(default_factory=set)
+    """Ids of parts of other classes that a rule reads by itself."""
+    passed: list[tuple[str, nn.Module, float]] = field(default_factory=list)
+    """Path, module and bound of every module with a bound in this norm, for the cross-check."""
+    dtype: torch.dtype = torch.float64
+    """The widest floating type among the weights of the whole module, which its activations have."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +82,17 @@ class Site:
         return mask
 
     def under_mask(self, mask: MaskKind) -> Site:
-        """Return this site with the attention pattern that the module fixes, unless the caller has named one."""
-        return self if self.given_mask else replace(self, given_mask=mask)
+        """Return this site with the attention pattern that the module fixes; the caller may only ask for a wider one.
+
+        Raises:
+            ConfigError: the caller named another pattern than the module runs.
+        """
+        if self.given_mask not in (None, "any", mask):
+            raise ConfigError(
+                f"certify: mask={self.given_mask!r}, but {self.path or 'the module'} runs {mask} attention, so the "
+                f"bound would be of another map; leave mask out, or pass {mask!r} or 'any'"
+            )
+        return replace(self, given_mask=self.given_mask or mask)
 
     @property
     def norm(self) -> Norm:
@@ -132,13 +157,24 @@ class Site:
 
     def in_norm(self, norm: Norm) -> Site:
         """Return this site in another norm, with rows of its own, to compare two routes; see `adopt`."""
-        shared = Shared(norm, self.seq_len, self.min_tokens, self.shared.masks, memory=self.shared.memory)
+        here = self.shared
+        shared = Shared(norm, self.seq_len, self.min_tokens, here.masks, memory=here.memory, dtype=here.dtype)
         return replace(self, shared=shared)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest floating type among the weights of the whole module; float64 where it has none."""
+        return self.shared.dtype
+
+    def reads(self, module: nn.Module) -> None:
+        """Say that the rule itself knows what ``module``, a part of any class, computes; hooks are still refused."""
+        self.shared.vouched.add(id(module))
 
     def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:
         """Replace this certificate's rows by those of another route, and return its bound under the name ``form``."""
         # The row of the module itself is still open (None) and stays.
         self.shared.rows[:] = [*self.shared.rows[:1], *other.shared.rows]
+        self.shared.passed[:] = []
         self.shared.head = other.shared.head
         self.shared.notes.append(f"layer bounds are in norm {other.norm}")
         return replace(bound, form=form)
@@ -159,7 +195,8 @@ def times(*factors: float) -> float:
     >>> times(0.0, math.inf), times(2.0, 3.0)
     (0.0, 6.0)
     """
-    return 0.0 if 0.0 in factors else math.prod(factors)
+    # A product of numbers above 0 that underflows is not 0, which would say that the map is constant.
+    return 0.0 if 0.0 in factors else max(math.prod(factors), sys.float_info.min)
 
 
 def product_of(bounds: Iterable[LayerBound], *, radius: float) -> LayerBound:
@@ -192,19 +229,21 @@ Rule = Callable[[nn.Module, Site], LayerBound]
 R = TypeVar("R", bound=Callable[..., LayerBound])
 
 
-@singledispatch
-def _rule(module: object, site: Site) -> LayerBound:
-    return site.refuse(
-        f"no rule for {type(module).__module__}.{type(module).__qualname__}; "
-        "add one with wellposed.certification.register_rule"
-    )
+_RULES: dict[type[nn.Module], Rule] = {}
+
+
+def certifiable_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes that have a rule, in the order in which they were registered."""
+    return tuple(_RULES)
 
 
 def register_rule(module_type: type[nn.Module]) -> Callable[[R], R]:
     """Teach `certify` that ``rule(module, site)`` bounds every ``module_type``: ``|f(x) - f(y)| <= lipschitz |x - y|``.
 
-    Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. Single dispatch on the
-    module's class, so subclasses inherit the rule and a rule for the subclass wins.
+    Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The rule is for this very
+    class: a subclass may compute something else and has no bound until it is registered too (`inherit_rule`, where it
+    computes the same). A module with hooks, a replaced ``forward`` or unusual weights never reaches its rule, and is
+    named; nor does a part that the rule reads by itself.
 
     Args:
         module_type: a subclass of `torch.nn.Module`.
@@ -212,8 +251,8 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[R], R]:
     Returns:
         A decorator. The rule gets the module and a `Site`: ``site.norm``, ``site.seq_len``, ``site.radius`` (largest
         2-norm of an input token), ``site.operator_norm(weight)``, ``site.child(module, name)``, ``site.chain(...)``,
-        ``site.refuse(reason)``; and returns a `LayerBound`. ``out_radius`` may be left infinite: layers further on that
-        need a ball then have no bound.
+        ``site.reads(part)``, ``site.refuse(reason)``; and returns a `LayerBound`. ``out_radius`` may be left infinite:
+        layers further on that need a ball then have no bound.
 
     Raises:
         ConfigError: ``module_type`` is not a module class.
@@ -231,33 +270,99 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[R], R]:
         raise ConfigError(f"register_rule: expected a subclass of torch.nn.Module, received {module_type!r}")
 
     def store(rule: R) -> R:
-        _rule.register(module_type, rule)
+        _RULES[module_type] = rule
         return rule
 
     return store
 
 
+def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
+    """Vouch that ``module_type`` computes what its nearest ancestor with a rule computes, and return it.
+
+    Status: as good as your word; `certify` checks the rest (hooks, patches, weights) as for any module.
+
+    Raises:
+        ConfigError: it has a ``forward`` of its own, or no ancestor has a rule.
+
+    >>> import torch
+    >>> @inherit_rule
+    ... class Named(torch.nn.Linear): ...
+    >>> Named.__name__
+    'Named'
+    """
+    ancestor = next((base for base in module_type.__mro__[1:] if base in _RULES), None)
+    if ancestor is None or module_type.forward is not ancestor.forward:
+        found = "none of its ancestors has a rule" if ancestor is None else f"its forward is not {ancestor.__name__}'s"
+        raise ConfigError(f"inherit_rule: {module_type.__qualname__}: {found}; write a rule for it with register_rule")
+    _RULES[module_type] = _RULES[ancestor]
+    return module_type
+
+
 def bound_of(module: nn.Module, site: Site) -> LayerBound:
-    """Apply the rule of the module's class and record the answer as a row of the certificate."""
-    rows = site.shared.rows
+    """Apply the rule of the module's exact class and record the answer as a row of the certificate.
+
+    Every module of a certificate passes here. It is refused where a call of it differs from its class, and so is a rule
+    that read a part by itself which differs.
+    """
+    module = without_compiler(module)
+    rows, reached = site.shared.rows, site.shared.reached
     rows.append(None)
-    place = len(rows) - 1
-    bound = _rule(module, site)
+    place, before = len(rows) - 1, len(reached)
+    bound = _as_called(module, site)
+    if bound.label != "uncertified":
+        bound = _with_its_parts(module, site, bound, frozenset(reached[before:]))
+    reached.append(id(module))
     inner = next((row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"), None)
     reason = f"see {inner}" if bound.label == "uncertified" and inner is not None else bound.reason
-    rows[place] = _row(site.path, type(module).__name__, replace(bound, reason=reason), site.radius)
+    rows[place] = _row(site.path, class_called(module).__name__, replace(bound, reason=reason), site.radius)
+    site.shared.passed.append((site.path, module, bound.lipschitz))
     return bound
+
+
+def refuse_deviations(module: nn.Module, caller: str) -> None:
+    """Raise `NotLipschitzError` where a call of the module or of a part differs from its class; all are named."""
+    offenders = [
+        f"{path or '(the module itself)'}: {reason}"
+        for path, part in [("", module), *parts_not_reached(module, ())]
+        if (reason := deviation(part) or unknown_class(part)) is not None
+    ]
+    if offenders:
+        raise NotLipschitzError(
+            f"{caller}: what these parts compute is not known from their weights:\n{listed(offenders)}"
+        )
+
+
+def _as_called(module: nn.Module, site: Site) -> LayerBound:
+    kind = class_called(module)
+    rule = _RULES.get(kind)
+    if rule is None:
+        return site.refuse(_without_rule(module, kind))
+    differs = deviation(module)
+    return rule(module, site) if differs is None else site.refuse(differs)
+
+
+def _with_its_parts(module: nn.Module, site: Site, bound: LayerBound, reached: frozenset[int]) -> LayerBound:
+    """Refuse the bound where the rule read a part by itself of which a call differs from its class."""
+    for path, part in parts_not_reached(module, reached):
+        differs = deviation(part)
+        if differs is not None:
+            return site.refuse(f"{path} ({class_called(part).__name__}): {differs}")
+        unknown = unknown_class(part)
+        if unknown is not None and id(part) not in site.shared.vouched:
+            return site.refuse(f"{path} is {unknown}")
+    return bound
+
+
+def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    ancestor = next((base for base in kind.__mro__[1:] if base in _RULES), None)
+    if ancestor is None:
+        return f"no rule for {name}; add one with wellposed.certification.register_rule{advice(module)}"
+    return (
+        f"{name} is a subclass of {ancestor.__name__} and may compute something else; if it does not, say so with "
+        f"wellposed.certification.inherit_rule, else add a rule with register_rule{advice(module)}"
+    )
 
 
 def _row(path: str, module: str, bound: LayerBound, radius: float) -> CertifiedLayer:
     return CertifiedLayer(path, module, bound.lipschitz, bound.form, bound.label, bound.reason, radius)
-
-
-def has_rule(module_type: type[nn.Module]) -> bool:
-    """Whether some rule covers the class."""
-    return _rule.dispatch(module_type) is not _rule.dispatch(object)
-
-
-def as_float(value: Tensor | float) -> float:
-    """Return a 0-dim tensor or number as a float, without gradient."""
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)

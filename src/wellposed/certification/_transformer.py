@@ -19,17 +19,20 @@ def _mlp(module: MLP, site: Site) -> LayerBound:
     return product_of([up, inner, down], radius=down.out_radius)
 
 
-def residual_coefficients(residual: nn.Module) -> tuple[float, float] | None:
+def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float] | None:
     """Return (a, b) where the residual joins ``a x + b f(x)``, or None where it is of an unknown kind.
 
-    A residual of another class takes part by a method ``coefficients() -> (a, b)``.
+    A residual of another class takes part by a method ``coefficients() -> (a, b)`` beside its ``forward``.
     """
-    if isinstance(residual, PlainResidual):
+    if type(residual) is PlainResidual:
         return 1.0, 1.0
-    if isinstance(residual, ReZeroResidual):
+    if type(residual) is ReZeroResidual:
         return 1.0, float(residual.scale.detach())
-    offered = getattr(residual, "coefficients", None)
-    return None if offered is None else tuple(float(value) for value in offered())  # type: ignore[return-value]
+    if not {"coefficients", "forward"} <= vars(type(residual)).keys():
+        return None
+    site.reads(residual)
+    first, second = residual.coefficients()  # pyright: ignore[reportCallIssue]
+    return float(first), float(second)
 
 
 @register_rule(Block)
@@ -42,9 +45,12 @@ def _block(module: Block, site: Site) -> LayerBound:
 def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
     """``x -> P(x, f)``: the branch with its norm and dropout, inside the residual."""
     norm, residual = getattr(module, f"{name}_norm"), getattr(module, f"{name}_residual")
-    coefficients = residual_coefficients(residual)
+    coefficients = residual_coefficients(residual, site)
     if coefficients is None:
-        return site.refuse(f"{name}_residual is a {type(residual).__name__}, which gives no coefficients() (a, b)")
+        return site.refuse(
+            f"{name}_residual is a {type(residual).__name__}, "
+            "whose class does not define coefficients() -> (a, b) beside its forward"
+        )
     branch_parts: list[tuple[str, nn.Module]] = [(name, getattr(module, name)), ("dropout", module.dropout)]
     if isinstance(norm, PreNorm):
         branch = site.chain([(f"{name}_norm", norm), *branch_parts])

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule
+from wellposed.certification._rules import LayerBound, Site, product_of, refuse_deviations, register_rule
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import GramAttention, GramSpectrum, LearnedSpectrum, OrthogonalFeedForward, TransJectBlock
@@ -37,7 +37,7 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
         One pair for each layer. A lower bound of 0 says that injectivity is not certified.
 
     Raises:
-        NotLipschitzError: a part of the stack is wrapped or replaced (an adapter), so its weights are not its map.
+        NotLipschitzError: hooks, adapters or patches make a call differ from the weights; all are named.
 
     Cost: a factorisation of each weight in float64.
 
@@ -46,9 +46,7 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
     >>> [(round(low, 3), round(high, 3)) for low, high in token_distance_bounds(stack)]
     [(0.562, 1.563), (0.316, 2.441)]
     """
-    wrapped = _wrapped(stack)
-    if wrapped is not None:
-        raise NotLipschitzError(f"token_distance_bounds: {wrapped}")
+    refuse_deviations(stack, "token_distance_bounds")
     lower = upper = 1.0
     bounds: list[tuple[float, float]] = []
     for layer in stack.layers:
@@ -144,25 +142,7 @@ def _follows_input(module: Stack) -> bool:
     )
 
 
-def _wrapped(module: Stack) -> str | None:
-    """Say which part is not of the library's own class, or has a `forward` put on it: its map is not its weights'."""
-    for path, part in module.named_modules():
-        if "parametrizations" in path.split("."):  # a parametrised weight is what `.weight` says it is
-            continue
-        own = type(part).__module__.startswith(("wellposed.nn.", "torch.nn."))
-        if not own or "forward" in vars(part):
-            return (
-                f"{path or 'the stack'} is a {type(part).__module__}.{type(part).__qualname__}"
-                f"{' whose forward was replaced' if own else ''}, so what it computes is not known from its weights; "
-                "merge adapters into the weights (peft: model.merge_and_unload()) and certify the plain model"
-            )
-    return None
-
-
 def _refusal(module: Stack, site: Site) -> str | None:
-    wrapped = _wrapped(module)
-    if wrapped is not None:
-        return wrapped
     layers = [cast(TransJectBlock, layer) for layer in module.layers]
     mixtures = [layer.attention for layer in layers]
     if any(mixture.num_experts > 1 and mixture.gating == "pooled" for mixture in mixtures):

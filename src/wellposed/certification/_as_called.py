@@ -1,0 +1,158 @@
+"""Whether a call of a module computes what its class and its weights say: the one list that every certificate goes by.
+
+A rule bounds the `forward` of one class from the weights of a module. A call may run something else: hooks, a replaced
+`forward`, an adapter of another class in place of a projection, weights that live elsewhere. `deviation` names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+_ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
+_LIBRARIES = ("torch.nn.modules.", "wellposed.")
+_PARAMETRIZE = "torch.nn.utils.parametrize"
+
+
+def class_called(module: nn.Module) -> type[nn.Module]:
+    """Return the class whose `forward` runs; parametrised weights put a class of their own in front of it.
+
+    >>> class_called(torch.nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))).__name__
+    'Linear'
+    """
+    kind = type(module)
+    return kind.__bases__[0] if kind.__module__ == _PARAMETRIZE else kind
+
+
+def without_compiler(module: nn.Module) -> nn.Module:
+    """Return the module inside the wrapper of `torch.compile`, which computes the same function."""
+    while (type(module).__module__, type(module).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule"):
+        if _hooks(module):
+            break
+        module = module._orig_mod  # pyright: ignore[reportAssignmentType]
+    return module
+
+
+def deviation(module: nn.Module) -> str | None:
+    """Say in what a call of ``module`` differs from its class's `forward` on the weights it shows; None: in nothing.
+
+    Its children are not looked at: each passes here by itself. Hooks that mark themselves ``observes_only`` return
+    nothing and change nothing.
+    """
+    hooks = _hooks(module)
+    if hooks:
+        return (
+            f"it runs {', '.join(hooks)}, which may change what it computes; remove the hook and certify again "
+            "(old-style weight_norm, spectral_norm and prune are hooks: torch.nn.utils.remove_weight_norm, "
+            "remove_spectral_norm and prune.remove make their weights permanent)"
+        )
+    replaced = _replaced(module)
+    if replaced is not None:
+        return (
+            f"its {replaced} was replaced, so what it computes is not known from its class and weights; take the "
+            "replacement off (accelerate: accelerator.unwrap_model, or load without offloading) and certify again"
+        )
+    return _unusual_tensors(module)
+
+
+def first_deviation(module: nn.Module) -> str | None:
+    """Say in what a call of ``module``, or of the first such part of it, differs; None: in nothing."""
+    parts = [module, *(part for _, part in parts_not_reached(module, ()))]
+    return next((reason for part in parts if (reason := deviation(part)) is not None), None)
+
+
+def unknown_class(module: nn.Module) -> str | None:
+    """Say that a part which a rule reads by itself is of a class whose `forward` that rule cannot know."""
+    kind = class_called(module)
+    if kind.__module__.startswith(_LIBRARIES):
+        return None
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name}, a class whose weights do not say what it computes{advice(module)}"
+
+
+def advice(module: nn.Module) -> str:
+    """Return what to do about a module of a class without a rule, where it is a known kind of wrapper."""
+    if any(base.__module__.startswith("peft.") for base in type(module).__mro__):
+        return "; merge adapters into the weights (peft: model.merge_and_unload()) and certify the plain model"
+    if isinstance(getattr(module, "module", None), nn.Module):
+        return "; it wraps another module: certify what it wraps, `.module`"
+    return ""
+
+
+def parts_not_reached(module: nn.Module, reached: Container[int], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of ``module`` that a rule did not hand on, so that it must have read them by itself."""
+    for name, child in module._modules.items():
+        # What makes a parametrised weight is called whenever the weight is read, so the value read is the one used.
+        if (
+            child is None
+            or id(child) in reached
+            or (name == "parametrizations" and class_called(module) is not type(module))
+        ):
+            continue
+        yield f"{path}{name}", child
+        yield from parts_not_reached(child, reached, f"{path}{name}.")
+
+
+def _hooks(module: nn.Module) -> list[str]:
+    """The hooks of a call, global ones included. Backward hooks change gradients alone."""
+    places = (
+        ("a forward hook", module._forward_hooks),
+        ("a forward pre-hook", module._forward_pre_hooks),
+        ("a global forward hook", torch_module._global_forward_hooks),
+        ("a global forward pre-hook", torch_module._global_forward_pre_hooks),
+    )
+    return [
+        f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+        for place, hooks in places
+        for hook in hooks.values()
+        if getattr(hook, "observes_only", False) is not True
+    ]
+
+
+def _replaced(module: nn.Module) -> str | None:
+    """The first method that is not the class's own: put on the object, or put on the class by somebody else."""
+    kind = type(module)
+    for name in vars(module):
+        original = inspect.getattr_static(kind, name, None)
+        if callable(original) or isinstance(original, (property, staticmethod, classmethod)):
+            return name
+    if kind.__call__ is not nn.Module.__call__:
+        return "__call__"
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    forward = inspect.unwrap(vars(owner)["forward"])
+    if owner is nn.Module or (forward.__module__, forward.__qualname__) == (
+        owner.__module__,
+        f"{owner.__qualname__}.forward",
+    ):
+        return None
+    return f"class's forward ({forward.__module__}.{forward.__qualname__} stands in {owner.__qualname__})"
+
+
+def _unusual_tensors(module: nn.Module) -> str | None:
+    tensors = {**module._parameters, **module._buffers}
+    for name in getattr(module, "parametrizations", {}) if class_called(module) is not type(module) else ():
+        tensors[name] = getattr(module, name)
+        if not torch.equal(tensors[name], getattr(module, name)):
+            return (
+                f"its {name} changes each time it is read (a parametrisation in train mode, as the power iteration of "
+                "spectral_norm); call eval() and certify again"
+            )
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if type(tensor) not in _ORDINARY:
+            return (
+                f"its {name} is a {type(tensor).__module__}.{type(tensor).__qualname__} (quantised, sharded or not yet "
+                "initialised), whose products are its own; certify the plain model it came from"
+            )
+        if tensor.is_meta:
+            return f"its {name} is on the meta device and holds no values; load the weights and certify again"
+        if tensor.is_complex():
+            return f"its {name} is complex, and no bound is proved for complex maps"
+        if tensor.is_quantized:
+            return f"its {name} is quantised; certify the plain model it came from"
+    return None

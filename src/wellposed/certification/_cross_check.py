@@ -1,0 +1,232 @@
+"""A certificate tries itself out: a few forward passes in the module's own dtype, along random and ascended directions.
+
+That proves nothing. It finds a rule that does not describe the class it is registered for, and a forward pass whose
+rounding has nothing to do with the real map any more.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification._directions import perturbation_size, steepest_direction
+from wellposed.certification._stretch import Call
+from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
+from wellposed.linalg import Norm
+
+# Sizes of the inputs, as shares of the ball; each is one example of the batch.
+_SCALES = (1.0, 0.3, 0.1, 0.01)
+TRIED_TOKENS = 6
+# Allowance for the rounding of a forward pass, in units of the last place of what goes in and what comes out.
+_ULPS = 64
+# Where no part says how wide its input is, any width will do.
+_ANY_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is tried out: bounds of a module and of its parts in one norm, for tokens of 2-norm at most ``radius``."""
+
+    module: nn.Module
+    total: float
+    parts: Sequence[tuple[str, nn.Module, float]]
+    norm: Norm
+    radius: float | None
+    tokens: int
+    """How many tokens to try it out with."""
+    is_causal: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two inputs of a module, and its two outputs."""
+
+    inputs: tuple[Tensor, Tensor]
+    outputs: tuple[Tensor, Tensor]
+
+    def slope(self, norm: Norm) -> Tensor:
+        """``|f(x) - f(y)| / |x - y|`` of each example, evaluated in float64."""
+        return self._ratio(_size(_minus(*self.outputs), norm), norm)
+
+    def rounding(self, bound: float, norm: Norm, dtype: torch.dtype) -> Tensor:
+        """What rounding in ``dtype`` may add to the slope of a map with this bound."""
+        total = sum(_size(y, norm) for y in self.outputs) + bound * sum(_size(x, norm) for x in self.inputs)
+        return self._ratio(_ULPS * torch.finfo(dtype).eps * total, norm)
+
+    def _ratio(self, change: Tensor, norm: Norm) -> Tensor:
+        moved = _size(_minus(*self.inputs), norm)
+        return torch.where(moved > 0, change / moved, 0.0)
+
+
+def try_out(claim: Claim) -> str:
+    """Try a certificate out, and say in one line what came of it.
+
+    Raises:
+        UnsoundBoundError: a slope above the bound; the innermost module with one is named.
+        NotLipschitzError: the forward pass refuses to run, or gives NaN or infinity.
+    """
+    reason = ""
+    width = _width(claim.module)
+    # An additive coupling is twice as wide as its parts.
+    for candidate in (_ANY_WIDTH,) if width is None else (width, 2 * width):
+        try:
+            by_part = _run(claim, candidate)
+        except (NotLipschitzError, NotContractiveError) as error:
+            raise NotLipschitzError(f"certify: bounded by {claim.total:.4g}, but it does not run: {error}") from error
+        except Exception as error:  # whatever a module of somebody else's raises at an input it is not made for
+            reason = f"{type(error).__name__} at an input (batch, tokens, {candidate})"
+            continue
+        return _judge(claim, by_part)
+    return f"not run: {reason}"
+
+
+def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
+    """Return the pairs that each part saw, by its id; those of the module itself are found without any hook on it."""
+    device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
+    call = _repeatable(claim.module, claim.is_causal, device)
+    generator = torch.Generator().manual_seed(0)
+    radius = width**0.5 if claim.radius is None else claim.radius
+    # Half of the ball for the input and half for the perturbation.
+    reach = 0.5 * radius * torch.tensor(_SCALES, dtype=torch.float64)
+
+    def noise() -> Tensor:
+        return torch.randn(len(_SCALES), claim.tokens, width, generator=generator, dtype=torch.float64)
+
+    def placed(direction: Tensor) -> Tensor:
+        longest = perturbation_size(direction.double(), "tok").cpu()
+        scale = torch.where(longest > 0, reach / longest, 0.0) * (1 - 1e-3)
+        return (direction.double().cpu() * scale[:, None, None]).to(device, claim.dtype)
+
+    x = placed(noise()).requires_grad_()
+    aside = x.detach() + placed(noise())
+    with torch.enable_grad():
+        y = call(x)
+    other = call(aside)
+    pairs = [_Pair((x.detach(), aside), (y.detach(), other))]
+    ascended = _ascended(x, y, other, claim.norm)
+    if ascended is not None:
+        beyond = x.detach() + placed(ascended)
+        pairs.append(_Pair((x.detach(), beyond), (y.detach(), call(beyond))))
+    seen = _seen_by_parts(claim, call, pairs[-1].inputs)
+    seen[id(claim.module)] = pairs
+    return seen
+
+
+def _ascended(x: Tensor, y: Tensor, other: Tensor, norm: Norm) -> Tensor | None:
+    """The direction that moves the output most along the change seen; None where the output does not depend on x."""
+    if not y.requires_grad:
+        return None
+    (pulled,) = torch.autograd.grad(y, x, (other - y).detach(), allow_unused=True)
+    return None if pulled is None or not bool(pulled.isfinite().all()) else steepest_direction(pulled.double(), norm)
+
+
+def _seen_by_parts(claim: Claim, call: Any, inputs: tuple[Tensor, Tensor]) -> dict[int, list[_Pair]]:
+    """Run both inputs again with every part watched."""
+    watched = {id(part): part for _, part, _ in claim.parts}
+    runs: list[dict[int, list[tuple[Tensor, Tensor]]]] = []
+    for x in inputs:
+        calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+        def note(part: nn.Module, args: tuple[Any, ...], output: Any, calls: Any = calls) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                calls.setdefault(id(part), []).append((args[0].detach().clone(), output.detach().clone()))
+
+        with ExitStack() as stack:
+            for part in watched.values():
+                stack.callback(part.register_forward_hook(note).remove)
+            call(x)
+        runs.append(calls)
+    first, second = runs
+    return {
+        key: [
+            _Pair((before[0], after[0]), (before[1], after[1]))
+            for before, after in zip(first[key], second.get(key, ()), strict=False)
+            if before[0].shape == after[0].shape and min(before[0].ndim, before[1].ndim) > 1
+        ]
+        for key in first
+    }
+
+
+def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
+    bounds: dict[int, tuple[str, nn.Module, float]] = {}
+    for path, part, bound in claim.parts:
+        if bound >= bounds.get(id(part), ("", part, 0.0))[2]:
+            bounds[id(part)] = (path, part, bound)
+    bounds[id(claim.module)] = ("", claim.module, claim.total)
+    shares = [
+        _share(pair, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
+        # A part stands before the module it is in, so the first offender is the innermost.
+        for path, part, bound in bounds.values()
+        for pair in by_part.get(id(part), ())
+    ]
+    return f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound {max(shares):.3f}"
+
+
+def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
+    """Return slope / bound."""
+    slope = pair.slope(claim.norm)
+    if not bool(slope.isfinite().all()):
+        size = float(pair.inputs[0].norm(dim=-1).max())
+        raise NotLipschitzError(
+            f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g}, so a bound for "
+            "exact arithmetic says nothing of it; scale the weights down or use a wider dtype"
+        )
+    if bool((slope > bound * (1 + 1e-6) + pair.rounding(bound, claim.norm, claim.dtype)).any()):
+        raise UnsoundBoundError(
+            f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above its bound "
+            f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), mend it; if it is "
+            "ours, please report it with the module's options"
+        )
+    return float((slope / bound).max()) if bound > 0 else 0.0
+
+
+def _repeatable(module: nn.Module, is_causal: bool, device: torch.device) -> Any:
+    """The module as a function: the same random numbers at each call, since a bound is of one fixed map."""
+    causal = is_causal and "is_causal" in inspect.signature(module.forward).parameters
+    call = Call(module, {"is_causal": True} if causal else {})
+
+    def run(x: Tensor) -> Tensor:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return call(x)
+
+    return run
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Put every buffer back as it was, and run outside inference mode, in which nothing can be ascended."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _width(module: nn.Module) -> int | None:
+    """How wide the tokens are that a module reads, where it or its first part with a width says so."""
+    if hasattr(module, "get_input_embeddings"):
+        return module.get_input_embeddings().weight.shape[-1]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    shape = getattr(module, "normalized_shape", (None,))
+    own = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
+    widths = [*own, *(_width(child) for child in module._modules.values() if child is not None)]
+    return next((width for width in widths if isinstance(width, int)), None)
+
+
+def _minus(first: Tensor, second: Tensor) -> Tensor:
+    return second.double() - first.double()
+
+
+def _size(x: Tensor, norm: Norm) -> Tensor:
+    x = x.double()
+    return perturbation_size(x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2), norm)
