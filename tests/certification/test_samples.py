@@ -1,0 +1,37 @@
+"""Every registered rule has samples; each is what it says it is: certified or refused, of the shapes it promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.certification import certify
+
+from ..support.samples import MAX_TOKENS, SAMPLES, Sample, output_of
+
+CASES = [
+    pytest.param(kind, sample, id=f"{kind.__name__}-{index}")
+    for kind, samples in SAMPLES.items()
+    for index, sample in enumerate(samples)
+]
+
+
+@pytest.mark.parametrize(("kind", "sample"), CASES)
+def test_a_sample_is_what_it_says(kind: type[nn.Module], sample: Sample):
+    module = sample.build(8)
+    assert type(module) is kind
+    assert not module.training
+    x = 0.1 * torch.randn(2, 5, 8)
+    if not sample.two_inputs:
+        with torch.no_grad():
+            y = output_of(module, x)
+            output_of(module, torch.randn(1, MAX_TOKENS, 8))
+        assert (y.shape == x.shape) or not sample.keeps_width
+    for norm in sample.norms:
+        total = certify(module, seq_len=5, norm=norm, radius=1.0).total
+        assert math.isfinite(total) == sample.certifiable
+        if sample.certifiable:
+            assert math.isinf(certify(module, seq_len=5, norm=norm).total) == sample.needs_ball

@@ -1,0 +1,317 @@
+"""Small modules of every class that `certify` has a rule for, with random weights, so that a test can walk over rules.
+
+A rule that is registered for a new class needs a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.linalg import Norm
+from wellposed.models import (
+    TransJectConfig,
+    TransJectForSequenceClassification,
+    TransJectModel,
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+    WellposedForSequencePairClassification,
+    WellposedModel,
+)
+from wellposed.nn import (
+    MLP,
+    AdditiveCoupling,
+    Block,
+    CosineCrossAttention,
+    CosineSelfAttention,
+    DecoderBlock,
+    DotProductAttention,
+    InjectiveResidual,
+    InvertibleResidual,
+    L2SelfAttention,
+    OrthogonalFeedForward,
+    OrthogonalLinear,
+    PostNorm,
+    PreNorm,
+    ReversibleSequential,
+    ReZeroResidual,
+    TransformerStack,
+    TransJectStack,
+)
+
+ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
+MAX_TOKENS = 64
+"""Longest sequence that every sample takes."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One way to build a module of a class, for inputs (batch, tokens <= 64, width)."""
+
+    build: Callable[[int], nn.Module]
+    """width, a multiple of 8 -> module in eval mode, float32; weights come from torch's global generator."""
+    keeps_width: bool = True
+    """A tensor (batch, tokens, width) comes out when it is called with one: it may be a part of a composition."""
+    needs_ball: bool = False
+    """There is a bound only with ``radius=``."""
+    certifiable: bool = True
+    """False: the rule refuses whatever is asked."""
+    norms: tuple[Norm, ...] = ALL_NORMS
+    """Norms in which there is a bound."""
+    two_inputs: bool = False
+    """``forward(x, memory)``; only rules that refuse."""
+    takes_mask: bool = False
+    """``forward`` takes ``key_padding_mask``, bool (batch, tokens), True = padding (models: ``attention_mask``)."""
+    takes_causal: bool = False
+    """``forward`` takes ``is_causal``; without it the module is what its options say."""
+
+
+def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
+    """Call a module of any sample with embedded tokens and return the tensor that its certificate speaks of."""
+    out = module(inputs_embeds=x, **how) if hasattr(module, "get_input_embeddings") else module(x, **how)
+    if isinstance(out, Tensor):
+        return out
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def awake(module: nn.Module) -> nn.Module:
+    """Move what starts at zero or one (residual scales, gains, biases) to random values; return it in eval mode."""
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, (ReZeroResidual, InjectiveResidual)):
+                part.weight.normal_() if isinstance(part, InjectiveResidual) else part.scale.normal_()
+            if isinstance(part, (nn.LayerNorm, nn.RMSNorm)) and part.weight is not None:
+                part.weight.uniform_(-1.5, 1.5)
+        for name, parameter in module.named_parameters():
+            if name.rpartition(".")[2] == "bias":
+                parameter.normal_(std=0.3)
+    return module.eval()
+
+
+def _config(width: int, **options: Any) -> WellposedConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": width, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 2 * width,
+        "vocab_size": 11, "max_position_embeddings": MAX_TOKENS, "num_labels": 3, "layer_norm_eps": 0.1,
+        "attention": "l2_tied",
+    }  # fmt: skip
+    return WellposedConfig(**{**sizes, **options})
+
+
+def _transject_config(width: int, **options: Any) -> TransJectConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": width, "num_hidden_layers": 2, "vocab_size": 11, "max_position_embeddings": MAX_TOKENS,
+        "num_labels": 3, "spectrum_norm": "trace", "residual": "sigmoid",
+    }  # fmt: skip
+    return TransJectConfig(**{**sizes, **options})
+
+
+def _plain(build: Callable[[int], nn.Module], **how: Any) -> Sample:
+    return Sample(lambda width: awake(build(width)), **how)
+
+
+def _attention(
+    kind: Callable[..., nn.Module],
+    heads: int = 2,
+    *,
+    needs_ball: bool = False,
+    norms: tuple[Norm, ...] = ALL_NORMS,
+    **options: Any,
+) -> Sample:
+    return _plain(lambda width: kind(width, heads, **options), needs_ball=needs_ball, norms=norms, takes_mask=True,
+                  takes_causal=True)  # fmt: skip
+
+
+def _block(kind: Callable[[Any, int], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
+    return _plain(lambda width: kind(_config(width, **options), 0), needs_ball=needs_ball, takes_mask=True,
+                  takes_causal=True)  # fmt: skip
+
+
+def _stack(*, is_causal: bool = False, needs_ball: bool = False, **options: Any) -> Sample:
+    return _plain(lambda width: TransformerStack(_config(width, **options), is_causal=is_causal), needs_ball=needs_ball,
+                  takes_mask=True)  # fmt: skip
+
+
+def _model(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
+    return _plain(lambda width: kind(_config(width, **options)), keeps_width=False, needs_ball=needs_ball,
+                  takes_mask=True)  # fmt: skip
+
+
+def _transject(kind: Callable[[Any], nn.Module], *, certifiable: bool = True, **options: Any) -> Sample:
+    return _plain(lambda width: kind(_transject_config(width, **options)), keeps_width=False, certifiable=certifiable,
+                  norms=("tok", 2), takes_mask=True)  # fmt: skip
+
+
+def _transject_stack(*, certifiable: bool = True, **options: Any) -> Sample:
+    settings: dict[str, Any] = {"spectrum_norm": "trace", "residual": "sigmoid", **options}
+    return _plain(lambda width: TransJectStack(width, 2, **settings), keeps_width=False, certifiable=certifiable,
+                  norms=("tok", 2), takes_mask=True)  # fmt: skip
+
+
+def _contraction(width: int, **options: Any) -> L2SelfAttention:
+    return L2SelfAttention(width, 2, **{"contractive": 0.9, "max_tokens": MAX_TOKENS, **options})
+
+
+def _shared_twice(width: int) -> nn.Module:
+    layer = nn.Linear(width, width)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+_TRANSJECT: dict[str, dict[str, Any]] = {
+    "gram by its trace": {},
+    "gram by its maximum": {"spectrum_norm": "max"},
+    "learnt spectrum": {"spectrum": "random"},
+    "gates that follow the input": {"num_experts": 2, "gating": "normalized"},
+    "fixed gates": {"num_experts": 2, "gating": "fixed", "residual": "rezero"},
+    "dropout": {"dropout": 0.1},
+}
+_CAUSAL_TRANSJECT: dict[str, Any] = {"spectrum": "random", "num_experts": 2, "gating": "fixed", "is_causal": True}
+_POOLED: dict[str, Any] = {"num_experts": 2, "gating": "pooled"}
+
+_BLOCKS: list[dict[str, Any]] = [
+    {"norm": "none"}, {"norm": "pre"}, {"norm": "post"}, {"norm": "none", "residual": "rezero"},
+    {"attention": "l2_contractive", "norm": "none"}, {"attention": "l2_contractive", "lipschitz_norm": "2"},
+    {"attention": "cosine"}, {"attention": "cosine", "norm": "none", "activation": "relu"},
+    {"dropout": 0.1, "attention_dropout": 0.1, "norm": "pre"}, {"query_width": 2, "norm": "pre"},
+]  # fmt: skip
+_BALL: list[dict[str, Any]] = [
+    {"attention": "dot_product", "norm": "none"}, {"attention": "dot_product", "norm": "post", "qk_norm": True},
+]  # fmt: skip
+
+ACTIVATIONS: list[Callable[[], nn.Module]] = [
+    nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softsign, nn.Softshrink, nn.Tanhshrink, nn.SiLU, nn.Mish, nn.Hardswish, nn.SELU,
+    nn.Sigmoid, nn.Softplus, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardtanh, nn.GELU, nn.ELU, nn.LeakyReLU, nn.PReLU,
+]  # fmt: skip
+
+SAMPLES: dict[type[nn.Module], list[Sample]] = {
+    nn.Linear: [
+        _plain(lambda width: nn.Linear(width, width)),
+        _plain(lambda width: nn.Linear(width, width, bias=False)),
+        _plain(lambda width: nn.Linear(width, 2 * width), keeps_width=False),
+        _plain(lambda width: nn.Linear(width, 3), keeps_width=False),
+    ],
+    OrthogonalLinear: [_plain(OrthogonalLinear)],
+    nn.Identity: [_plain(lambda width: nn.Identity())],
+    nn.Flatten: [_plain(lambda width: nn.Flatten(), keeps_width=False, certifiable=False)],
+    nn.Dropout: [_plain(lambda width: nn.Dropout(0.1)), _plain(lambda width: nn.Dropout(0.0))],
+    **{kind: [_plain(lambda width, kind=kind: kind())] for kind in ACTIVATIONS},  # type: ignore[misc]
+    nn.GELU: [_plain(lambda width: nn.GELU()), _plain(lambda width: nn.GELU(approximate="tanh"))],
+    nn.ELU: [_plain(lambda width: nn.ELU()), _plain(lambda width: nn.ELU(alpha=2.5))],
+    nn.LeakyReLU: [_plain(lambda width: nn.LeakyReLU()), _plain(lambda width: nn.LeakyReLU(-3.0))],
+    nn.PReLU: [_plain(lambda width: nn.PReLU()), _plain(lambda width: nn.PReLU(init=-2.0))],
+    nn.LayerNorm: [
+        _plain(lambda width: nn.LayerNorm(width)),
+        _plain(lambda width: nn.LayerNorm(width, eps=0.1, elementwise_affine=False)),
+        _plain(lambda width: nn.LayerNorm(width, eps=0.1, bias=False)),
+    ],
+    nn.RMSNorm: [
+        _plain(lambda width: nn.RMSNorm(width, eps=0.1)),
+        _plain(lambda width: nn.RMSNorm(width, eps=1e-5, elementwise_affine=False)),
+    ],
+    PreNorm: [_plain(lambda width: PreNorm(width, eps=0.1))],
+    PostNorm: [_plain(lambda width: PostNorm(width, eps=0.1))],
+    nn.Sequential: [
+        _plain(lambda width: nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))),
+        _plain(_shared_twice),
+        _plain(lambda width: nn.Sequential()),
+        _plain(lambda width: nn.Sequential(nn.LayerNorm(width, eps=0.1), nn.Sequential(nn.Linear(width, width)))),
+    ],
+    MLP: [
+        _plain(lambda width: MLP(width, 2 * width)),
+        _plain(lambda width: MLP(width, 2 * width, activation="relu", bias=False)),
+    ],
+    L2SelfAttention: [
+        _attention(L2SelfAttention),
+        _attention(L2SelfAttention, heads=1, bias=False),
+        _attention(L2SelfAttention, values="free"),
+        _attention(L2SelfAttention, query_width=2),
+        _attention(L2SelfAttention, heads=4, init_scale=1.0, dropout=0.1),
+        *(_attention(L2SelfAttention, contractive=0.9, norm=norm, max_tokens=MAX_TOKENS) for norm in ALL_NORMS),
+        # Without max_tokens the scale follows the length, and the layer promises its constant in its own norm alone.
+        _attention(L2SelfAttention, contractive=0.5, heads=4, norms=("tok",)),
+        _attention(L2SelfAttention, contractive=0.9, values="free", query_width=2, norms=("tok",)),
+    ],
+    CosineSelfAttention: [
+        _attention(CosineSelfAttention),
+        _attention(CosineSelfAttention, heads=1, eps=0.5, tau=4.0, bias=False),
+        _attention(CosineSelfAttention, heads=4, eps=0.1, nu=3.0, learn_scales=False, dropout=0.1),
+    ],
+    CosineCrossAttention: [
+        _plain(lambda width: CosineCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)
+    ],
+    DotProductAttention: [
+        _attention(DotProductAttention, needs_ball=True),
+        _attention(DotProductAttention, heads=1, needs_ball=True, bias=False),
+        _attention(DotProductAttention, needs_ball=True, qk_norm=True, eps=0.1),
+        _attention(DotProductAttention, heads=4, needs_ball=True, dropout=0.1),
+    ],
+    Block: [
+        *(_block(Block, **options) for options in _BLOCKS),
+        *(_block(Block, needs_ball=True, **options) for options in _BALL),
+    ],
+    TransformerStack: [
+        *(_stack(is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
+        *(_stack(is_causal=index % 2 == 0, needs_ball=True, **options) for index, options in enumerate(_BALL)),
+    ],
+    DecoderBlock: [_plain(lambda width: DecoderBlock(_config(width), 0), certifiable=False, two_inputs=True)],
+    InvertibleResidual: [
+        *(_plain(lambda width, norm=norm: InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
+                 takes_causal=True) for norm in ALL_NORMS),  # type: ignore[misc]
+        _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
+        _plain(lambda width: InvertibleResidual(OrthogonalLinear(width), lipschitz=0.99999)),
+    ],
+    AdditiveCoupling: [
+        _plain(lambda width: AdditiveCoupling(MLP(width // 2, width), nn.Linear(width // 2, width // 2))),
+        _plain(lambda width: AdditiveCoupling(L2SelfAttention(width // 2, 2), MLP(width // 2, width)),
+               takes_mask=True, takes_causal=True),
+        _plain(lambda width: AdditiveCoupling(L2SelfAttention(width // 2, 1), CosineSelfAttention(width // 2, 2),
+                                              g_options=True), takes_mask=True, takes_causal=True),
+    ],
+    ReversibleSequential: [
+        _plain(lambda width: ReversibleSequential([InvertibleResidual(_contraction(width)) for _ in range(2)]),
+               takes_mask=True, takes_causal=True),
+        _plain(lambda width: ReversibleSequential(
+            [AdditiveCoupling(MLP(width // 2, width), MLP(width // 2, width)) for _ in range(2)])),
+    ],
+    OrthogonalFeedForward: [
+        _plain(OrthogonalFeedForward),
+        _plain(lambda width: OrthogonalFeedForward(width, dropout=0.1)),
+    ],
+    TransJectStack: [
+        *(_transject_stack(**options) for options in _TRANSJECT.values()),
+        _transject_stack(**_CAUSAL_TRANSJECT),
+        _transject_stack(certifiable=False, **_POOLED),
+    ],
+    TransJectModel: [
+        *(_transject(TransJectModel, **options) for options in _TRANSJECT.values()),
+        _transject(TransJectModel, **_CAUSAL_TRANSJECT),
+        _transject(TransJectModel, certifiable=False, **_POOLED),
+    ],
+    TransJectForSequenceClassification: [
+        *(_transject(TransJectForSequenceClassification, **options) for options in _TRANSJECT.values()),
+        *(_transject(TransJectForSequenceClassification, pooling=pooling) for pooling in ("first", "max")),
+    ],
+    WellposedModel: [
+        *(_model(WellposedModel, is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
+        *(_model(WellposedModel, needs_ball=True, **options) for options in _BALL),
+    ],
+    WellposedForCausalLM: [
+        *(_model(WellposedForCausalLM, **options) for options in _BLOCKS[:5]),
+        _model(WellposedForCausalLM, tie_word_embeddings=False, position="sinusoidal", scale_embeddings=False),
+        _model(WellposedForCausalLM, needs_ball=True, **_BALL[0]),
+    ],
+    WellposedForSequenceClassification: [
+        *(_model(WellposedForSequenceClassification, **options) for options in _BLOCKS),
+        *(_model(WellposedForSequenceClassification, pooling=pooling, norm="none") for pooling in ("first", "max")),
+        _model(WellposedForSequenceClassification, is_causal=True, position="sinusoidal"),
+        _model(WellposedForSequenceClassification, needs_ball=True, **_BALL[0]),
+    ],
+    WellposedForSequencePairClassification: [
+        _plain(lambda width: WellposedForSequencePairClassification(_config(width)), keeps_width=False,
+               certifiable=False, two_inputs=True)
+    ],
+}  # fmt: skip
