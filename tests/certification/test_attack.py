@@ -230,6 +230,16 @@ def test_under_a_custom_gradient_only_the_slope_is_a_lower_bound():
     assert honest.dtype is torch.get_default_dtype()
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_backward_without_a_derivative_leaves_the_slopes(dtype):
+    module = nn.Sequential(nn.Hardsigmoid(), nn.Linear(4, 4))
+    found = lipschitz_lower_bound(module, (3, 4), norm=2, restarts=4, steps=40, dtype=dtype)
+    assert (found.found_by, found.jacobian) == ("difference", 0.0)
+    assert 0.9 <= found.ratio(certify(module, seq_len=3, norm=2)) <= 1
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lipschitz_lower_bound(module, (3, 5))
+
+
 def test_weights_ascended_are_measured_in_the_modules_own_dtype(attention):
     def bound(module: L2SelfAttention) -> torch.Tensor:
         return l2_attention_bound(*module.head_weights(), l2_constants(3, mask="full"), norm=2, method="gram").value

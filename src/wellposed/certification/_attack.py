@@ -109,19 +109,18 @@ def lipschitz_lower_bound(
         ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The attack then ascends
             ``log(value / bound)`` over the module's parameters too, and returns the module it ended with.
         start: ``(restarts, *shape)`` first inputs.
-        dtype: of the attacked copy; ``value`` is then its Jacobian's. None: the module's own (of its first parameter;
-            else of ``start``). Gradients in low precision may be useless, so ``value`` is then the largest slope
-            measured between two inputs in that dtype: along the directions an ascent in float64 finds, along random
-            ones, from start to start, and after ``steps`` of ascent of both inputs. Steps are large: ``|x - y| / |x|``
-            from 1 down to the cube root of the rounding unit.
+        dtype: of the attacked copy; ``value`` is then its Jacobian's, or, where torch cannot differentiate a backward
+            again (`ReversibleSequential`, nn.Hardsigmoid), the largest slope measured between two inputs. None: the
+            module's own (of its first parameter; else of ``start``). Gradients in low precision may be useless, so
+            ``value`` is then the largest slope measured in that dtype: along the directions an ascent in float64 finds,
+            along random ones, from start to start, and after ``steps`` of ascent of both inputs. Steps are large:
+            ``|x - y| / |x|`` from 1 down to the cube root of the rounding unit.
         seed: the attack is deterministic.
 
     Raises:
         ShapeError: ``start`` or ``perturbed`` does not fit, or the output has no batch dimension.
         ConfigError: unknown norm, or ``ascend_weights`` for something that is not a module.
         ConvergenceError: every restart met NaN or infinity.
-        RuntimeError: from torch, where a backward cannot be differentiated again (`ReversibleSequential`: attack its
-            blocks one after the other).
 
     Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x (N D) matrix unless
     ``exact``; ``dtype=None`` adds two forward and backward passes per step. When not to use: to certify anything.
@@ -147,13 +146,14 @@ def lipschitz_lower_bound(
     kwargs = _expand(forward_kwargs, restarts)
     stretcher = Stretcher(Call(target, kwargs), norm, allowed, exact)
     random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
-    direction = random
-    state = _Best(norm, begin, direction, torch.full((restarts,), -math.inf).to(begin))
+    state = _Best(norm, begin, random, *torch.full((2, restarts), -math.inf).to(begin))
     variables: list[Tensor] = [unit, log_scale]
     if ascend_weights is not None:
         variables += [parameter for parameter in target.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(variables, lr=learning_rate, maximize=True)
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+
+    def climb() -> None:
+        direction = random
         for step in range(steps + 1):
             optimizer.zero_grad()
             x = _place(unit, log_scale, radius)
@@ -169,19 +169,33 @@ def lipschitz_lower_bound(
                     if variable.grad is not None:
                         variable.grad.nan_to_num_(0.0, 0.0, 0.0)
                 optimizer.step()
-    if dtype is not None:
-        meter = SlopeMeter(Call(target if state.module is None else state.module, kwargs), norm, dtype, allowed, radius)
+
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        twice = _has_second_derivative(climb)
+    attacked = _as_it_runs(module, state.module) if dtype is None else target if state.module is None else state.module
+    own = _own_dtype(attacked, start) if dtype is None else dtype
+    meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
+    if dtype is not None and twice:
         with sdpa_kernel(SDPBackend.MATH):
             return state.report(steps, meter.along(state.inputs, state.directions), dtype)
-    attacked = _as_it_runs(module, state.module)
-    own = _own_dtype(attacked, start)
-    meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
-    pairs = meter.along(state.inputs, state.directions).better(
-        meter.along(begin, random / size(random, norm)[:, None, None])
-    )
-    pairs = pairs.better(meter.best([(begin, begin.roll(1, 0)), (begin, 2 * begin)]))
     with torch.enable_grad():
-        return state.measured(steps, meter.ascend(pairs, steps, learning_rate), own, attacked)
+        pairs = meter.search(begin, random, (state.inputs, state.directions))
+        pairs = meter.ascend(pairs, steps, learning_rate)
+    return state.measured(steps, pairs, own, attacked)
+
+
+# What torch says where a backward has no derivative of its own: a function with a custom backward, some activations.
+_NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented")
+
+
+def _has_second_derivative(climb: Callable[[], None]) -> bool:
+    try:
+        climb()
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_SECOND_DERIVATIVE):
+            raise
+        return False
+    return True
 
 
 def _place(unit: Tensor, log_scale: Tensor, radius: float | None) -> Tensor:
@@ -199,13 +213,11 @@ class _Best:
     inputs: Tensor
     directions: Tensor
     scores: Tensor
+    stretches: Tensor
     module: Any = None
-    stretches: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def keep(self, score: Tensor, stretch: Tensor, x: Tensor, direction: Tensor) -> None:
         score = score.detach()
-        if self.stretches.numel() == 0:
-            self.stretches = torch.full_like(score, -math.inf)
         better = torch.isfinite(score) & (score > self.scores)
         wide = better[:, None, None]
         self.scores = torch.where(better, score, self.scores)

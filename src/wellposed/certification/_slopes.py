@@ -60,6 +60,12 @@ class SlopeMeter:
         least = torch.finfo(self.dtype).eps ** (1 / 3)
         return [4.0**-power for power in range(1 + math.floor(-math.log(least) / math.log(4.0)))]
 
+    def search(self, start: Tensor, random: Tensor, found: tuple[Tensor, Tensor]) -> Pairs:
+        """Return the steepest pair of each restart: along the direction found at its input, random, start to start."""
+        pairs = self.along(*found)
+        pairs = pairs.better(self.along(start, random / size(random, self.norm)[:, None, None]))
+        return pairs.better(self.best([(start, start.roll(1, 0)), (start, 2 * start)]))
+
     def along(self, x: Tensor, direction: Tensor) -> Pairs:
         """Return the steepest pair ``x, x + t |x| v`` over the step lengths t of both signs."""
         length = size(x, self.norm)

@@ -1,0 +1,1 @@
+"""Attack what `certify` accepts: random compositions, inputs and weights ascended; ``python -m tests.attack``."""
