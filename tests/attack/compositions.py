@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from wellposed.linalg import MaskKind, Norm
 from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
 
-from ..support.samples import ALL_NORMS, SAMPLES, Sample
+from ..support.samples import ACTIVATIONS, ALL_NORMS, SAMPLES, Sample
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 Part = tuple[type[nn.Module], Sample]
 ACCEPTED: list[Part] = [(kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.certifiable]
-# A layer inside: composable, and with a bound everywhere, as the ball of a composition is drawn for its first layer.
-COMPOSABLE = [part for part in ACCEPTED if part[1].keeps_width]
-KINDS = [kind for kind, samples in SAMPLES.items() if any(sample.certifiable for sample in samples)]
+KINDS = list(dict.fromkeys(kind for kind, _ in ACCEPTED))
+# Scalar nonlinearities are many and simple.
+WEIGHTS = [1 if kind in ACTIVATIONS else 4 for kind in KINDS]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def draw(seed: int, number: int) -> Case:
 def _module(dice: random.Random, shape: str, width: int) -> tuple[list[Part], nn.Module, Sample | None]:
     """The parts, the module, and the sample whose options its `forward` takes (None: no options)."""
     if shape == "alone":
-        kind = dice.choice(KINDS)
+        (kind,) = dice.choices(KINDS, WEIGHTS)
         part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.certifiable]))
         return [part], part[1].build(width), part[1]
     parts = [_layer(dice) for _ in range(1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2)]
@@ -137,9 +137,11 @@ def _module(dice: random.Random, shape: str, width: int) -> tuple[list[Part], nn
 
 
 def _layer(dice: random.Random) -> Part:
-    kinds = list(dict.fromkeys(kind for kind, _ in COMPOSABLE))
-    kind = dice.choice(kinds)
-    return dice.choice([part for part in COMPOSABLE if part[0] is kind])
+    while True:
+        (kind,) = dice.choices(KINDS, WEIGHTS)
+        samples = [sample for sample in SAMPLES[kind] if sample.certifiable and sample.keeps_width]
+        if samples:
+            return kind, dice.choice(samples)
 
 
 def _mask(

@@ -6,6 +6,7 @@ import copy
 import math
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from .compositions import Case, unrolled
 ALLOWANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far above 1 rounding may lift a ratio, beside the 8 eps of the outputs that the attack takes off."""
 # The check that `certify` makes of itself would speak first.
-_WITHOUT_CROSS_CHECK = {"cross_check": False} if "cross_check" in signature(certify).parameters else {}
+_WITHOUT_CROSS_CHECK: dict[str, Any] = {"cross_check": False} if "cross_check" in signature(certify).parameters else {}
 
 
 @dataclass(frozen=True)

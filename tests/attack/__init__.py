@@ -1,1 +1,0 @@
-"""Attack what `certify` accepts: random compositions, inputs and weights ascended; ``python -m tests.attack``."""
