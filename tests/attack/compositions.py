@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wellposed.linalg import MaskKind, Norm
 from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
 
-from ..support.samples import ACTIVATIONS, ALL_NORMS, SAMPLES, Sample
+from ..support.samples import ACTIVATIONS, ALL_NORMS, SAMPLES, Sample, output_of
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 Part = tuple[type[nn.Module], Sample]
@@ -42,8 +42,14 @@ class Case:
     how: dict[str, Any] = field(default_factory=dict)
     """What `forward` is told: masks."""
     perturbed: Tensor | None = None
+    """Tokens that move and count, where the certificate leaves padding out."""
     scales: tuple[float, float] = (0.1, 10.0)
     ascends_weights: bool = False
+
+    def view(self, module: nn.Module) -> nn.Module:
+        """Return a copy of the module, as drawn or with other weights, that shows what the certificate speaks of."""
+        module = unrolled(module)
+        return module if self.perturbed is None else RealTokens(module, self.perturbed)
 
     @property
     def dtype(self) -> str:
@@ -71,6 +77,18 @@ class Unrolled(nn.Module):
         for block in self.blocks:
             x = block(x, **options)
         return x
+
+
+class RealTokens(nn.Module):
+    """A module whose output at padded tokens, where it has them, is zero."""
+
+    def __init__(self, module: nn.Module, real: Tensor) -> None:
+        super().__init__()
+        self.module, self.real = module, real
+
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        y = output_of(self.module, x, **how)
+        return y if y.ndim == 2 else y * self.real.unsqueeze(-1).to(y)
 
 
 def unrolled(module: nn.Module) -> nn.Module:

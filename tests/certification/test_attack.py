@@ -144,6 +144,7 @@ def test_it_is_deterministic_and_every_argument_changes_something(attention):
 
 def test_a_constant_map_has_slope_zero():
     assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2).value == 0.0
+    assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2, dtype=None).value == 0.0
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
     found = lipschitz_lower_bound(zero, (2, 2), steps=2)
@@ -267,5 +268,7 @@ def test_bad_input(attention):
         lipschitz_lower_bound(attention, (3, 4), steps=1).ratio(certify(attention, seq_len=3, norm=2))
     broken = copy.deepcopy(attention)
     broken.q_proj.weight.data.fill_(math.nan)
-    with pytest.raises(ConvergenceError, match="NaN"):
+    with pytest.raises(ConvergenceError, match="Jacobian was NaN"):
         lipschitz_lower_bound(broken, (3, 4), steps=2)
+    with pytest.raises(ConvergenceError, match=r"outputs in torch\.float32 were NaN"):
+        lipschitz_lower_bound(broken, (3, 4), steps=2, dtype=None)

@@ -84,12 +84,12 @@ def lipschitz_lower_bound(
 
     Status: a true lower bound up to rounding, whatever the ascent does, where automatic differentiation gives the true
     derivative; no upper bound of anything. Under custom gradients (an autograd function with another backward, a
-    straight-through estimator) ``value`` is no bound; `LowerBound.slope`, measured at ``x`` and ``x + t v`` without any
-    gradient, is one always. The copy in float64 does not see what the module's own dtype does to it (underflow,
-    overflow, absorbed terms): ``dtype=None`` attacks the module as it runs. In each step the
-    worst direction is found by alternating between input and output (power iteration in norm 2, sign and row updates in
-    "inf", per-token normalisation in "tok") from vector-Jacobian products alone, and the input climbs the gradient of
-    that norm by Adam; the idea of Kim, Papamakarios, Mnih (2021), Appendix I, for any module and norm.
+    straight-through estimator) ``value`` is no bound; `LowerBound.slope`, measured at ``x`` and ``x + t v`` without
+    any gradient, is one always. The copy in float64 does not see what the module's own dtype does to it (underflow,
+    absorbed terms): ``dtype=None`` attacks the module as it runs. In each step the worst direction is found by
+    alternating between input and output (power iteration in norm 2, sign and row updates in "inf", per-token
+    normalisation in "tok") from vector-Jacobian products alone, and the input climbs the gradient of that norm by Adam;
+    the idea of Kim, Papamakarios, Mnih (2021), Appendix I, for any module and norm.
 
     Args:
         module: a module or function of ``(restarts, *shape)``; the first tensor of its output counts. A Hugging Face
@@ -171,11 +171,11 @@ def lipschitz_lower_bound(
                 optimizer.step()
 
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        twice = _has_second_derivative(climb)
+        differentiable = _completes(climb)
     attacked = _as_it_runs(module, state.module) if dtype is None else target if state.module is None else state.module
     own = _own_dtype(attacked, start) if dtype is None else dtype
     meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
-    if dtype is not None and twice:
+    if dtype is not None and differentiable:
         with sdpa_kernel(SDPBackend.MATH):
             return state.report(steps, meter.along(state.inputs, state.directions), dtype)
     with torch.enable_grad():
@@ -188,7 +188,8 @@ def lipschitz_lower_bound(
 _NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented")
 
 
-def _has_second_derivative(climb: Callable[[], None]) -> bool:
+def _completes(climb: Callable[[], None]) -> bool:
+    """Run an ascent; False where torch cannot differentiate a backward again."""
     try:
         climb()
     except RuntimeError as error:
@@ -230,10 +231,7 @@ class _Best:
             self.module = copy.deepcopy(module)
 
     def report(self, steps: int, pairs: Pairs, dtype: torch.dtype) -> LowerBound:
-        if not bool(torch.isfinite(self.scores).any()):
-            raise ConvergenceError(
-                "attack: the Jacobian was NaN or infinite at every input; check the weights for NaN, or lower scales"
-            )
+        _check_any_finite(self.scores, "the Jacobian was")
         best = int(self.scores.argmax())
         value = max(0.0, float(self.stretches[best]))
         return LowerBound(
@@ -245,12 +243,13 @@ class _Best:
             steps,
             self.module,
             jacobian=value,
-            slope=float(pairs.slopes[best]),
+            slope=max(0.0, float(pairs.slopes[best])),
             pair=(pairs.x[best], pairs.y[best]),
             dtype=dtype,
         )
 
     def measured(self, steps: int, pairs: Pairs, dtype: torch.dtype, attacked: Any) -> LowerBound:
+        _check_any_finite(pairs.slopes, f"outputs in {dtype} were")
         best = int(pairs.slopes.argmax())
         x, y = pairs.x[best], pairs.y[best]
         slope = float(pairs.slopes[best])
@@ -264,10 +263,17 @@ class _Best:
             steps,
             None if self.module is None else attacked,
             found_by="difference",
-            jacobian=max(0.0, float(self.stretches.nan_to_num(nan=0.0).max())),
+            jacobian=max(0.0, float(self.stretches[self.scores.argmax()])),
             slope=slope,
             pair=(x, y),
             dtype=dtype,
+        )
+
+
+def _check_any_finite(scores: Tensor, what: str) -> None:
+    if not bool(torch.isfinite(scores).any()):
+        raise ConvergenceError(
+            f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower scales"
         )
 
 

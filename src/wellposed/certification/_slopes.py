@@ -82,13 +82,15 @@ class SlopeMeter:
         return found
 
     def measure(self, x: Tensor, y: Tensor) -> Pairs:
-        """Return the slopes between inputs rounded to the dtype; 0 where an output is not finite."""
+        """Return the slopes between inputs rounded to the dtype; -inf where an output is not finite."""
         x, y = self._place(x), self._place(x + self.allowed.to(x) * (y - x))
         outputs = [self.call(value).double() for value in (x, y)]
         apart = size(x.double() - y.double(), self.norm)
         noise = ROUNDING * torch.finfo(self.dtype).eps * sum(size(output.detach(), self.norm) for output in outputs)
-        slopes = (size(outputs[0] - outputs[1], self.norm) - noise) / apart
-        return Pairs(x, y, torch.where(torch.isfinite(slopes), slopes, 0.0).clamp_min(0.0))
+        moved = (size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
+        # A pair of equal inputs says nothing.
+        slopes = moved / torch.where(apart > 0, apart, 1.0)
+        return Pairs(x, y, torch.where(torch.isfinite(slopes), slopes, -math.inf))
 
     def ascend(self, pairs: Pairs, steps: int, learning_rate: float) -> Pairs:
         """Move both inputs up the gradient of their slope; what counts is measured, so a wrong gradient does no harm.
