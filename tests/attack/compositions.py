@@ -130,7 +130,7 @@ def draw(seed: int, number: int) -> Case:
         how,
         perturbed,
         dice.choice(((0.1, 10.0), (0.1, 10.0), (1e-3, 1e3))),
-        dice.random() < 0.25,
+        dice.random() < 0.25 and tokens <= 16,
     )
 
 
