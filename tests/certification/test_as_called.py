@@ -1,4 +1,4 @@
-"""Every registered rule, and every way in which a call can differ from its class: the certificate is right, or refused."""
+"""Every registered rule, every way in which a call can differ from its class: the certificate is right, or refused."""
 
 from __future__ import annotations
 

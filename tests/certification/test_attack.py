@@ -144,11 +144,111 @@ def test_it_is_deterministic_and_every_argument_changes_something(attention):
 
 def test_a_constant_map_has_slope_zero():
     assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2).value == 0.0
+    assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2, dtype=None).value == 0.0
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
     found = lipschitz_lower_bound(zero, (2, 2), steps=2)
     assert found.value == 0.0
     assert found.ratio(certify(zero, seq_len=2)) == 0.0
+
+
+class DividedByItself(nn.Module):
+    """``x W / |W|_F``: 1-Lipschitz; in float32 the squares of small weights underflow, and the division is by tiny."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(size * torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        square = self.weight.square().sum()
+        return x @ self.weight / square.sqrt().clamp_min(torch.finfo(square.dtype).tiny)
+
+
+def test_the_modules_own_dtype_shows_what_a_float64_copy_hides():
+    module = DividedByItself(1e-25).eval()
+    double = lipschitz_lower_bound(module, (3, 4), restarts=2, steps=4)
+    assert double.value == pytest.approx(0.5)
+    assert (double.found_by, double.dtype) == ("jacobian", torch.float64)
+    own = lipschitz_lower_bound(module, (3, 4), restarts=2, steps=4, dtype=None)
+    truth = 1e-25 / torch.finfo(torch.float32).tiny
+    assert own.value == own.slope == pytest.approx(truth, rel=1e-4)
+    assert own.jacobian == pytest.approx(0.5)
+    assert (own.found_by, own.dtype) == ("difference", torch.float32)
+    assert lipschitz_lower_bound(DividedByItself(1.0), (3, 4), steps=4, dtype=None).value == pytest.approx(
+        0.5, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_fakes_no_violation_and_hides_little(norm, dtype):
+    torch.manual_seed(2)
+    linear = nn.Linear(8, 8).to(dtype)
+    nn.init.normal_(linear.bias, std=3.0)
+    found = lipschitz_lower_bound(linear, (4, 8), norm=norm, restarts=4, steps=20, dtype=None)
+    assert found.dtype is dtype
+    least = {torch.float64: 0.999, torch.float32: 0.99, torch.bfloat16: 0.3, torch.float16: 0.9}[dtype]
+    assert least <= found.ratio(certify(linear, seq_len=4, norm=norm)) <= 1
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_the_slope_is_that_of_the_pair(attention, dtype):
+    padding = torch.tensor([[False, False, True]])
+    found = lipschitz_lower_bound(
+        attention, (3, 4), restarts=3, steps=10, dtype=dtype, radius=0.7, perturbed=~padding[0],
+        forward_kwargs={"key_padding_mask": padding},
+    )  # fmt: skip
+    x, y = found.pair
+    assert x.dtype is y.dtype is found.dtype
+    assert torch.equal(x[2], y[2])
+    assert float(torch.stack([x, y]).norm(dim=-1).max()) <= 0.7
+    module = copy.deepcopy(attention).to(found.dtype)
+    with torch.no_grad():
+        fx, fy = (module(value[None], key_padding_mask=padding)[0].double() for value in (x, y))
+    slope = float((fx - fy).norm(dim=-1).max() / (x.double() - y.double()).norm(dim=-1).max())
+    assert found.slope <= slope
+    assert found.slope == pytest.approx(slope, rel=1e-3)
+
+
+class Backward(torch.autograd.Function):
+    """The identity with ten times its derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 10 * gradient
+
+
+def test_under_a_custom_gradient_only_the_slope_is_a_lower_bound():
+    wrong = lipschitz_lower_bound(Backward.apply, (3, 4), restarts=2, steps=4)
+    assert wrong.value == pytest.approx(10.0)
+    assert wrong.slope == pytest.approx(1.0)
+    honest = lipschitz_lower_bound(Backward.apply, (3, 4), restarts=2, steps=4, dtype=None)
+    assert honest.value == pytest.approx(1.0, rel=1e-4)
+    assert honest.dtype is torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_backward_without_a_derivative_leaves_the_slopes(dtype):
+    module = nn.Sequential(nn.Hardsigmoid(), nn.Linear(4, 4))
+    found = lipschitz_lower_bound(module, (3, 4), norm=2, restarts=4, steps=40, dtype=dtype)
+    assert (found.found_by, found.jacobian) == ("difference", 0.0)
+    assert 0.9 <= found.ratio(certify(module, seq_len=3, norm=2)) <= 1
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lipschitz_lower_bound(module, (3, 5))
+
+
+def test_weights_ascended_are_measured_in_the_modules_own_dtype(attention):
+    def bound(module: L2SelfAttention) -> torch.Tensor:
+        return l2_attention_bound(*module.head_weights(), l2_constants(3, mask="full"), norm=2, method="gram").value
+
+    found = lipschitz_lower_bound(attention, (3, 4), norm=2, restarts=3, steps=20, ascend_weights=bound, dtype=None)
+    assert found.module.q_proj.weight.dtype is torch.float32
+    assert not torch.equal(found.module.q_proj.weight, attention.q_proj.weight)
+    assert 0.05 < found.ratio(certify(found.module, seq_len=3, norm=2, mask="full")) <= 1
 
 
 def test_bad_input(attention):
@@ -168,5 +268,7 @@ def test_bad_input(attention):
         lipschitz_lower_bound(attention, (3, 4), steps=1).ratio(certify(attention, seq_len=3, norm=2))
     broken = copy.deepcopy(attention)
     broken.q_proj.weight.data.fill_(math.nan)
-    with pytest.raises(ConvergenceError, match="NaN"):
+    with pytest.raises(ConvergenceError, match="Jacobian was NaN"):
         lipschitz_lower_bound(broken, (3, 4), steps=2)
+    with pytest.raises(ConvergenceError, match=r"outputs in torch\.float32 were NaN"):
+        lipschitz_lower_bound(broken, (3, 4), steps=2, dtype=None)

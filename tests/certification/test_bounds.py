@@ -245,7 +245,8 @@ def test_layer_norm_bound_edge_values():
 ACTIVATIONS = [
     nn.ReLU(), nn.ReLU6(), nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.Mish(), nn.Hardswish(), nn.SELU(),
     nn.ELU(alpha=0.5), nn.ELU(alpha=2.5), nn.LeakyReLU(1.7), nn.PReLU(init=1.3), nn.Tanh(), nn.Sigmoid(),
-    nn.Softplus(threshold=40), nn.LogSigmoid(), nn.Hardsigmoid(), nn.Hardtanh(), nn.Softsign(), nn.Softshrink(), nn.Tanhshrink(),
+    nn.Softplus(threshold=40), nn.LogSigmoid(), nn.Hardsigmoid(), nn.Hardtanh(), nn.Softsign(), nn.Softshrink(),
+    nn.Tanhshrink(),
 ]  # fmt: skip
 
 

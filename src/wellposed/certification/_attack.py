@@ -6,13 +6,14 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.certification._certificate import Certificate
+from wellposed.certification._slopes import Pairs, SlopeMeter, size
 from wellposed.certification._stretch import Call, Stretcher
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
@@ -22,9 +23,10 @@ Bounder = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class LowerBound:
-    """``value = |J(input) direction| / |direction|``: the Lipschitz constant is at least this, up to rounding."""
+    """``value``: the Lipschitz constant is at least this. `found_by` says how far that can be trusted."""
 
     value: float
+    """`jacobian` where a ``dtype`` was asked for, `slope` where the module was attacked in its own."""
     norm: Norm
     input: Tensor = field(repr=False)
     """The input found, ``shape``."""
@@ -35,6 +37,18 @@ class LowerBound:
     steps: int
     module: Any = field(default=None, repr=False)
     """The attacked copy, where weights were ascended as well."""
+    found_by: Literal["jacobian", "difference"] = "jacobian"
+    """``"jacobian"``: ``|J(input) direction|`` by automatic differentiation, no lower bound where a backward is wrong
+    (custom autograd functions, straight-through estimators); ``"difference"``: measured between two inputs."""
+    jacobian: float = 0.0
+    """Largest ``|J(x) v| / |v|`` of the ascent."""
+    slope: float = 0.0
+    """Largest ``|f(x) - f(y)| / |x - y|`` measured, a lower bound whatever the gradients say: 8 eps of
+    ``|f(x)| + |f(y)|`` are taken off, more than a forward pass rounds unless it cancels large numbers."""
+    pair: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    """The x and y of `slope`, in `dtype`."""
+    dtype: torch.dtype = torch.float64
+    """In which `slope` was measured."""
 
     def ratio(self, certificate: Certificate) -> float:
         """Return lower / upper, which no sound certificate of the same norm lets exceed 1.
@@ -63,15 +77,19 @@ def lipschitz_lower_bound(
     exact: bool = False,
     ascend_weights: Bounder | None = None,
     start: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> LowerBound:
     """Return a lower bound of ``sup |f(X) - f(Y)| / |X - Y|``: the Jacobian norm at the worst input an ascent finds.
 
-    Status: a true lower bound up to rounding, whatever the ascent does; no upper bound of anything. In each step the
-    worst direction is found by alternating between input and output (power iteration in norm 2, sign and row updates in
-    "inf", per-token normalisation in "tok") from vector-Jacobian products alone, and the input climbs the gradient of
-    that norm by Adam; the idea of Kim, Papamakarios, Mnih (2021), Appendix I, for any module and norm.
+    Status: a true lower bound up to rounding, whatever the ascent does, where automatic differentiation gives the true
+    derivative; no upper bound of anything. Under custom gradients (an autograd function with another backward, a
+    straight-through estimator) ``value`` is no bound; `LowerBound.slope`, measured at ``x`` and ``x + t v`` without
+    any gradient, is one always. The copy in float64 does not see what the module's own dtype does to it (underflow,
+    absorbed terms): ``dtype=None`` attacks the module as it runs. In each step the worst direction is found by
+    alternating between input and output (power iteration in norm 2, sign and row updates in "inf", per-token
+    normalisation in "tok") from vector-Jacobian products alone, and the input climbs the gradient of that norm by Adam;
+    the idea of Kim, Papamakarios, Mnih (2021), Appendix I, for any module and norm.
 
     Args:
         module: a module or function of ``(restarts, *shape)``; the first tensor of its output counts. A Hugging Face
@@ -91,7 +109,12 @@ def lipschitz_lower_bound(
         ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The attack then ascends
             ``log(value / bound)`` over the module's parameters too, and returns the module it ended with.
         start: ``(restarts, *shape)`` first inputs.
-        dtype: of the attack.
+        dtype: of the attacked copy; ``value`` is then its Jacobian's, or, where torch cannot differentiate a backward
+            again (`ReversibleSequential`, nn.Hardsigmoid), the largest slope measured between two inputs. None: the
+            module's own (of its first parameter; else of ``start``). Gradients in low precision may be useless, so
+            ``value`` is then the largest slope measured in that dtype: along the directions an ascent in float64 finds,
+            along random ones, from start to start, and after ``steps`` of ascent of both inputs. Steps are large:
+            ``|x - y| / |x|`` from 1 down to the cube root of the rounding unit.
         seed: the attack is deterministic.
 
     Raises:
@@ -100,7 +123,7 @@ def lipschitz_lower_bound(
         ConvergenceError: every restart met NaN or infinity.
 
     Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x (N D) matrix unless
-    ``exact``. When not to use: to certify anything.
+    ``exact``; ``dtype=None`` adds two forward and backward passes per step. When not to use: to certify anything.
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
     >>> _ = linear.weight.data.copy_(torch.diag(torch.tensor([1.0, 3.0])))
@@ -108,28 +131,34 @@ def lipschitz_lower_bound(
     3.0
     """
     check_norm(norm)
-    target = _prepare(module, dtype, keep_gradients=ascend_weights is not None)
+    moving = dtype or torch.float64
+    target = _prepare(module, moving, keep_gradients=ascend_weights is not None)
     generator = torch.Generator().manual_seed(seed)
     if start is None:
-        start = _random_start(shape, restarts, scales, dtype, generator)
+        begin = _random_start(shape, restarts, scales, moving, generator)
     elif tuple(start.shape) != (restarts, *shape):
         raise ShapeError(f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}")
-    device = _device_of(target)
-    log_scale, unit = _as_variables(start.detach().to(device, dtype))
-    allowed = _perturbed_tokens(perturbed, shape, dtype).to(device)
-    stretcher = Stretcher(Call(target, _expand(forward_kwargs, restarts)), norm, allowed, exact)
-    direction = torch.randn(unit.shape, dtype=dtype, generator=generator).to(device) * allowed
-    state = _Best(norm, unit.detach().clone(), direction, torch.full((restarts,), -math.inf).to(unit.detach()))
+    else:
+        begin = start.detach()
+    begin = begin.to(_device_of(target), moving)
+    log_scale, unit = _as_variables(begin)
+    allowed = _perturbed_tokens(perturbed, shape, moving).to(begin)
+    kwargs = _expand(forward_kwargs, restarts)
+    stretcher = Stretcher(Call(target, kwargs), norm, allowed, exact)
+    random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
+    state = _Best(norm, begin, random, *torch.full((2, restarts), -math.inf).to(begin))
     variables: list[Tensor] = [unit, log_scale]
     if ascend_weights is not None:
         variables += [parameter for parameter in target.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(variables, lr=learning_rate, maximize=True)
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+
+    def climb() -> None:
+        direction = random
         for step in range(steps + 1):
             optimizer.zero_grad()
             x = _place(unit, log_scale, radius)
             stretch, direction = stretcher(x, direction, inner if step < steps else 8 * inner)
-            score = stretch.clamp_min(torch.finfo(dtype).tiny).log()
+            score = stretch.clamp_min(torch.finfo(moving).tiny).log()
             if ascend_weights is not None:
                 score = score - ascend_weights(target).log()
                 state.keep_module(target, score)
@@ -140,7 +169,34 @@ def lipschitz_lower_bound(
                     if variable.grad is not None:
                         variable.grad.nan_to_num_(0.0, 0.0, 0.0)
                 optimizer.step()
-    return state.report(steps)
+
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        differentiable = _completes(climb)
+    attacked = _as_it_runs(module, state.module) if dtype is None else target if state.module is None else state.module
+    own = _own_dtype(attacked, start) if dtype is None else dtype
+    meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
+    if dtype is not None and differentiable:
+        with sdpa_kernel(SDPBackend.MATH):
+            return state.report(steps, meter.along(state.inputs, state.directions), dtype)
+    with torch.enable_grad():
+        pairs = meter.search(begin, random, (state.inputs, state.directions))
+        pairs = meter.ascend(pairs, steps, learning_rate)
+    return state.measured(steps, pairs, own, attacked)
+
+
+# What torch says where a backward has no derivative of its own: a function with a custom backward, some activations.
+_NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented")
+
+
+def _completes(climb: Callable[[], None]) -> bool:
+    """Run an ascent; False where torch cannot differentiate a backward again."""
+    try:
+        climb()
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_SECOND_DERIVATIVE):
+            raise
+        return False
+    return True
 
 
 def _place(unit: Tensor, log_scale: Tensor, radius: float | None) -> Tensor:
@@ -158,13 +214,11 @@ class _Best:
     inputs: Tensor
     directions: Tensor
     scores: Tensor
+    stretches: Tensor
     module: Any = None
-    stretches: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def keep(self, score: Tensor, stretch: Tensor, x: Tensor, direction: Tensor) -> None:
         score = score.detach()
-        if self.stretches.numel() == 0:
-            self.stretches = torch.full_like(score, -math.inf)
         better = torch.isfinite(score) & (score > self.scores)
         wide = better[:, None, None]
         self.scores = torch.where(better, score, self.scores)
@@ -176,21 +230,67 @@ class _Best:
         if bool(score.detach().nan_to_num(nan=-math.inf).max() > self.scores.max()):
             self.module = copy.deepcopy(module)
 
-    def report(self, steps: int) -> LowerBound:
-        if not bool(torch.isfinite(self.scores).any()):
-            raise ConvergenceError(
-                "attack: the Jacobian was NaN or infinite at every input; check the weights for NaN, or lower scales"
-            )
+    def report(self, steps: int, pairs: Pairs, dtype: torch.dtype) -> LowerBound:
+        _check_any_finite(self.scores, "the Jacobian was")
         best = int(self.scores.argmax())
+        value = max(0.0, float(self.stretches[best]))
         return LowerBound(
-            max(0.0, float(self.stretches[best])),
+            value,
             self.norm,
             self.inputs[best],
             self.directions[best],
             self.stretches,
             steps,
             self.module,
+            jacobian=value,
+            slope=max(0.0, float(pairs.slopes[best])),
+            pair=(pairs.x[best], pairs.y[best]),
+            dtype=dtype,
         )
+
+    def measured(self, steps: int, pairs: Pairs, dtype: torch.dtype, attacked: Any) -> LowerBound:
+        _check_any_finite(pairs.slopes, f"outputs in {dtype} were")
+        best = int(pairs.slopes.argmax())
+        x, y = pairs.x[best], pairs.y[best]
+        slope = float(pairs.slopes[best])
+        apart = y.double() - x.double()
+        return LowerBound(
+            slope,
+            self.norm,
+            x,
+            apart / size(apart[None], self.norm).clamp_min(torch.finfo(torch.float64).tiny),
+            pairs.slopes,
+            steps,
+            None if self.module is None else attacked,
+            found_by="difference",
+            jacobian=max(0.0, float(self.stretches[self.scores.argmax()])),
+            slope=slope,
+            pair=(x, y),
+            dtype=dtype,
+        )
+
+
+def _check_any_finite(scores: Tensor, what: str) -> None:
+    if not bool(torch.isfinite(scores).any()):
+        raise ConvergenceError(
+            f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower scales"
+        )
+
+
+def _as_it_runs(module: Any, ascended: Any) -> Any:
+    """The module in its own dtype, in eval mode, with the weights an ascent has ended with."""
+    if not isinstance(module, nn.Module):
+        return module
+    copied = copy.deepcopy(module).eval().requires_grad_(False)
+    if ascended is not None:
+        copied.load_state_dict(ascended.state_dict())
+    return copied
+
+
+def _own_dtype(module: Any, start: Tensor | None) -> torch.dtype:
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    dtypes = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
+    return dtypes[0] if dtypes else torch.get_default_dtype() if start is None else start.dtype
 
 
 def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: bool) -> Any:

@@ -23,7 +23,8 @@ class Call:
     def __call__(self, x: Tensor) -> Tensor:
         out = self.target(inputs_embeds=x, **self.kwargs) if self.embeds else self.target(x, **self.kwargs)
         if not isinstance(out, Tensor):
-            out = getattr(out, "logits", None) if hasattr(out, "logits") else out[0]
+            named = next((name for name in ("logits", "last_hidden_state") if hasattr(out, name)), None)
+            out = out[0] if named is None else getattr(out, named)
         if not isinstance(out, Tensor) or out.ndim < 2 or out.shape[0] != x.shape[0]:
             received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ShapeError(f"attack: expected an output (batch={x.shape[0]}, ..., features), received {received}")

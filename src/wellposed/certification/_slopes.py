@@ -1,0 +1,123 @@
+"""Slopes between two inputs, ``|f(x) - f(y)| / |x - y|``, measured as the module runs, whatever its gradients say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wellposed.linalg import Norm
+
+ROUNDING = 8
+"""This many eps of the two outputs' sizes are taken off their difference before it counts."""
+
+
+def size(values: Tensor, norm: Norm) -> Tensor:
+    """Norm of each entry of a batch (batch, tokens, features)."""
+    if norm == 2:
+        return values.flatten(1).norm(dim=-1)
+    return (values.abs() if norm == "inf" else values.norm(dim=-1)).flatten(1).amax(-1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two inputs (batch, tokens, width) each, and the slope measured between them (batch,), float64."""
+
+    x: Tensor
+    y: Tensor
+    slopes: Tensor
+
+    def better(self, other: Pairs) -> Pairs:
+        """Keep the steeper pair of each entry of the batch."""
+        wins = other.slopes > self.slopes
+        wide = wins[:, None, None]
+        return Pairs(
+            torch.where(wide, other.x, self.x),
+            torch.where(wide, other.y, self.y),
+            torch.where(wins, other.slopes, self.slopes),
+        )
+
+
+@dataclass(frozen=True)
+class SlopeMeter:
+    """Measures and ascends slopes of a module in one dtype."""
+
+    call: Callable[[Tensor], Tensor]
+    norm: Norm
+    dtype: torch.dtype
+    allowed: Tensor
+    """(tokens, 1), 1 where a token may move."""
+    radius: float | None
+
+    def steps(self) -> list[float]:
+        """Step lengths relative to ``|x|``, from 1 down to where rounding outweighs curvature (cube root of the unit).
+
+        Four for float32, one for bfloat16, nine for float64: in low precision only large steps say anything.
+        """
+        least = torch.finfo(self.dtype).eps ** (1 / 3)
+        return [4.0**-power for power in range(1 + math.floor(-math.log(least) / math.log(4.0)))]
+
+    def search(self, start: Tensor, random: Tensor, found: tuple[Tensor, Tensor]) -> Pairs:
+        """Return the steepest pair of each restart: along the direction found at its input, random, start to start."""
+        pairs = self.along(*found)
+        pairs = pairs.better(self.along(start, random / size(random, self.norm)[:, None, None]))
+        return pairs.better(self.best([(start, start.roll(1, 0)), (start, 2 * start)]))
+
+    def along(self, x: Tensor, direction: Tensor) -> Pairs:
+        """Return the steepest pair ``x, x + t |x| v`` over the step lengths t of both signs."""
+        length = size(x, self.norm)
+        length = torch.where(length > 0, length, 1.0)[:, None, None]
+        return self.best((x, x + sign * step * length * direction) for step in self.steps() for sign in (1, -1))
+
+    def best(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Pairs:
+        """Measure pairs and keep the steepest for each entry of the batch."""
+        with torch.no_grad():
+            measured = [self.measure(x, y) for x, y in pairs]
+        found = measured[0]
+        for other in measured[1:]:
+            found = found.better(other)
+        return found
+
+    def measure(self, x: Tensor, y: Tensor) -> Pairs:
+        """Return the slopes between inputs rounded to the dtype; -inf where an output is not finite."""
+        x, y = self._place(x), self._place(x + self.allowed.to(x) * (y - x))
+        outputs = [self.call(value).double() for value in (x, y)]
+        apart = size(x.double() - y.double(), self.norm)
+        noise = ROUNDING * torch.finfo(self.dtype).eps * sum(size(output.detach(), self.norm) for output in outputs)
+        moved = (size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
+        # A pair of equal inputs says nothing.
+        slopes = moved / torch.where(apart > 0, apart, 1.0)
+        return Pairs(x, y, torch.where(torch.isfinite(slopes), slopes, -math.inf))
+
+    def ascend(self, pairs: Pairs, steps: int, learning_rate: float) -> Pairs:
+        """Move both inputs up the gradient of their slope; what counts is measured, so a wrong gradient does no harm.
+
+        The inputs are moved in float64 and rounded for each measurement: a step of Adam is lost in low precision.
+        """
+        scales = [value.double().flatten(1).square().mean(-1).sqrt().clamp_min(1e-12)[:, None, None]
+                  for value in (pairs.x, pairs.y)]  # fmt: skip
+        units = [
+            (value.double() / scale).requires_grad_() for value, scale in zip((pairs.x, pairs.y), scales, strict=True)
+        ]
+        optimizer = torch.optim.Adam(units, lr=learning_rate, maximize=True)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            moved = self.measure(*(unit * scale for unit, scale in zip(units, scales, strict=True)))
+            score = moved.slopes.clamp_min(torch.finfo(torch.float64).tiny).log().sum()
+            pairs = pairs.better(Pairs(moved.x.detach(), moved.y.detach(), moved.slopes.detach()))
+            if not score.requires_grad:
+                break
+            score.backward()
+            for unit in units:
+                unit.grad = None if unit.grad is None else unit.grad.nan_to_num(0.0, 0.0, 0.0)
+            optimizer.step()
+        return pairs
+
+    def _place(self, x: Tensor) -> Tensor:
+        if self.radius is not None:
+            room = self.radius * (1 - torch.finfo(self.dtype).eps)
+            x = x * (room / x.norm(dim=-1, keepdim=True).clamp_min(room))
+        return x.to(self.dtype)

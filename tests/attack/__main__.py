@@ -1,0 +1,64 @@
+"""``python -m tests.attack --minutes N``: attack random compositions and print the largest ratio of every rule."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .compositions import draw
+from .measure import attacked, certified
+from .table import Table
+
+
+def main(words: list[str]) -> int:
+    """Return 1 where a certificate was broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on (interrupt for the table so far)")
+    parser.add_argument("--seed", type=int, default=0, help="of the run; a case has its own number besides")
+    parser.add_argument("--case", type=int, help="run this case alone and show it")
+    parser.add_argument("--out", type=Path, help="write the table to this file as well")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    if options.case is not None:
+        return _one(options.seed, options.case)
+    table = _until(time.monotonic() + 60 * options.minutes, options.seed)
+    print(table.markdown())
+    if options.out is not None:
+        options.out.write_text(table.markdown() + "\n", encoding="utf-8")
+    return 1 if table.violations else 0
+
+
+def _one(seed: int, number: int) -> int:
+    case = draw(seed, number)
+    outcome = attacked(case)
+    print(case.module, f"scales of the inputs {case.scales}, bound of the weights drawn "
+          f"{certified(case, case.module):.6g}", outcome, sep="\n")  # fmt: skip
+    return 1 if outcome.violates else 0
+
+
+def _until(end: float, seed: int) -> Table:
+    table, told, number, slowest = Table(), time.monotonic(), 0, 0.0
+    try:
+        while time.monotonic() < end:
+            begun = time.monotonic()
+            table.outcomes.append(attacked(draw(seed, number)))
+            slowest = max(slowest, time.monotonic() - begun)
+            if table.outcomes[-1].violates:
+                print(f"VIOLATION {table.outcomes[-1]}", file=sys.stderr)
+            if time.monotonic() > told + 60:
+                told = time.monotonic()
+                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+                print(f"{table.progress()}, slowest {slowest:.1f} s, {memory:.2f} GB", file=sys.stderr)
+            number += 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""Random modules that `certify` accepts, with a norm, a length, a mask, a ball and scales: one case per number."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.linalg import MaskKind, Norm
+from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
+
+from ..support.samples import ACTIVATIONS, ALL_NORMS, SAMPLES, Sample, output_of
+
+TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+Part = tuple[type[nn.Module], Sample]
+ACCEPTED: list[Part] = [(kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.certifiable]
+KINDS = list(dict.fromkeys(kind for kind, _ in ACCEPTED))
+# Scalar nonlinearities are many and simple.
+WEIGHTS = [1 if kind in ACTIVATIONS else 4 for kind in KINDS]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One module and one question: is ``|f(X) - f(Y)| <= certify(module, **asked).total |X - Y|``?"""
+
+    number: int
+    seed: int
+    parts: tuple[str, ...]
+    """Class names; one for a module by itself."""
+    module: nn.Module
+    norm: Norm
+    tokens: int
+    width: int
+    radius: float | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    """What `certify` is told besides norm, length and ball."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """What `forward` is told: masks."""
+    perturbed: Tensor | None = None
+    """Tokens that move and count, where the certificate leaves padding out."""
+    scales: tuple[float, float] = (0.1, 10.0)
+    ascends_weights: bool = False
+
+    def view(self, module: nn.Module) -> nn.Module:
+        """Return a copy of the module, as drawn or with other weights, that shows what the certificate speaks of."""
+        module = unrolled(module)
+        return module if self.perturbed is None else RealTokens(module, self.perturbed)
+
+    @property
+    def dtype(self) -> str:
+        """Short name of the module's dtype."""
+        parameter = next(self.module.parameters(), None)
+        return str(torch.float32 if parameter is None else parameter.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        ball = "" if self.radius is None else f", tokens within {self.radius:.3g}"
+        told = ", ".join([*self.how, *(f"{name}={value}" for name, value in self.asked.items())])
+        return (
+            f"{' + '.join(self.parts)}: norm {self.norm}, {self.dtype}, N = {self.tokens}, D = {self.width}{ball}"
+            f"{', ' + told if told else ''}{', weights ascended' if self.ascends_weights else ''}"
+        )
+
+
+class Unrolled(nn.Module):
+    """The blocks of a `ReversibleSequential` with an ordinary backward, which can be differentiated twice."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **options)
+        return x
+
+
+class RealTokens(nn.Module):
+    """A module whose output at padded tokens, where it has them, is zero."""
+
+    def __init__(self, module: nn.Module, real: Tensor) -> None:
+        super().__init__()
+        self.module, self.real = module, real
+
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        y = output_of(self.module, x, **how)
+        return y if y.ndim == 2 else y * self.real.unsqueeze(-1).to(y)
+
+
+def unrolled(module: nn.Module) -> nn.Module:
+    """Return a copy that computes the same with gradients that an attack can use, under the same parameter names."""
+    holder = nn.ModuleDict({"module": copy.deepcopy(module)})
+    for parent in list(holder.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, ReversibleSequential):
+                parent._modules[name] = Unrolled(child.blocks)
+    return holder["module"]
+
+
+def draw(seed: int, number: int) -> Case:
+    """Return case ``number`` of a seed; the same for the same two numbers."""
+    dice = random.Random(f"{seed}/{number}")
+    torch.manual_seed(dice.getrandbits(48))
+    shape = dice.choice(("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack"))
+    width = 16 if shape == "coupling" else dice.choice((8, 16))
+    parts, module, outer = _module(dice, shape, width)
+    tokens = dice.choice(TOKENS)
+    how, asked, perturbed = _mask(dice, outer, parts, tokens)
+    needs_ball = any(part[1].needs_ball for part in parts)
+    radius = 10 ** dice.uniform(-1, 1) if needs_ball or dice.random() < 0.2 else None
+    if dice.random() < 0.3:
+        module = module.double()
+    _scale(dice, module)
+    names = [kind.__name__ for kind, _ in parts]
+    whole = type(module).__name__
+    return Case(
+        number,
+        seed,
+        tuple(names if names == [whole] else [whole, *dict.fromkeys(names)]),
+        module.eval(),
+        dice.choice([norm for norm in ALL_NORMS if all(norm in part[1].norms for part in parts)]),
+        tokens,
+        width,
+        radius,
+        asked,
+        how,
+        perturbed,
+        dice.choice(((0.1, 10.0), (0.1, 10.0), (1e-3, 1e3))),
+        dice.random() < 0.25 and tokens <= 16,
+    )
+
+
+def _module(dice: random.Random, shape: str, width: int) -> tuple[list[Part], nn.Module, Sample | None]:
+    """The parts, the module, and the sample whose options its `forward` takes (None: no options)."""
+    if shape == "alone":
+        (kind,) = dice.choices(KINDS, WEIGHTS)
+        part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.certifiable]))
+        return [part], part[1].build(width), part[1]
+    parts = [_layer(dice) for _ in range(1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2)]
+    if shape == "coupling":
+        halves = [sample.build(width // 2) for _, sample in parts]
+        return parts, AdditiveCoupling(halves[0], halves[1]), None
+    layers = [sample.build(width) for _, sample in parts]
+    if shape == "residual":
+        return parts, InvertibleResidual(layers[0]), parts[0][1]
+    if shape == "stack":
+        blocks = [InvertibleResidual(layer) for layer in layers]
+        return parts, ReversibleSequential([*blocks, blocks[0]]), None
+    # The same layer twice counts twice.
+    return parts, nn.Sequential(*layers, *(layers[:1] if shape == "twice" else [])), None
+
+
+def _layer(dice: random.Random) -> Part:
+    while True:
+        (kind,) = dice.choices(KINDS, WEIGHTS)
+        samples = [sample for sample in SAMPLES[kind] if sample.certifiable and sample.keeps_width]
+        if samples:
+            return kind, dice.choice(samples)
+
+
+def _mask(
+    dice: random.Random, outer: Sample | None, parts: Sequence[Part], tokens: int
+) -> tuple[dict[str, Any], dict[str, Any], Tensor | None]:
+    """Draw a mask that the module takes, what may be told to `certify` of it, and the tokens that may move."""
+    if outer is None or not outer.takes_mask:
+        return {}, {}, None
+    generator = torch.Generator().manual_seed(dice.getrandbits(32))
+    kinds = ["none", "padding"] + (["causal", "padding, causal", "any"] if outer.takes_causal else [])
+    kind = dice.choice(kinds)
+    if kind == "any":
+        kept = (torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()) | torch.eye(tokens).bool()
+        return {"key_padding_mask": AttentionMask(kept, False)}, {}, None
+    pattern: MaskKind = "causal" if "causal" in kind else "full"
+    how: dict[str, Any] = {"is_causal": True} if "causal" in kind else {}
+    asked: dict[str, Any] = {"mask": pattern} if outer.takes_causal and dice.random() < 0.7 else {}
+    if "padding" not in kind:
+        return how, {**asked, "min_tokens": tokens}, None
+    padded = torch.rand(1, tokens, generator=generator) < 0.4
+    padded[0, dice.randrange(tokens)] = False
+    name = parts[0][0].__name__
+    if name.endswith(("Model", "LM", "Classification")):
+        how["attention_mask"] = (~padded).long()
+    else:
+        how["key_padding_mask"] = padded
+    # Certificates of TransJect leave padded tokens out.
+    perturbed = ~padded[0] if name.startswith("TransJect") else None
+    return how, {**asked, "min_tokens": int((~padded).sum())}, perturbed
+
+
+@torch.no_grad()
+def _scale(dice: random.Random, module: nn.Module) -> None:
+    """Multiply weights: as they are, all by one factor, each by its own, 1e-3 to 1e3, or 1e-12 to 1e12."""
+    how = dice.choice(("as drawn", "as drawn", "one", "each", "extreme"))
+    largest = 12.0 if how == "extreme" else 3.0
+    common = dice.uniform(-largest, largest)
+    for name, parameter in module.named_parameters():
+        own = dice.uniform(-largest, largest)
+        # A basis that is not orthogonal is refused.
+        if parameter.ndim >= 2 and "basis" not in name and how != "as drawn":
+            parameter.mul_(10 ** (common if how == "one" else own))

@@ -1,0 +1,140 @@
+"""Certify a case, attack it, and compare."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import LowerBound, certify, lipschitz_lower_bound
+from wellposed.errors import ConvergenceError, NotLipschitzError
+from wellposed.linalg import certified_spectral_norm
+
+from .compositions import Case
+
+ALLOWANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far above 1 rounding may lift a ratio, beside the 8 eps of the outputs that the attack takes off."""
+RESTARTS = 4
+# The check that `certify` makes of itself would speak first.
+_WITHOUT_CROSS_CHECK: dict[str, Any] = {"cross_check": False} if "cross_check" in signature(certify).parameters else {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The certificate and the attacked slopes of a case."""
+
+    case: Case
+    total: float
+    """Infinite where `certify` refuses."""
+    jacobian: float
+    """Of a float64 copy."""
+    slope: float
+    """Between two inputs, in the module's own dtype."""
+    slope_dtype: torch.dtype = torch.float32
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is something to attack."""
+        return math.isfinite(self.total)
+
+    @property
+    def by_slope(self) -> bool:
+        """Whether the worse of the two was measured in the module's own dtype."""
+        return self.slope > self.jacobian
+
+    @property
+    def ratio(self) -> float:
+        """Attacked over certified."""
+        worst = max(self.jacobian, self.slope)
+        return 0.0 if worst == 0 or not self.bounded else worst / self.total if self.total else math.inf
+
+    @property
+    def violates(self) -> bool:
+        """Whether the certificate is below what was found, by more than rounding."""
+        allowances = (ALLOWANCE[torch.float64], ALLOWANCE[self.slope_dtype])
+        found = (self.jacobian, self.slope)
+        return any(value > self.total * (1 + allowed) for value, allowed in zip(found, allowances, strict=True))
+
+    @property
+    def dtype(self) -> str:
+        """In which the worse of the two was found."""
+        return (str(self.slope_dtype) if self.by_slope else "torch.float64").removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return (
+            f"case {self.case.number}, {self.case}: certified {self.total:.6g}, Jacobian {self.jacobian:.6g}, "
+            f"slope in {self.slope_dtype} {self.slope:.6g}, ratio {self.ratio:.6f}"
+        )
+
+
+def attacked(case: Case) -> Outcome:
+    """Attack the module, after an ascent of its weights where the case asks for one, and certify what was attacked."""
+    torch.manual_seed(case.number)
+    none = Outcome(case, math.inf, 0.0, 0.0)
+    module, start = case.module, None
+    try:
+        if case.ascends_weights and _matrices(module):
+            found = _attack(case, module, ascend_weights=_size_of_weights)
+            if found.module is not None and found.pair is not None:
+                module = copy.deepcopy(module)
+                with torch.no_grad():
+                    for parameter, ascended in zip(module.parameters(), found.module.parameters(), strict=True):
+                        parameter.copy_(ascended)
+                start = torch.randn(RESTARTS, case.tokens, case.width) * found.pair[0].norm(dim=-1).max()
+                start[0] = found.pair[0]
+        total = certified(case, module)
+        if not math.isfinite(total):
+            return none
+        found = _attack(case, module, start=start)
+    except (
+        ConvergenceError,
+        NotLipschitzError,
+    ):  # overflow; a contractive layer refuses such weights when it is called
+        return none
+    assert found.pair is not None
+    return Outcome(case, total, found.jacobian, found.slope, found.dtype)
+
+
+def _attack(case: Case, module: nn.Module, **how: Any) -> LowerBound:
+    return lipschitz_lower_bound(
+        case.view(module),
+        (case.tokens, case.width),
+        norm=case.norm,
+        restarts=RESTARTS,
+        steps=12 if case.tokens > 16 else 30,
+        scales=case.scales,
+        radius=case.radius,
+        forward_kwargs=case.how,
+        perturbed=case.perturbed,
+        dtype=None,
+        seed=case.number,
+        **how,
+    )
+
+
+def certified(case: Case, module: nn.Module) -> float:
+    """Return the certified bound; infinite where there is none, or where somebody has vouched for a part of it."""
+    asked = {**case.asked, **_WITHOUT_CROSS_CHECK}
+    try:
+        certificate = certify(module, seq_len=case.tokens, norm=case.norm, radius=case.radius, **asked)
+    except NotLipschitzError:
+        return math.inf
+    return math.inf if certificate.label == "empirical" else certificate.total
+
+
+def _matrices(module: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in module.parameters() if parameter.ndim == 2]
+
+
+def _size_of_weights(module: nn.Module) -> Tensor:
+    """What stands for the certificate while weights are ascended: it grows like the product of their norms.
+
+    It steers the search only; the module that comes out is certified anew.
+    """
+    sizes = [certified_spectral_norm(weight, method="gram") for weight in _matrices(module)]
+    return torch.stack(sizes).clamp_min(1e-30).log().sum().exp()

@@ -1,0 +1,95 @@
+"""The harness runs, can repeat a case, and reports a rule that promises too little."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.certification import LayerBound, register_rule
+from wellposed.nn import InvertibleResidual, ReversibleSequential
+
+from . import __main__ as command
+from .compositions import Case, draw, unrolled
+from .measure import Outcome, attacked
+from .table import Table
+
+
+class Doubled(nn.Module):
+    """``2 x``, for which the test registers a rule that says 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def violation() -> Outcome:
+    register_rule(Doubled)(lambda module, site: LayerBound(1.0, "wrong", "exact", out_radius=site.radius))
+    module = nn.Sequential(nn.Linear(8, 8), Doubled()).eval()
+    return attacked(Case(5, 3, ("Sequential", "Linear", "Doubled"), module, 2, 4, 8))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 8])
+def test_cases_are_attacked_and_hold(number: int):
+    outcome = attacked(draw(0, number))
+    assert not outcome.violates
+    assert outcome.bounded
+    assert 0 <= outcome.ratio <= 1 + 1e-4
+    again = attacked(draw(0, number))
+    assert (again.total, again.jacobian, again.slope) == (outcome.total, outcome.jacobian, outcome.slope)
+
+
+def test_a_rule_that_promises_half_is_reported_with_what_repeats_it():
+    outcome = violation()
+    assert outcome.violates
+    assert outcome.ratio == pytest.approx(2.0, rel=1e-4)
+    assert outcome.jacobian == pytest.approx(outcome.slope, rel=1e-3)
+    written = Table([outcome]).markdown()
+    assert "VIOLATION case 5, Sequential + Linear + Doubled: norm 2, float32, N = 4" in written
+    assert "python -m tests.attack --seed 3 --case 5" in written
+    assert "| Doubled | 0 |  |  |  | 1 | 1.999998 |" in written
+
+
+def test_the_status_says_whether_a_certificate_was_broken(monkeypatch, capsys, tmp_path):
+    assert command.main(["--case", "2"]) == 0
+    monkeypatch.setattr(command, "attacked", lambda case: violation())
+    assert command.main(["--minutes", "0.001", "--out", str(tmp_path / "table.md")]) == 1
+    out, err = capsys.readouterr()
+    assert "VIOLATION" in out
+    assert "VIOLATION" in err
+    assert "VIOLATION" in (tmp_path / "table.md").read_text()
+
+
+def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys):
+    outcomes = iter([Outcome(draw(0, 1), 2.0, 1.0, 0.5)])
+
+    def one(case: Case) -> Outcome:
+        found = next(outcomes, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(command, "attacked", one)
+    assert command.main([]) == 0
+    assert "1 cases, 0 of them without a bound. Largest ratio 0.500000, violations 0." in capsys.readouterr().out
+
+
+def test_ratios():
+    case = draw(0, 1)
+    assert Outcome(case, math.inf, 0.0, 0.0).ratio == 0
+    assert Outcome(case, 0.0, 0.0, 0.0).ratio == 0
+    assert Outcome(case, 0.0, 1.0, 0.0).violates
+    assert Outcome(case, 1.0, 1 + 1e-8, 0.0).violates
+    assert not Outcome(case, 1.0, 1.0, 1 + 1e-5).violates
+    assert Outcome(case, 1.0, 1.0, 1 + 1e-3).violates
+    assert Outcome(case, 1.0, 1.0, 1 + 1e-5, torch.float64).violates
+
+
+def test_an_unrolled_module_computes_the_same_under_the_same_names():
+    inner = ReversibleSequential([InvertibleResidual(nn.Linear(8, 8))])
+    module = nn.Sequential(inner, ReversibleSequential([inner.blocks[0], InvertibleResidual(inner)]))
+    plain, x = unrolled(module), torch.randn(2, 3, 8)
+    assert torch.equal(plain(x), module(x))
+    assert list(plain.state_dict()) == list(module.state_dict())
+    assert not any(isinstance(part, ReversibleSequential) for part in plain.modules())
