@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import WellposedError
 from wellposed.linalg import (
-    L2Layer,
     certified_spectral_norm,
     infinity_norm,
     kim_bracket,
@@ -73,14 +71,15 @@ def kim2021_mixing(projection: Tensor, value: Tensor) -> Tensor:
 def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
     reason = module.certificate_refusal()
     if reason is not None:
-        return site.refuse(f"L2 attention of this form has no Lipschitz constant: {reason}")
+        return site.refuse(f"L2 attention of this form, with these weights, has no Lipschitz constant: {reason}")
     if module.contractive is not None:
         return _contractive(module, site)
     constants = l2_constants(site.seq_len, mask=site.mask)
-    # R_h is a product of weights: in the module's own precision it would be rounded before it is bounded.
-    layer = site.remember(module, "L2Layer", lambda: L2Layer(*module.head_weights(torch.float64), method="cholesky"))
+    layer = site.remember(module, "L2Layer", lambda: module.bound_layers("cholesky")[1])
     bound = layer.bound(constants, norm=site.norm)
-    radius = math.inf if math.isinf(site.radius) else _spread(layer) * site.radius + _at_zero(module, 1)
+    # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant through.
+    spread = layer.bound(l2_constants(1), per_head_only=True).value
+    radius = math.inf if math.isinf(site.radius) else float(spread) * site.radius + _at_zero(module, 1)
     return LayerBound(float(bound.value), bound.form, out_radius=radius)
 
 
@@ -104,15 +103,9 @@ def _contraction(module: L2SelfAttention, site: Site, value: float) -> LayerBoun
     return LayerBound(value, f"divided by its bound in norm {module.norm}", out_radius=radius)
 
 
-def _spread(layer: L2Layer) -> float:
-    """``sum_h |W_h| |C_h|``: averages of ``x W_h`` stay within ``|W_h| R``; equal tokens pass a constant through."""
-    return float((layer.read * layer.write).sum())
-
-
 def _at_zero(module: L2SelfAttention, seq_len: int) -> float:
     """Largest token of the output for zero inputs, whose tokens are all alike, at any number of tokens up to this.
 
     The scale of a contractive layer shrinks with the number of tokens, and the output is affine in it: the ends decide.
     """
-    zeros = [module.o_proj.weight.new_zeros(1, count, module.embed_dim) for count in (1, seq_len)]
-    return max(float(module(zero)[0, 0].double().norm()) for zero in zeros) * (1 + 1e-5)
+    return max(float(module.at_zero(count).norm()) for count in {1, seq_len}) * (1 + 1e-6)

@@ -22,6 +22,7 @@ from wellposed.linalg._norms import certified_spectral_norm as certified_spectra
 from wellposed.linalg._norms import gram_iteration_norm as gram_iteration_norm
 from wellposed.linalg._norms import infinity_norm as infinity_norm
 from wellposed.linalg._norms import interpolation_norm as interpolation_norm
+from wellposed.linalg._norms import power_of_two as power_of_two
 from wellposed.linalg._polar import NearestOrthogonal as NearestOrthogonal
 from wellposed.linalg._polar import compute_dtype as compute_dtype
 from wellposed.linalg._polar import full_precision as full_precision

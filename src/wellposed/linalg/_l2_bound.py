@@ -17,8 +17,14 @@ from torch import Tensor
 
 from wellposed.errors import ShapeError
 from wellposed.linalg._brackets import L2Constants, Norm, check_norm
-from wellposed.linalg._norms import SpectralMethod, certified_spectral_norm
+from wellposed.linalg._norms import SpectralMethod, certified_spectral_norm, power_of_two, wide_enough
+from wellposed.linalg._polar import full_precision
 
+# A head this many powers of two below the largest is bounded as if it were there: 1e-15 of the whole, and its square is
+# no denormal number in float32.
+_LEAST_EXPONENT = -50
+# How far apart in powers of two the scalings of heads are taken.
+_LEAST_SCALING = -20
 # Up to this width three scalings are certified, above it only the most promising one.
 _TRY_ALL_BELOW = 128
 
@@ -48,7 +54,8 @@ def l2_attention_bound(
 ) -> Bound:
     """Return ``L`` with ``|F(X) - F(Y)| <= L |X - Y|`` for tied L2 self-attention, the least of the proved forms.
 
-    Certified. Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms B1 (inf) and B3 (tok, 2) of the theory
+    Certified for weights of any size, rounding of this computation included (a bound above the largest float64 is
+    infinite). Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms B1 (inf) and B3 (tok, 2) of the theory
     note. Beyond the note, ``2`` and ``tok`` use a family of which its forms are members or relaxations: for any
     ``s_h > 0``, with ``C`` the stack of ``s_h C_h`` over heads,
 
@@ -68,8 +75,12 @@ def l2_attention_bound(
         method: how spectral norms are bounded; ``"gram"`` is differentiable and meant for training.
         per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far cheaper, looser).
 
+    Returns:
+        The value in float64, and its form.
+
     Raises:
         ShapeError: the three shapes do not fit.
+        ConfigError: a weight is not real and floating, an unknown norm or method.
         NotLipschitzError: a weight is not finite.
 
     Cost: without ``per_head_only`` two spectral norms of D x D matrices; O(D^2 d) else.
@@ -86,50 +97,101 @@ def l2_attention_bound(
 class L2Layer:
     """The weights of `l2_attention_bound`, whose spectral norms are computed when first needed and kept.
 
-    A bound in another norm, or for other constants, of the same weights then costs little. Arguments as there.
+    A bound in another norm, or for other constants, of the same weights then costs little. Arguments as there, and
+    ``exponents``, (H,) integers: the mixing is ``2^exponents`` times the one given, where that one would overflow.
+
+    Inside, every weight of a head is divided by the power of two of its largest entry, which is exact and which the
+    bounds follow: the layer is ``2^exponent`` times one whose largest head has weights of order one, so that nothing
+    overflows or vanishes, whatever the weights. (A head's logits then have another ``tau``, of which no bound depends.)
 
     >>> from wellposed.linalg import l2_constants
     >>> W = torch.eye(4).reshape(1, 4, 4)
     >>> layer = L2Layer(W, W, W)
     >>> [round(float(layer.bound(l2_constants(2), norm=norm).value), 3) for norm in ("tok", 2)]
     [2.114, 2.339]
+    >>> round(float(L2Layer(1e-25 * W, 1e25 * W, W).bound(l2_constants(2)).value), 3)
+    2.114
     """
 
-    def __init__(self, projection: Tensor, mixing: Tensor, output: Tensor, *, method: SpectralMethod = "svd") -> None:
+    def __init__(
+        self,
+        projection: Tensor,
+        mixing: Tensor,
+        output: Tensor,
+        *,
+        method: SpectralMethod = "svd",
+        exponents: Tensor | None = None,
+    ) -> None:
         _check_shapes(projection, mixing, output)
         double = method in ("svd", "cholesky")
         dtype = torch.float64 if double else torch.promote_types(projection.dtype, torch.float32)
-        self.projection, self.mixing = projection.to(dtype), mixing.to(dtype)
-        self.paths = self.mixing @ output.to(dtype)
+        weights = [wide_enough(weight, dtype=dtype) for weight in (projection, mixing, output)]
+        largest = torch.stack([weight.detach().abs().amax((-2, -1)) for weight in weights])
+        units = power_of_two(largest)
+        given = torch.zeros_like(units[0]) if exponents is None else exponents.to(units)
+        # frexp writes 2^k as 0.5 * 2^(k + 1).
+        powers = (torch.frexp(units).exponent - 1).to(units)
+        sizes = given + powers.sum(0)
+        silent = (largest == 0).any(0)
+        heard = sizes[~silent]
+        self.exponent = heard.amax() if len(heard) else sizes.new_zeros(())
+        self.shares = torch.where(silent, 0.0, torch.exp2(given - self.exponent))
+        """``2^exponents / 2^exponent`` (H,): what the given weights lack to the layer of order one; 0 if silent."""
+        shrink = torch.exp2((sizes - self.exponent).clamp(_LEAST_EXPONENT, 0))
+        self.projection, self.mixing, output = (
+            weight / unit[:, None, None] for weight, unit in zip(weights, units, strict=True)
+        )
+        self.mixing = self.mixing * shrink[:, None, None]
+        with full_precision(output.device.type):
+            self.paths = self.mixing @ output
+        # |fl(R W_O) - R W_O| <= gamma |R| |W_O| entry by entry: counts where the product cancels.
+        gamma = (mixing.shape[-1] + 4) * torch.finfo(dtype).eps
+        mixed, out = self.mixing.detach().abs(), output.detach().abs()
+        self.write_error = gamma * mixed.square().sum((-2, -1)).sqrt() * out.square().sum((-2, -1)).sqrt()
+        """(H,): how much rounding may have taken from ``|C_h|``."""
+        self.column_error = gamma * (mixed.sum(-2).unsqueeze(-1) * out).sum(-2)
+        """(H, E): the same for the sum of a column's absolute entries."""
+        # In the given weights' units: which head W_O reads most, which W_h is smallest.
+        self._out_units = torch.exp2((powers[2] - powers[2].amax()).clamp_min(_LEAST_SCALING))
+        self._read_units = torch.exp2((powers[0].amin() - powers[0]).clamp_min(_LEAST_SCALING))
         self.method: SpectralMethod = method
         self._stacked: dict[tuple[str, bool], tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def read(self) -> Tensor:
-        """``|W_h|``, (H,)."""
+        """``|W_h|`` of the layer of order one, (H,)."""
         return certified_spectral_norm(self.projection, method=self.method)
 
     @cached_property
     def write(self) -> Tensor:
-        """``|C_h|``, (H,)."""
-        return certified_spectral_norm(self.paths, method=self.method)
+        """``|C_h|`` of the layer of order one, (H,)."""
+        return certified_spectral_norm(self.paths, method=self.method) + self.write_error
 
     @cached_property
     def scalings(self) -> dict[str, Tensor]:
-        """Choices of ``s_h`` by the name of the form they give."""
+        """Choices of ``s_h`` by the name of the form they give, in which the weights are those given."""
         mixed = certified_spectral_norm(self.mixing, method=self.method)
         scalings = {
-            "|W_O| sqrt(sum |W_h|^2|R_h|^2)": 1 / _positive(mixed),
-            "|stack C_h| |[W_h]|": torch.ones_like(mixed),
+            "|W_O| sqrt(sum |W_h|^2|R_h|^2)": self._out_units / _positive(mixed),
+            "|stack C_h| |[W_h]|": self._read_units,
             "balanced stack |s C_h| |[W_h/s]|": (_positive(self.read) / _positive(self.write)).sqrt(),
         }
         return {form: scales.detach() for form, scales in scalings.items()}
 
     def bound(self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False) -> Bound:
-        """Return the least of the proved bounds, see `l2_attention_bound`."""
+        """Return the least of the proved bounds, see `l2_attention_bound`; in float64, infinite above its range."""
+        bound = self.unit_bound(constants, norm=norm, per_head_only=per_head_only)
+        half = (self.exponent / 2).floor().double()
+        value = bound.value.double() * torch.exp2(half) * torch.exp2(self.exponent.double() - half)
+        # Rounded up where it is denormal, so that only a layer of bound zero has it.
+        value = value + (bound.value > 0) * torch.full_like(value, 5e-324)
+        return Bound(value, bound.form)
+
+    def unit_bound(self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False) -> Bound:
+        """Return `bound` divided by ``2^exponent``, in the computing dtype, where it neither overflows nor vanishes."""
         check_norm(norm)
         if norm == "inf":
-            return _inf_bound(self.projection, self.paths, constants)
+            return _inf_bound(self.projection, self.paths, self.column_error, constants)
         composite = Bound((self.read * self.write).sum() * constants.bracket(norm), f"sum |W_h||C_h|, {norm} (B3)")
         if per_head_only or self.projection.shape[0] == 1:
             return composite
@@ -155,16 +217,17 @@ class L2Layer:
             paths = (self.paths * scales).flatten(0, 1)
             projections = (self.projection / scales).movedim(0, 1).flatten(1)
             size = _power_guess if guess else partial(certified_spectral_norm, method=self.method)
-            self._stacked[form, guess] = size(paths), size(projections)
+            error = (self.scalings[form] * self.write_error).sum()
+            self._stacked[form, guess] = size(paths) + error, size(projections)
         return self._stacked[form, guess]
 
 
-def _inf_bound(projection: Tensor, paths: Tensor, constants: L2Constants) -> Bound:
+def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Constants) -> Bound:
     """B1, coordinate r of the output: the averaging term plus 4c, in the inf-norm or through the 2-norm of the head."""
     head_dim = projection.shape[-1]
     read = projection.abs().sum(-2)
     read_inf, read_two = read.amax(-1, keepdim=True), read.square().sum(-1, keepdim=True).sqrt()
-    path_one, path_two = paths.abs().sum(-2), paths.square().sum(-2).sqrt()
+    path_one, path_two = paths.abs().sum(-2) + error, paths.square().sum(-2).sqrt() + error
     averaging = path_one * read_inf
     through_inf = averaging * (constants.bracket("inf", head_dim=head_dim) - 1)
     through_two = path_two * read_two * (4 * constants.c)

@@ -13,26 +13,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellposed.errors import NotLipschitzError, ShapeError, unknown_name
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
+from wellposed.linalg._polar import full_precision
 
 SpectralMethod = Literal["svd", "cholesky", "gram", "interpolation"]
 # Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value, with room to spare.
 SVD_MARGIN = 1e-6
 # Below this side the eigensolver is as fast as a Cholesky factor.
 _CHOLESKY_FROM = 192
+# How many times the usual Lanczos steps, and the relative slack of the squared norm, tried in turn;
+# (1 + 1.8e-4)^(1/2) keeps a norm within 1e-4.
+_CHOLESKY_TRIES = ((1, (2e-5, 1.8e-4)), (3, (1.8e-4,)))
+# Lanczos in float32 stops where a step adds this little: some units of its rounding.
+_NOTHING_NEW = 3e-6
 
 
 def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
     """Return an upper bound of ``|W|_2``, the largest singular value, for every matrix of a batch.
 
-    Certified for the weights as stored (any dtype), rounding of this computation included.
+    Certified for the weights as stored (any dtype, denormal numbers included), rounding of this computation included,
+    whatever precision float32 products are set to.
     ``"svd"``: largest singular value in float64 (a direct eigensolver on the small Gram matrix) times ``1 + 1e-6``, for
-    certificates. ``"cholesky"``: a Lanczos estimate ``s`` enlarged until ``s^2 I - W^T W`` has a Cholesky factor, which
-    proves ``|W|_2 < s`` within 1e-4; faster than ``"svd"`` for wide matrices, not differentiable.
-    ``"gram"``: differentiable, for training (`gram_iteration_norm`). ``"interpolation"``: ``sqrt(|W|_1 |W|_inf)``.
+    certificates. ``"cholesky"``: a Lanczos vector v gives ``q = |W v| / |v| <= |W|_2``; a Cholesky factor of
+    ``s^2 I - W^T W`` proves ``|W|_2 < s`` for an s within 1e-4 of q (else as ``"svd"``). So ``|W|_2 <= s <= (1 + 1e-4)
+    |W|_2`` for every spectrum, many equal singular values included; faster than ``"svd"`` for wide matrices, not
+    differentiable. ``"gram"``: differentiable, for training (`gram_iteration_norm`). ``"interpolation"``:
+    ``sqrt(|W|_1 |W|_inf)``.
 
     Args:
-        weight: ``(..., m, n)`` real, finite.
+        weight: ``(..., m, n)`` real floating, finite. Integers are refused (they are quantised weights more often than
+            not, whose scale is elsewhere), complex numbers too.
         method: see above.
 
     Returns:
@@ -40,6 +50,7 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
 
     Raises:
         ShapeError: fewer than two dimensions.
+        ConfigError: unknown method; complex, integer or bool weights.
         NotLipschitzError: the weight holds NaN or infinity.
 
     Cost: svd O(m n min(m, n)) in float64. Not for use inside a compiled training step: there take ``"gram"``.
@@ -75,8 +86,7 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
         ``(...)`` upper bounds in the computing dtype.
 
     Raises:
-        ShapeError: fewer than two dimensions.
-        NotLipschitzError: the weight holds NaN or infinity.
+        ShapeError, ConfigError, NotLipschitzError: as `certified_spectral_norm`.
 
     Cost: one m n min(m,n) product, then ``iterations - 1`` of min(m,n)^3. When the gradient is not needed and the
     tightest value is, use ``certified_spectral_norm(W, method="svd")``.
@@ -85,28 +95,27 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
     >>> bool(4 <= gram_iteration_norm(W) < 4.02)
     True
     """
-    matrix = _wide_enough(weight)
+    matrix = wide_enough(weight)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     if matrix.shape[-2] < matrix.shape[-1]:
         matrix = matrix.mT
     eps = torch.finfo(matrix.dtype).eps
-    tiny = torch.finfo(matrix.dtype).tiny
-    # The outer scale is a constant for autograd: the bound is homogeneous, so its gradient is unchanged.
-    outer = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
-    matrix = matrix / outer
+    matrix, outer = _unit_scaled(matrix)
     scales: list[Tensor] = []
     gammas: list[float] = []
-    for _ in range(iterations):
-        norm = _frobenius(matrix)
-        scales.append(norm)
-        gammas.append(2 * (matrix.shape[-2] + 4) * eps)
-        unit = matrix / norm
-        matrix = unit.mT @ unit
+    # Gradients may be rounded as they like; only the value is certified.
+    with full_precision(matrix.device.type):
+        for _ in range(iterations):
+            norm = _frobenius(matrix)
+            scales.append(norm)
+            gammas.append(2 * (matrix.shape[-2] + 4) * eps)
+            unit = matrix / norm
+            matrix = unit.mT @ unit
     bound = _frobenius(matrix)
     for norm, gamma in zip(reversed(scales), reversed(gammas), strict=True):
         bound = norm * torch.sqrt(bound + gamma)
-    return (bound * outer * (1 + 64 * eps))[..., 0, 0]
+    return _rescaled(bound[..., 0, 0] * (1 + 64 * eps), outer)
 
 
 def interpolation_norm(weight: Tensor) -> Tensor:
@@ -115,12 +124,14 @@ def interpolation_norm(weight: Tensor) -> Tensor:
     >>> float(interpolation_norm(torch.eye(3)))  # doctest: +ELLIPSIS
     1.0000...
     """
-    matrix = _wide_enough(weight)
+    matrix = wide_enough(weight)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
+    matrix, outer = _unit_scaled(matrix)
     magnitude = matrix.abs()
     margin = 1 + (max(matrix.shape[-2:]) + 4) * torch.finfo(matrix.dtype).eps
-    return (magnitude.sum(-1).amax(-1) * magnitude.sum(-2).amax(-1)).sqrt() * margin
+    # The root of each factor by itself: their product may overflow.
+    return _rescaled(magnitude.sum(-1).amax(-1).sqrt() * magnitude.sum(-2).amax(-1).sqrt() * margin, outer)
 
 
 def infinity_norm(weight: Tensor) -> Tensor:
@@ -132,29 +143,31 @@ def infinity_norm(weight: Tensor) -> Tensor:
     >>> float(infinity_norm(torch.tensor([[1.0, -2.0], [0.5, 0.5]])))  # doctest: +ELLIPSIS
     3.0000...
     """
-    matrix = _wide_enough(weight, dtype=torch.float64)
+    matrix = wide_enough(weight, dtype=torch.float64)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     return matrix.abs().sum(-1).amax(-1) * (1 + (matrix.shape[-1] + 4) * torch.finfo(torch.float64).eps)
 
 
 def _svd_norm(weight: Tensor) -> Tensor:
-    matrix = _wide_enough(weight, dtype=torch.float64)
+    matrix = wide_enough(weight, dtype=torch.float64)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     gram, outer = _scaled_gram(matrix)
     # Squaring halves the digits of small singular values only; the largest keeps its relative accuracy.
-    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt() * outer * (1 + SVD_MARGIN)
+    return _rescaled(torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt() * (1 + SVD_MARGIN), outer)
 
 
 def _cholesky_norm(weight: Tensor) -> Tensor:
-    matrix = _wide_enough(weight.detach(), dtype=torch.float64)
+    matrix = wide_enough(weight.detach(), dtype=torch.float64)
     if matrix.numel() == 0 or min(matrix.shape[-2:]) < _CHOLESKY_FROM:
         return _svd_norm(weight.detach())
     grams, outers = _scaled_gram(matrix, _gram_by_blocks)
     size = grams.shape[-1]
-    squares = [_gram_norm(gram) for gram in grams.reshape(-1, size, size)]
-    return torch.stack(squares).reshape(outers.shape).sqrt() * outers * (1 + SVD_MARGIN)
+    # The factor proves a bound whatever was guessed; the guess is guarded so that the bound is the same every time.
+    with full_precision(matrix.device.type):
+        squares = [_gram_norm(gram) for gram in grams.reshape(-1, size, size)]
+    return _rescaled(torch.stack(squares).reshape(outers.shape).sqrt() * (1 + SVD_MARGIN), outers)
 
 
 def _gram_norm(gram: Tensor) -> Tensor:
@@ -163,35 +176,44 @@ def _gram_norm(gram: Tensor) -> Tensor:
     A factorisation that runs to completion shows that the smallest eigenvalue exceeds minus ``n u`` times the trace
     (Rump, 2006), which `SVD_MARGIN` covers.
     """
-    # A rough estimate will do, since the factor below proves it: float32 halves the traffic.
-    size = gram.diagonal().amax().clamp_min(torch.finfo(gram.dtype).tiny)
-    estimate = _lanczos_largest((gram / size).float()).to(gram.dtype) * size
-    for slack in (2e-5, 2e-4):
-        candidate = estimate * (1 + slack)
-        shifted = -gram
-        shifted.diagonal().add_(candidate)
-        if int(torch.linalg.cholesky_ex(shifted).info) == 0:
-            return candidate
+    for times, slacks in _CHOLESKY_TRIES:
+        # A step costs size^2, a factor that fails size^3: with the size, more steps are worth it.
+        below = _rayleigh_quotient(gram, times * (16 + len(gram) // 24)).clamp_min(torch.finfo(gram.dtype).tiny)
+        for slack in slacks:
+            candidate = below * (1 + slack)
+            shifted = -gram
+            shifted.diagonal().add_(candidate)
+            if int(torch.linalg.cholesky_ex(shifted).info) == 0:
+                return candidate
     return torch.linalg.eigvalsh(gram)[-1]
 
 
-def _lanczos_largest(gram: Tensor, steps: int = 32) -> Tensor:
-    """Largest Ritz value after a few Lanczos steps with full reorthogonalisation: a lower estimate, deterministic."""
-    size = gram.shape[-1]
-    vector = gram.diagonal() + gram.sum(-1).abs() + gram.diagonal().mean() * torch.linspace(0.5, 1, size).to(gram)
-    basis = gram.new_zeros(steps, size)
-    projected = gram.new_zeros(steps, steps)
-    for step in range(steps):
+def _rayleigh_quotient(gram: Tensor, steps: int) -> Tensor:
+    """Return ``v^T G v / v^T v``, never above the largest eigenvalue, for v from Lanczos steps; deterministic.
+
+    Ends where what is new in a step is down to rounding: for a few distinct eigenvalues that is after as many steps,
+    and vectors made of rounding would repeat earlier ones, so that their Ritz values are several times the truth.
+    """
+    # The vector may be rough, since its quotient is taken in float64: float32 halves the traffic.
+    rough = (gram / gram.diagonal().amax().clamp_min(torch.finfo(gram.dtype).tiny)).float()
+    # The sine of squares looks random: it has a share in every structured eigenvector, such as ones or a few entries.
+    vector = torch.arange(1, len(gram) + 1, dtype=torch.float64, device=gram.device).square().sin().to(rough)
+    basis = rough.new_zeros(min(steps, len(gram)), len(gram))
+    projected = rough.new_zeros(len(basis), len(basis))
+    size = 0.0
+    for step in range(len(basis)):
         length = vector.norm()
-        if float(length) <= torch.finfo(gram.dtype).eps:
+        if float(length) <= _NOTHING_NEW * size:
             break
         basis[step] = vector / length
-        image = gram @ basis[step]
+        image = rough @ basis[step]
         projected[step] = basis @ image
+        size = max(size, float(projected[step, step]))
         vector = image - basis.mT @ (basis @ image)
         vector = vector - basis.mT @ (basis @ vector)
     # Only the lower triangle was filled, and only it is read.
-    return torch.linalg.eigvalsh(projected)[-1].clamp_min(torch.finfo(gram.dtype).tiny)
+    top = (torch.linalg.eigh(projected).eigenvectors[:, -1] @ basis).to(gram)
+    return (top @ (gram @ top)) / top.square().sum()
 
 
 def _scaled_gram(matrix: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -201,9 +223,8 @@ def _scaled_gram(matrix: Tensor, product: Callable[[Tensor], Tensor] | None = No
     diagonal = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     if bool(((diagonal < 1e200) & (diagonal > 1e-200)).all()):
         return gram, torch.ones_like(diagonal)
-    outer = matrix.detach().abs().amax((-2, -1), keepdim=True)
-    outer = torch.where(outer > 0, outer, 1.0)
-    return product(matrix / outer), outer[..., 0, 0]
+    matrix, outer = _unit_scaled(matrix)
+    return product(matrix), outer
 
 
 def _gram(matrix: Tensor) -> Tensor:
@@ -222,6 +243,36 @@ def _gram_by_blocks(matrix: Tensor, blocks: int = 4) -> Tensor:
     return gram
 
 
+def power_of_two(magnitude: Tensor) -> Tensor:
+    """Return the largest power of two not above each magnitude, denormal numbers included; 1 for 0, inf and NaN.
+
+    Dividing by it is exact, so that products of what remains neither overflow nor underflow.
+
+    >>> power_of_two(torch.tensor([5.0, 0.25, 0.0])).tolist()
+    [4.0, 0.25, 1.0]
+    """
+    magnitude = magnitude.detach()
+    usable = torch.isfinite(magnitude) & (magnitude > 0)
+    magnitude = torch.where(usable, magnitude, 1.0)
+    return magnitude / (2 * torch.frexp(magnitude).mantissa)
+
+
+def _unit_scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``W / m`` and ``m`` (...), the power of two of the largest entry, 0 for a zero matrix.
+
+    For autograd m is a constant: norms are homogeneous, so the gradient is unchanged.
+    """
+    largest = matrix.detach().abs().amax((-2, -1))
+    outer = power_of_two(largest)
+    return matrix / outer[..., None, None], torch.where(largest > 0, outer, 0.0)
+
+
+def _rescaled(bound: Tensor, outer: Tensor) -> Tensor:
+    """Return ``bound * outer``, which is rounded up where it is denormal: there no relative margin helps."""
+    least = torch.finfo(bound.dtype).smallest_normal * torch.finfo(bound.dtype).eps
+    return bound * outer + (outer > 0) * torch.full_like(bound, least)
+
+
 def _frobenius(matrix: Tensor) -> Tensor:
     """Frobenius norm, kept above zero so that a zero matrix divides and differentiates cleanly, rounding added."""
     count = matrix.shape[-2] * matrix.shape[-1]
@@ -230,17 +281,24 @@ def _frobenius(matrix: Tensor) -> Tensor:
     return (matrix.square().sum((-2, -1), keepdim=True) + info.tiny).sqrt() * margin
 
 
-def _wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+def wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Check the weight and return it in the computing dtype (never below float32)."""
     if weight.ndim < 2:
         raise ShapeError(f"spectral norm: expected a matrix (..., m, n), received shape {tuple(weight.shape)}")
+    if not weight.is_floating_point():
+        raise ConfigError(
+            f"spectral norm: expected a real floating weight, received {weight.dtype} of shape {tuple(weight.shape)}; "
+            "of a complex W take [[Re W, -Im W], [Im W, Re W]], which has its norm, of integers their dequantised "
+            "floating values"
+        )
+    if dtype is None:
+        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+    matrix = weight.to(dtype)
     # One finite sum proves all entries finite, at a tenth of the cost of looking at each.
-    if not (bool(torch.isfinite(weight.detach().sum())) or bool(torch.isfinite(weight).all())):
-        bad = int((~torch.isfinite(weight)).sum())
+    if not (bool(torch.isfinite(matrix.detach().sum())) or bool(torch.isfinite(matrix).all())):
+        bad = int((~torch.isfinite(matrix)).sum())
         raise NotLipschitzError(
             f"spectral norm: {bad} of {weight.numel()} entries of a {tuple(weight.shape)} weight are NaN or infinite, "
             "so the map has no Lipschitz constant; look for the step at which training diverged"
         )
-    if dtype is None:
-        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
-    return weight.to(dtype)
+    return matrix

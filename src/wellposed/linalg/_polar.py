@@ -21,18 +21,24 @@ _PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-6, to
 
 @contextlib.contextmanager
 def full_precision(device_type: str = "cpu") -> Iterator[None]:
-    """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram errors of 1e-3)."""
+    """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram errors of 1e-3).
+
+    Covers `torch.set_float32_matmul_precision`, `torch.backends.fp32_precision` and those of cuda and mkldnn (also
+    inherited), `allow_tf32` and autocast. On leaving, by an exception too, each is as it was. Per process, not thread.
+    """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]
-    before = [backend.fp32_precision for backend in backends]
-    for backend, value in zip(backends, before, strict=True):
-        if value not in ("none", "ieee"):
-            backend.fp32_precision = "ieee"
+    reduced = [(backend, backend.fp32_precision) for backend in backends]
+    reduced = [(backend, value) for backend, value in reduced if value not in ("none", "ieee")]
     try:
+        for backend, _ in reduced:
+            backend.fp32_precision = "ieee"
         with torch.autocast(device_type, enabled=False):
             yield
     finally:
-        for backend, value in zip(backends, before, strict=True):
-            if value not in ("none", "ieee"):
+        for backend, value in reduced:
+            # A setting inherited from a wider one must go on following it.
+            backend.fp32_precision = "none"
+            if backend.fp32_precision != value:
                 backend.fp32_precision = value
 
 

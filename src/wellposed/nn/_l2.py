@@ -14,6 +14,7 @@ from wellposed.errors import ConfigError, NotLipschitzError
 from wellposed.functional import l2_attention
 from wellposed.linalg import MASK_KINDS, L2Layer, MaskKind, Norm, SpectralMethod, check_norm, l2_constants
 from wellposed.nn._heads import head_width, join_heads, split_heads
+from wellposed.nn._l2_division import UnitWeights, division_factor, is_stale, uncompiled
 from wellposed.nn._l2_refusal import (
     Values,
     check_cache,
@@ -34,8 +35,11 @@ class L2SelfAttention(nn.Module):
     computes a certified L from the weights. With `contractive=c` the output is divided by that bound at every call, so
     that `L <= c`, in training as well, with gradients through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and
     Theorem 3.2; bounds in the sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration),
-    never from power iteration. Rounding of the forward pass is not covered: it is about `2^-24` (float32), `2^-9`
-    (bfloat16) of the largest value.
+    never from power iteration. The division holds for weights of any size: a bound that would overflow or vanish is
+    never formed, and products of weights are bounded as they are rounded, in full precision whatever float32 products
+    are set to. Rounding of the forward pass is not covered: it is about `2^-24` (float32), `2^-9` (bfloat16) of the
+    largest value, and its root where logits exceed its inverse, since near tokens then swap places. Weights under which
+    a token of norm 1 overflows or is a denormal number have no certificate (`certificate_refusal`).
 
     Args:
         embed_dim: width D of a token.
@@ -173,22 +177,25 @@ class L2SelfAttention(nn.Module):
             shares, (key, value) = value is key, cache.update(key, value)
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
-        if self.values != "plain":
-            heads = heads @ self._mixing()
         if self.contractive is not None:
-            scale = self._contraction(key_padding_mask, is_causal, query.shape[-2], key.shape[-2])
-            heads = (heads * scale).to(heads.dtype)
+            weights = self._unit_weights()
+            factor = self._contraction(weights, key_padding_mask, is_causal, query.shape[-2], key.shape[-2])
+            heads = (heads / weights.read).to(heads.dtype) @ weights.mixing
+            heads = (heads * factor).to(heads.dtype)
+        elif self.values != "plain":
+            heads = heads @ self._mixing()
         if self.v_proj is not None and self.v_proj.bias is not None and self.values != "plain":
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
 
     def certificate_refusal(self) -> str | None:
-        """Return why this layer, in its present mode, has no Lipschitz constant; None where it has one."""
-        return l2_attention_refusal(
+        """Return why this layer has no certificate in its present mode and with its weights; None where it has one."""
+        reason = l2_attention_refusal(
             tied=self.tied,
             plain_values=self.values == "plain",
             drops_weights=self.dropout > 0 and self.training,
         )
+        return self._division_refusal() if reason is None and self.contractive is not None else reason
 
     def lipschitz_bound(
         self,
@@ -232,21 +239,45 @@ class L2SelfAttention(nn.Module):
                 )
             return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
         check_covered(num_tokens, self.max_tokens)
-        kinds: tuple[MaskKind, ...] = MASK_KINDS if mask == "any" else (mask,)
-        scales = [self._scale(self.max_tokens, kind, by_call) for kind in kinds]
-        bounds = [
-            scale * exact.bound(l2_constants(num_tokens, mask=kind), norm=norm).value
-            for scale, kind in zip(scales, kinds, strict=True)
-        ]
+        bounds: list[Tensor] = []
+        for kind in MASK_KINDS if mask == "any" else (mask,):
+            # Both layers are divided by one power of two, which cancels.
+            divisor = by_call.unit_bound(l2_constants(self.max_tokens, mask=kind), norm=self.norm).value.double()
+            bound = exact.unit_bound(l2_constants(num_tokens, mask=kind), norm=norm).value.double()
+            bounds.append(self.contractive * bound / torch.where(divisor > 0, divisor, 1.0))
         bound = torch.stack(bounds).amax()
         return bound.clamp_max(self.contractive) if norm == self.norm else bound
 
-    def bound_layers(self, method: SpectralMethod = "svd") -> tuple[L2Layer, L2Layer]:
+    def bound_layers(
+        self, method: SpectralMethod = "svd", weights: UnitWeights | None = None
+    ) -> tuple[L2Layer, L2Layer]:
         """Return the weights as the division of a contractive layer sees them at each call, and for ``method``."""
-        double = torch.float64 if method in ("svd", "cholesky") else None
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            by_call = L2Layer(*self.head_weights(), method="gram")
-            return by_call, by_call if method == "gram" else L2Layer(*self.head_weights(double), method=method)
+        if self.contractive is not None:
+            weights = weights or self._unit_weights()
+            by_call = weights.layer("gram")
+            return by_call, by_call if method == "gram" else weights.layer(method)
+        # R_h is a product of weights: in their own precision it would be rounded before it is bounded.
+        exact = L2Layer(*self.head_weights(torch.promote_types(self.q_proj.weight.dtype, torch.float64)), method=method)
+        return exact, exact
+
+    @torch.no_grad()
+    def at_zero(self, num_tokens: int) -> Tensor:
+        """Return the token (D,) that `num_tokens` zero tokens all become, in float64 without rounding to speak of.
+
+        Raises:
+            NotLipschitzError: as `lipschitz_bound`.
+        """
+        refuse_unbounded(self.certificate_refusal())
+        bias = self.q_proj.weight.new_zeros(self.q_proj.out_features) if self.q_proj.bias is None else self.q_proj.bias
+        heads = bias.double().unflatten(0, (self.num_heads, 1, -1))
+        if self.contractive is None:
+            heads = heads @ self._mixing(torch.float64)
+        else:
+            weights = self._unit_weights()
+            factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
+            heads = (heads / weights.read) @ weights.mixing.double() * factor
+        heads = heads.flatten() + (0 if self.v_proj is None or self.v_proj.bias is None else self.v_proj.bias)
+        return self.o_proj.weight.double() @ heads + (0 if self.o_proj.bias is None else self.o_proj.bias)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -318,37 +349,58 @@ class L2SelfAttention(nn.Module):
             value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             return query @ value.mT / math.sqrt(self.head_dim)
 
-    def _scale(self, num_tokens: int, mask: MaskKind, layer: L2Layer | None = None) -> Tensor:
-        """`c / bound`; a layer of zero weights stays zero instead of 0/0."""
+    @uncompiled
+    def _unit_weights(self) -> UnitWeights:
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            value = None if self.v_proj is None else self.v_proj.weight
+            return UnitWeights.of(
+                self.q_proj.weight, self.o_proj.weight, value=value, mix=self.mix, num_heads=self.num_heads
+            )
+
+    def _factor(
+        self, weights: UnitWeights, num_tokens: int, mask: MaskKind, *, layer: L2Layer | None = None, kept: bool = True
+    ) -> Tensor:
+        """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
         assert self.contractive is not None
-        frozen = None if torch.is_grad_enabled() else self._frozen_scales
+        frozen = self._frozen_scales if kept and not torch.is_grad_enabled() else None
         if frozen is not None and (num_tokens, mask) in frozen:
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            layer = layer or self.bound_layers("gram")[0]
-            bound = layer.bound(l2_constants(num_tokens, mask=mask), norm=self.norm).value
-        scale = self.contractive / bound.clamp_min(torch.finfo(bound.dtype).tiny * 4)
+            constants = l2_constants(num_tokens, mask=mask)
+            layer = layer or self.bound_layers("gram", weights)[0]
+            factor = division_factor(layer, self.contractive, constants, self.norm)
         if frozen is not None:
-            frozen[num_tokens, mask] = scale
-        return scale
+            frozen[num_tokens, mask] = factor
+        return factor
 
-    def _contraction(self, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int) -> Tensor:
-        """The factor of the output: one number, or (batch, 1, 1, 1) where each sequence has its own length."""
+    @torch.no_grad()
+    def _division_refusal(self) -> str | None:
+        weights = self._unit_weights()
+        layer = weights.layer("gram")
+        for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
+            if is_stale(kept, self._factor(weights, num_tokens, mask, layer=layer, kept=False)):
+                return "its weights were edited inside frozen(), which divides by the bound they had before"
+        return weights.range_refusal(self._factor(weights, self.max_tokens or 1, "any", layer=layer, kept=False))
+
+    @uncompiled
+    def _contraction(
+        self, weights: UnitWeights, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int
+    ) -> Tensor:
+        """The factor of the heads: (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length."""
         mask = known_pattern(key_padding_mask, is_causal)
         if isinstance(key_padding_mask, AttentionMask):
             check_diagonal(key_padding_mask, queries, keys)
         if self.max_tokens is not None and keys <= self.max_tokens:
-            return self._scale(self.max_tokens, mask)
+            return self._factor(weights, self.max_tokens, mask)
         counts = most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
             check_covered(int(counts.max()) if isinstance(counts, Tensor) else counts, self.max_tokens)
-            return self._scale(self.max_tokens, mask)
+            return self._factor(weights, self.max_tokens, mask)
         if not isinstance(counts, Tensor):
-            return self._scale(counts, mask)
+            return self._factor(weights, counts, mask)
         lengths, index = counts.unique(return_inverse=True)
-        layer, _ = self.bound_layers("gram")
-        scales = torch.stack([self._scale(length, mask, layer) for length in lengths.tolist()])
-        return scales[index][:, None, None, None]
+        layer = weights.layer("gram")
+        return torch.stack([self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()])[index]
 
     def extra_repr(self) -> str:
         """Everything that is not seen from the projections."""

@@ -1,0 +1,119 @@
+"""The weights of a contractive L2 layer as its division sees them, at a size where no product is out of range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wellposed.linalg import L2Constants, L2Layer, Norm, SpectralMethod, full_precision, power_of_two
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Tokens up to this norm must not overflow; float16 has no room for more than 1, and ends at this norm of a key.
+_LARGEST_TOKEN = 1000.0
+_LARGEST_FLOAT16_KEY = 5790.0
+
+
+def uncompiled(function: Function) -> Function:
+    """Run a function outside `torch.compile`, whose kernels choose the precision of products for themselves."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """The maps `W_h R_h = 2^exponents projection mixing` of all heads, with `W_h = read projection`.
+
+    Exact, since only powers of two are taken out. A layer that is divided by its bound does not change when its weights
+    are multiplied by a number, so that a head is `P z / read`, times `mixing`, times `factor`, and none of the three
+    overflows or vanishes where their product does not.
+    """
+
+    projection: Tensor
+    """(H, D, w), largest entry in [1, 2), in float32 at least."""
+    mixing: Tensor
+    """(H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used, and bounded as it is used."""
+    output: Tensor
+    """`W_O,h`, (H, d, D), as stored."""
+    read: Tensor
+    """(H, 1, 1), powers of two."""
+    exponents: Tensor
+    """(H,), whole numbers."""
+
+    @classmethod
+    def of(
+        cls, query: Tensor, output: Tensor, *, value: Tensor | None, mix: Tensor | None, num_heads: int
+    ) -> UnitWeights:
+        """Take the weights of `q_proj` and `o_proj`, and that of `v_proj` or `mix`."""
+        projection, read = _unit(query.unflatten(0, (num_heads, -1)).mT)
+        output = output.mT.unflatten(0, (num_heads, -1))
+        exponents = _exponent(read)
+        if mix is not None:
+            mixing, unit = _unit(mix)
+        else:
+            assert value is not None
+            values, unit = _unit(value.unflatten(0, (num_heads, -1)).mT)
+            with full_precision(query.device.type):
+                mixing = projection.mT @ values / math.sqrt(output.shape[1])
+            # W_h R_h = W_h W_h^T W_V,h / sqrt(d): the query's unit counts twice.
+            exponents = 2 * exponents
+        return cls(projection, mixing.to(query.dtype), output, read, exponents + _exponent(unit))
+
+    def layer(self, method: SpectralMethod) -> L2Layer:
+        """Return what bounds them, zero-padded to one width."""
+        missing = self.mixing.shape[1] - self.mixing.shape[2]
+        mixing, output = F.pad(self.mixing, (0, missing)), F.pad(self.output, (0, 0, 0, missing))
+        return L2Layer(self.projection, mixing, output, method=method, exponents=self.exponents)
+
+    def range_refusal(self, factor: Tensor) -> str | None:
+        """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way; None if they do not.
+
+        Args:
+            factor: (H, 1, 1), the division's.
+        """
+        dtype = self.mixing.dtype
+        info = torch.finfo(dtype)
+        heard = factor.flatten() > 0
+        read = self.projection.double().square().sum((-2, -1)).sqrt() * self.read.flatten().double()
+        strength = factor.flatten().double() * self.output.double().abs().amax((-2, -1))
+        strongest = float(factor.flatten()[strength.argmax()])
+        largest = _LARGEST_FLOAT16_KEY if dtype is torch.float16 else math.sqrt(info.max) / _LARGEST_TOKEN
+        reasons = {
+            f"its query weights, down to {float(self.read.min()):.3g}, are denormal numbers in {dtype}": bool(
+                (self.read.flatten() < info.smallest_normal)[heard].any()
+            ),
+            f"squares of distances overflow {dtype} under its query weights, of norm {float(read.max()):.3g}": bool(
+                (read > largest).any()
+            ),
+            f"its division by the bound leaves {dtype}: times {float(factor.max()):.3g}, and {strongest:.3g} for its "
+            f"strongest head, under output weights up to {float(self.output.abs().max()):.3g}": bool(heard.any())
+            and not (info.smallest_normal <= strongest and float(factor.max()) <= info.max),
+        }
+        found = "; ".join(reason for reason, applies in reasons.items() if applies)
+        return f"{found}; rescale the weights, or take a wider dtype" if found else None
+
+
+def division_factor(layer: L2Layer, contractive: float, constants: L2Constants, norm: Norm) -> Tensor:
+    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a silent head."""
+    bound = layer.unit_bound(constants, norm=norm).value
+    return contractive / torch.where(bound > 0, bound, 1.0) * layer.shares[:, None, None]
+
+
+def is_stale(kept: Tensor, now: Tensor) -> bool:
+    """Whether a kept factor is above the present one by more than a last digit, which the bound's margin covers."""
+    return not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all())
+
+
+def _unit(weight: Tensor) -> tuple[Tensor, Tensor]:
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    unit = power_of_two(weight.abs().amax((-2, -1), keepdim=True))
+    return weight / unit, unit
+
+
+def _exponent(power: Tensor) -> Tensor:
+    return torch.frexp(power).exponent.flatten() - 1

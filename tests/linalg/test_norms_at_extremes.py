@@ -1,0 +1,236 @@
+"""Certified norms at the ends of every dtype, on spectra with many equal values, and under every matmul precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError
+from wellposed.linalg import (
+    SpectralMethod,
+    certified_spectral_norm,
+    full_precision,
+    gram_iteration_norm,
+    infinity_norm,
+    isometry_error,
+    l2_attention_bound,
+    l2_constants,
+)
+
+METHODS: tuple[SpectralMethod, ...] = ("svd", "cholesky", "gram", "interpolation")
+# Powers of two, from the smallest denormal number to just below the largest finite one.
+EXPONENTS = {
+    torch.float64: (-1074, -1070, -1030, -1000, -500, 0, 500, 1000, 1015),
+    torch.float32: (-149, -146, -140, -127, -100, -60, 0, 60, 100, 117),
+    torch.bfloat16: (-133, -130, -127, -100, 0, 100, 117),
+    torch.float16: (-24, -22, -16, 0, 5),
+}
+SHAPES = ((1, 1), (9, 2), (2, 9), (6, 6), (3, 5, 4), (2, 2, 4, 7), (200, 195))
+# Gram iteration in float32 adds its rounding allowance, most at full rank.
+TIGHT = {"svd": 2.1e-6, "cholesky": 1e-4, "gram": 0.06}
+
+
+def scaled(matrix: Tensor, exponent: int) -> Tensor:
+    """``matrix 2^exponent`` in steps that are exact as long as the result is no denormal number."""
+    while exponent:
+        step = max(-1000, min(1000, exponent))
+        matrix, exponent = matrix * 2.0**step, exponent - step
+    return matrix
+
+
+def matrices(shape: tuple[int, ...], dtype: torch.dtype, exponent: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(len(shape) + shape[-1])
+    dense = torch.randn(shape, generator=generator, dtype=torch.float64)
+    for matrix in (dense, dense[..., :, :1] * dense[..., :1, :], torch.zeros_like(dense)):
+        yield scaled(matrix / matrix.abs().amax().clamp_min(1e-9), exponent).to(dtype)
+
+
+def test_the_smallest_weight_has_a_norm():
+    for dtype, exponents in EXPONENTS.items():
+        least = torch.full((1, 1), 2.0 ** exponents[0], dtype=torch.float64).to(dtype)
+        assert 0 < float(least) == 2.0 ** exponents[0]
+        for method in METHODS:
+            assert certified_spectral_norm(least, method=method) >= least.double()
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(d, e) for d, es in EXPONENTS.items() for e in es], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(method: SpectralMethod, dtype: torch.dtype, exponent: int):
+    for shape in SHAPES:
+        for stored in matrices(shape, dtype, exponent):
+            bound = certified_spectral_norm(stored, method=method)
+            # Numbers of order one again, exactly, so that the reference neither overflows nor underflows.
+            unit, unit_bound = scaled(stored.double(), -exponent), scaled(bound.double(), -exponent)
+            true = torch.linalg.matrix_norm(unit, 2)
+            assert (unit_bound >= true * (1 - 1e-14)).all(), (shape, float((unit_bound / true).min()))
+            assert ((unit_bound == 0) == (true == 0)).all()
+            # What the computing dtype can hold at all is held tightly; one denormal step comes on top.
+            step = scaled(torch.tensor(torch.finfo(bound.dtype).smallest_normal, dtype=torch.float64), -exponent)
+            step = step * torch.finfo(bound.dtype).eps
+            if method in TIGHT and bool(torch.isfinite(bound).all()):
+                assert (unit_bound <= true * (1 + TIGHT[method]) + 2 * step).all()
+
+
+@pytest.mark.parametrize("exponent", [-1074, -600, 0, 600, 1000])
+def test_infinity_norm_covers_every_scale(exponent: int):
+    for stored in matrices((5, 4), torch.float64, exponent):
+        unit = scaled(stored, -exponent)
+        rows = [math.fsum(abs(entry) for entry in row) for row in unit.tolist()]
+        assert max(rows) <= float(scaled(infinity_norm(stored), -exponent)) <= max(rows) * (1 + 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.int64, torch.bool], ids=str)
+def test_weights_that_are_not_real_numbers_are_refused(dtype: torch.dtype):
+    weight = torch.ones(2, 3, 3).to(dtype)
+    for method in METHODS:
+        with pytest.raises(ConfigError, match=f"real floating weight, received {dtype}"):
+            certified_spectral_norm(weight, method=method)
+    for call in (gram_iteration_norm, infinity_norm):
+        with pytest.raises(ConfigError, match="real floating"):
+            call(weight)
+    with pytest.raises(ConfigError, match=f"real floating weight, received {dtype}"):
+        l2_attention_bound(torch.ones(2, 3, 3), weight, torch.ones(2, 3, 3), l2_constants(2))
+
+
+def test_the_norm_of_a_complex_matrix_by_the_advice_of_its_refusal():
+    weight = torch.randn(4, 3, dtype=torch.complex128)
+    real = torch.cat([torch.cat([weight.real, -weight.imag], 1), torch.cat([weight.imag, weight.real], 1)])
+    true = float(torch.linalg.matrix_norm(weight, 2))
+    assert true <= float(certified_spectral_norm(real)) <= true * (1 + 2e-6)
+
+
+def spectra(size: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(size)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    eye = torch.eye(size, dtype=torch.float64)
+    left, right = torch.linalg.qr(draw(2, size, size)).Q
+    yield "orthogonal", left
+    for amount in (1e-6, 1e-4, 1e-2, 0.3, 1.0, 30.0):
+        pair = draw(2, size)
+        yield f"orthogonal + {amount} rank one", left + amount * torch.outer(*(pair / pair.norm(dim=1, keepdim=True)))
+    for amount in (1e-4, 0.03, 1.0):
+        yield f"3 I + {amount} low rank", 3 * eye + amount * draw(size, 4) @ draw(4, size) / size
+        # Top vectors that are orthogonal to ones, or that one coordinate holds.
+        difference = eye[0] - eye[1]
+        yield f"I + {amount} difference", eye + amount * torch.outer(difference, difference)
+        yield f"one entry {1 + amount}", torch.diag(torch.where(torch.arange(size) == 3, 1 + amount, 1.0).double())
+    values = torch.cat([torch.ones(size // 2), torch.linspace(1, 0, size - size // 2)]).double()
+    yield "flat top", left * values @ right
+    yield "clustered", left * (1 + 3e-4 * torch.linspace(0, 1, size).double()) @ right
+    yield "linear", left * torch.linspace(0, 1, size).double() @ right
+    yield "random", draw(size, 2 * size)
+    yield "low rank", draw(size, 5) @ draw(5, size)
+    yield "ones", torch.ones_like(eye)
+    yield "triangle", torch.ones_like(eye).tril()
+    yield "zero", torch.zeros_like(eye)
+
+
+@pytest.mark.parametrize("size", [192, 257, 400])
+def test_the_cholesky_norm_is_within_1e_4_for_every_spectrum(size: int):
+    for name, matrix in spectra(size):
+        true = float(torch.linalg.matrix_norm(matrix, 2))
+        bound = float(certified_spectral_norm(matrix, method="cholesky"))
+        assert true <= bound <= true * (1 + 1e-4), name
+
+
+def test_the_cholesky_norm_falls_back_where_lanczos_misses_the_top(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wellposed.linalg._norms._rayleigh_quotient", lambda gram, steps: gram.diagonal().amin())
+    matrix = next(matrix for name, matrix in spectra(192) if name == "random")
+    true = float(torch.linalg.matrix_norm(matrix, 2))
+    assert true <= float(certified_spectral_norm(matrix, method="cholesky")) <= true * (1 + 1e-4)
+
+
+# Settings under which float32 products are not float32 products: what each writes, and where.
+matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+SETTINGS = {
+    "highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "cuda": lambda: setattr(matmul[0], "fp32_precision", "tf32"),
+    "mkldnn": lambda: setattr(matmul[1], "fp32_precision", "bf16"),
+    "global": lambda: setattr(torch.backends, "fp32_precision", "bf16"),
+    "allow_tf32": lambda: setattr(matmul[0], "allow_tf32", True),
+}
+
+
+def precisions() -> list[str]:
+    return [torch.backends.fp32_precision, *(backend.fp32_precision for backend in matmul)]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=[*SETTINGS, "autocast"])
+def setting(request: pytest.FixtureRequest) -> Iterator[str]:
+    kept = precisions()
+    for backend in matmul:
+        backend.fp32_precision = "none"
+    if request.param != "autocast":
+        SETTINGS[request.param]()
+    with torch.autocast("cpu", torch.bfloat16, enabled=request.param == "autocast"):
+        yield request.param
+    torch.backends.fp32_precision = kept[0]  # type: ignore[attr-defined]
+    for backend, value in zip(matmul, kept[1:], strict=True):
+        backend.fp32_precision = value
+
+
+def product_error() -> float:
+    """Error of a float32 product of ones and halves that bfloat16 cannot hold: zero in float32, here always."""
+    matrix = torch.full((64, 64), 1 + 2.0**-10)
+    return float(((matrix @ matrix).double() - 64 * (1 + 2.0**-10) ** 2).abs().max())
+
+
+def test_full_precision_covers_every_setting_and_gives_it_back(setting: str):
+    before, seen = precisions(), product_error()
+    with full_precision():
+        assert product_error() <= 64 * 64 * 2.0**-24
+        assert all(value in ("none", "ieee") for value in precisions()[1:])
+        assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(KeyError), full_precision():
+        raise KeyError
+    assert precisions() == before
+    assert product_error() == seen
+    assert torch.is_autocast_enabled("cpu") == (setting == "autocast")
+    if setting == "autocast":
+        assert seen > 1e-3, "a guard that is not there would be noticed"
+
+
+def test_full_precision_leaves_inherited_settings_inheriting():
+    kept = precisions()
+    for backend in matmul:
+        backend.fp32_precision = "none"
+    try:
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        with full_precision():
+            assert precisions()[1:] == ["ieee", "ieee"]
+        torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        assert precisions() == ["ieee", "ieee", "ieee"]
+    finally:
+        torch.backends.fp32_precision = kept[0]  # type: ignore[attr-defined]
+        for backend, value in zip(matmul, kept[1:], strict=True):
+            backend.fp32_precision = value
+
+
+def certified(weight: Tensor, heads: Tensor, mixing: Tensor) -> dict[str, Tensor]:
+    """Every certified number of linalg."""
+    found: dict[str, Tensor] = {method: certified_spectral_norm(weight, method=method) for method in METHODS}
+    found |= {"infinity": infinity_norm(weight), "isometry": isometry_error(weight)}
+    for norm in ("tok", 2, "inf"):
+        for method in ("svd", "gram"):
+            bound = l2_attention_bound(heads, mixing, heads.mT, l2_constants(8), norm=norm, method=method)
+            found[f"l2 {norm} {method}"] = bound.value
+    return found
+
+
+def test_no_setting_changes_a_certified_number(setting: str):
+    weight = torch.randn(200, 192, generator=torch.Generator().manual_seed(4))
+    heads = weight[:64, :64].unflatten(0, (4, 16)).mT
+    with full_precision():
+        mixing = heads.mT @ heads
+        expected = certified(weight, heads, mixing)
+    for name, value in certified(weight, heads, mixing).items():
+        assert torch.equal(value, expected[name]), name
