@@ -177,10 +177,10 @@ def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
         return ()
     ball = f"the ball |x_i| <= {certificate.ball:g}"
     outside = int((largest > certificate.ball).sum())
-    room = (
-        f"no radius reaches out of {ball}: the median input has {float((certificate.ball - largest).median()):.4g} left"
-    )
-    return (f"{outside} of {len(largest)} inputs lie outside {ball} and are certified nowhere" if outside else room,)
+    if outside:
+        return (f"{outside} of {len(largest)} inputs lie outside {ball}, where nothing is certified",)
+    room = float((certificate.ball - largest).median())
+    return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
 
 
 def default_radii(certified: Tensor, count: int = 8) -> list[float]:
