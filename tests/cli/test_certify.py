@@ -78,6 +78,66 @@ def test_a_layer_without_a_bound_is_named(tmp_path: Path, capsys: pytest.Capture
     assert "mask causal, tokens with |x_i| <= 9" in capsys.readouterr().out
 
 
+def test_lengths_of_the_data_are_checked(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every text has 4 tokens."""
+    words = ["certify", str(run_folder), "--norm", "2", "--examples", "8", "--attack-steps", "2"]
+    assert main([*words, "--min-tokens", "4"]) == 0
+    assert "4 to 6 tokens" in capsys.readouterr().out
+    assert main([*words, "--min-tokens", "5"]) == 1
+    captured = capsys.readouterr()
+    assert "at least 5 real tokens, received 4 (4 of 4 inputs are shorter)" in captured.err
+    assert "certified accuracy on" not in captured.out
+    assert main([*words, "--seq-len", "3"]) == 1
+    assert "at most 3 tokens, received 4 (4 of 4 inputs are longer)" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "<= 6 tokens" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def plain_folder(run_folder: Path) -> Path:
+    """Return the run of a classifier with dot-product attention, which has a bound on a ball only."""
+    words = ["train", "text_classification", "--data", str(run_folder.parent / "train.tsv"), "--max-length", "6"]
+    words += [*SHORT, "--model.norm", "none", "--out", str(run_folder.parent / "plain")]
+    assert main(words) == 0
+    return run_folder.parent / "plain"
+
+
+def _rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "certified_accuracy.csv").open() as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
+    plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["certify", str(plain_folder), "--examples", "8", "--attack-steps", "2", "--out", str(tmp_path)]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert "no bound (model.layers.0.attention), so nothing is certified at any radius above 0" in captured.out
+    assert "try --radius" in captured.err
+    rows = _rows(tmp_path)
+    assert rows[0]["certified"] == rows[0]["attacked"] > 0
+    assert all(row["certified"] == 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize("norm", ["tok", "2", "inf"])
+def test_on_a_ball_radii_stay_inside(
+    plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], norm: str
+) -> None:
+    words = ["certify", str(plain_folder), "--examples", "8", "--attack-steps", "2", "--norm", norm]
+    assert main([*words, "--radius", "9", "--radii", "0,1e-9,9", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "mask full, tokens with |x_i| <= 9" in text  # a classifier sees both sides
+    assert "no radius reaches out of the ball |x_i| <= 9" in text
+    assert json.loads((tmp_path / "certificate.json").read_text())["ball"] == 9.0
+    rows = _rows(tmp_path)
+    assert rows[1]["certified"] == rows[0]["certified"] > 0
+    assert rows[2]["certified"] == 0.0
+    assert main([*words, "--radius", "1e-6", "--radii", "0,1e-9", "--out", str(tmp_path)]) == 0
+    assert "4 of 4 inputs lie outside the ball" in capsys.readouterr().out
+    assert _rows(tmp_path)[1]["certified"] == 0.0
+
+
 def test_bad_usage_is_one_message(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", str(run_folder), "--radii", "a,b"]) == 2
     assert "comma-separated numbers" in capsys.readouterr().err

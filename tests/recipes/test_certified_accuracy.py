@@ -13,7 +13,7 @@ from torch import Tensor
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.linalg import Norm
-from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
 from wellposed.models._certification import embedding_radius
 from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii, size_of
 
@@ -87,12 +87,54 @@ def test_dot_product_is_certified_inside_its_ball_only() -> None:
     )
     largest = embedding_radius(model)
     inside = certify(model, seq_len=10, radius=largest + 0.001)
-    curve = certified_accuracy(
-        model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5, input_radius=largest + 0.001
-    )
+    curve = certified_accuracy(model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5)
     assert_sound(curve)
     assert curve.rows[1].certified > 0
     assert curve.rows[2].certified == 0.0
+    assert "no radius reaches out of the ball" in curve.table()
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+def test_no_radius_leaves_the_ball(norm: Norm) -> None:
+    """The margin is raised so high that only the ball is left to limit the radius, and half the inputs lie outside."""
+    model = make_model("dot_product")
+    batches = make_batches(model)
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([1e9, 0.0, 0.0]))
+    for batch in batches:
+        batch["labels"][:] = 0
+    masks = torch.cat([batch["attention_mask"] for batch in batches])
+    vectors = input_vectors(model, torch.cat([batch["input_ids"] for batch in batches])).detach().double()
+    largest = (vectors.norm(dim=-1) * masks).amax(-1)
+    ball = float(largest.median()) * (1 + 1e-9)
+    certificate = certify(model, seq_len=10, norm=norm, radius=ball)
+    room = ((ball - largest) / (8**0.5 if norm == "inf" else 1)).clamp_min(0)
+    between = sorted({float(f"{size:.6g}") * 0.999 for size in room.tolist() if size > 1e-6})
+    curve = certified_accuracy(model, batches, certificate, radii=[0.0, *between], attack_steps=1)
+    expected = [float((room > row.radius).double().mean()) for row in curve.rows[1:]]
+    assert [row.certified for row in curve.rows[1:]] == pytest.approx(expected)
+    assert f"{int((largest > ball).sum())} of 12 inputs lie outside the ball" in curve.table()
+
+
+def test_a_certificate_of_long_inputs_is_refused_for_short_ones() -> None:
+    model = make_model("l2_contractive")
+    batches = make_batches(model)
+    lengths = torch.cat([batch["attention_mask"].sum(-1) for batch in batches])
+    long = certify(model, seq_len=10, norm=2, min_tokens=10)
+    message = rf"at least 10 real tokens, received {int(lengths.min())} \({int((lengths < 10).sum())} of 12 inputs"
+    with pytest.raises(ShapeError, match=message):
+        certified_accuracy(model, batches, long)
+    covered = certify(model, seq_len=10, norm=2, min_tokens=int(lengths.min()))
+    assert_sound(certified_accuracy(model, batches, covered, attack_steps=4))
+
+
+def test_without_a_bound_nothing_is_certified_and_one_line_says_why() -> None:
+    model = make_model("dot_product")
+    curve = certified_accuracy(model, make_batches(model), certify(model, seq_len=10), radii=[0.0, 1e-12])
+    assert [row.certified for row in curve.rows] == [curve.clean, 0.0]
+    (note,) = curve.notes
+    assert note == "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
+    assert note in curve.table().splitlines()
 
 
 def test_files_hold_the_rows(tmp_path: Path) -> None:

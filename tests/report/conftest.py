@@ -41,6 +41,13 @@ def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) ->
     return {"schema_version": 1, "rows": rows, "activations": [], "notes": []}
 
 
+def toml(values: dict[str, Any], place: str = "") -> str:
+    """Nested plain values as TOML; the JSON of a string is one in TOML as well."""
+    plain = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    nested = [(f"{place}{json.dumps(key)}", value) for key, value in values.items() if isinstance(value, dict)]
+    return "\n".join([*plain, *(f"[{name}]\n{toml(value, f'{name}.')}" for name, value in nested)]) + "\n"
+
+
 def write_run(
     folder: Path,
     *,
@@ -101,7 +108,7 @@ def write_run(
         if step % 20 == 0:
             rows.append({"step": step, "split": "valid", "loss": loss + 0.1, headline: value * step / 100})
     (folder / "result.json").write_text(json.dumps(result))
-    (folder / "config.toml").write_text(f'task = "{task}"\n')
+    (folder / "config.toml").write_text(toml(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "env.json").write_text(
         json.dumps(

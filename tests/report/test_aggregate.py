@@ -80,8 +80,10 @@ def test_no_shared_seed_is_no_test(compare: Any) -> None:
     folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
     edit(folder / "pre_ln" / "seed-0" / "result.json", seed=1)
     (task,) = aggregate([folder]).tasks
-    assert task.variants[1].comparison is None
-    assert "shares no seed" in task.notes[0]
+    comparison = task.variants[1].comparison
+    assert comparison is not None
+    assert (comparison.pairs, comparison.mean_difference, comparison.p_value) == (0, None, None)
+    assert comparison.verdict == "cannot be said: no seed is shared with the baseline post_ln"
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
@@ -144,17 +146,19 @@ def test_tasks_and_data_are_kept_apart(compare: Any, make_run: Any, tmp_path: Pa
     assert "NO" in aggregate([tmp_path]).table()
 
 
-def test_metrics_that_are_not_finite_are_left_out_but_the_headline_must_be(compare: Any) -> None:
+def test_metrics_that_are_not_finite_are_left_out_and_without_the_headline_a_run_has_failed(compare: Any) -> None:
     folder = compare({"post_ln": [0.4, 0.5]})
     file = folder / "post_ln" / "seed-0" / "result.json"
     results = json.loads(file.read_text())["results"]["listops"]
     edit(file, results={"listops": {**results, "loss,test": None}})
     assert "loss,test" not in aggregate([folder]).tasks[0].variants[0].metrics
-    edit(file, results={"listops": {**results, "accuracy,test": None}})
-    with pytest.raises(
-        DataError, match=r"seed-0/result\.json: the headline metric is not a finite number: accuracy,test"
-    ):
-        aggregate([folder])
+    for bad in (None, float("nan"), float("inf")):
+        edit(file, results={"listops": {**results, "accuracy,test": bad}})
+        comparison = aggregate([folder])
+        (run,) = comparison.excluded
+        assert (run.seed, run.status) == ("0", "failed")
+        assert run.reason == f"the headline metric is not a finite number: accuracy,test = {bad}"
+        assert (comparison.tasks[0].variants[0].seeds, comparison.tasks[0].variants[0].failed) == ((1,), (0,))
 
 
 def test_every_damaged_file_is_named_at_once(compare: Any, tmp_path: Path) -> None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 
 import pytest
+import scipy.integrate
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import DataError
-from wellposed.report.statistics import holm_correction, mean_and_standard_error, paired_comparison
+from wellposed.report.statistics import (
+    Failure,
+    PairedComparison,
+    SeedResults,
+    compare_seeds,
+    holm_correction,
+    mean_and_standard_error,
+    paired_comparison,
+)
 
 
 def test_mean_and_standard_error_by_hand() -> None:
@@ -118,3 +127,90 @@ def test_differences_that_cancel_are_zero_not_rounding() -> None:
     assert found.mean_difference == 0.0
     assert found.p_value == pytest.approx(1.0)
     assert "+0;" in found.verdict
+
+
+def test_two_pairs_are_a_cauchy_distribution() -> None:
+    # One degree of freedom: P(|T| > t) = 1 - 2 arctan(t) / pi; differences 1 and 2 give t = 1.5 / 0.5 = 3.
+    c = paired_comparison([2.0, 4.0], [1.0, 2.0])
+    assert c.t_statistic == pytest.approx(3, rel=1e-12)
+    assert c.p_value == pytest.approx(1 - 2 * math.atan(3) / math.pi, rel=1e-12)
+
+
+@pytest.mark.parametrize("differences", [(0.3, -0.1, 0.25, 0.4), (1.0, 1.0, 1.0, 1.1), (-2.0, 5.0), (0.0, 0.0, 1e-3)])
+def test_p_is_the_area_under_the_density_of_student(differences: tuple[float, ...]) -> None:
+    """The density is written out and integrated, so neither scipy's distribution nor its test is asked."""
+    n = len(differences)
+    mean = math.fsum(differences) / n
+    spread = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    t, k = abs(mean) / (spread / math.sqrt(n)), n - 1
+    scale = math.gamma((k + 1) / 2) / (math.sqrt(k * math.pi) * math.gamma(k / 2))
+    inner, _ = scipy.integrate.quad(lambda x: scale * (1 + x * x / k) ** (-(k + 1) / 2), 0, t, epsabs=1e-13)
+    # quad is asked for 1e-13 of an area below 1/2
+    assert paired_comparison(differences, [0.0] * n).p_value == pytest.approx(1 - 2 * inner, abs=1e-11)
+
+
+@pytest.mark.parametrize(("sign", "higher", "word"), [(1, True, "better"), (-1, True, "worse"), (-1, False, "better")])
+def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(sign: int, higher: bool, word: str) -> None:
+    values = [sign * (1e6 + noise) for noise in (0.0, 1e-3, -1e-3, 2e-3)]
+    c = paired_comparison(values, [0.0] * 4, higher_is_better=higher)
+    expected = scipy.stats.ttest_rel(values, [0.0] * 4)
+    assert c.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert 0 < c.p_value < 1e-20
+    assert c.verdict.startswith(f"{word} by 1e+06")
+
+
+def slow_holm(p_values: list[float]) -> list[float]:
+    """Holm (1979): the smallest p times m, the next times m - 1, ...; never below the one before, at most 1."""
+    corrected = [0.0] * len(p_values)
+    left = list(range(len(p_values)))
+    largest = 0.0
+    while left:
+        smallest = left[0]
+        for index in left:
+            if p_values[index] < p_values[smallest]:
+                smallest = index
+        largest = max(largest, p_values[smallest] * len(left))
+        corrected[smallest] = min(1.0, largest)
+        left.remove(smallest)
+    return corrected
+
+
+def with_p(p_value: float | None) -> PairedComparison:
+    return PairedComparison(3, 0.1, 0.1, None if p_value is None else 1.0, p_value, p_value, True, "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.05, 1.0])), min_size=0, max_size=8))
+def test_holm_agrees_with_the_slow_loop(p_values: list[float]) -> None:
+    """Ties included: equal p-values get the same corrected one."""
+    found = [c.p_holm for c in holm_correction([with_p(p) for p in p_values])]
+    assert found == pytest.approx(slow_holm(p_values), rel=1e-15)
+    for p in set(p_values):
+        assert len({corrected for corrected, given_p in zip(found, p_values, strict=True) if given_p == p}) == 1
+
+
+def test_comparisons_without_a_test_take_no_part_in_the_correction() -> None:
+    failed = compare_seeds(
+        SeedResults("a", {0: 9.0, 1: 9.1}, {2: Failure("failed", "diverged at step 3")}),
+        SeedResults("base", {0: 1.0, 1: 1.1, 2: 1.2}),
+    )
+    found = holm_correction([with_p(0.03), failed, with_p(None), with_p(0.04)])
+    assert [c.p_holm for c in found] == [0.06, None, None, 0.06]
+    assert found[1].verdict == failed.verdict == "cannot be said: 1 of 3 seeds failed (diverged at step 3)"
+
+
+def test_seeds_are_paired_by_number_not_by_place() -> None:
+    variant = SeedResults("a", {2: 4.0, 0: 2.0, 1: 3.5, 7: 99.0})
+    baseline = SeedResults("base", {1: 1.5, 0: 1.0, 2: 2.0})
+    assert compare_seeds(variant, baseline) == paired_comparison([2.0, 3.5, 4.0], [1.0, 1.5, 2.0])
+
+
+def test_what_failed_is_counted_and_named_once() -> None:
+    nan, memory = Failure("failed", "loss is nan"), Failure("failed", "out of memory")
+    stopped = Failure("cancelled", "interrupted")
+    assert str(SeedResults("a", {0: 1.0}, {1: nan, 2: nan})) == "2 of 3 seeds failed (loss is nan)"
+    assert str(SeedResults("a", {}, {1: nan, 0: memory})) == "2 of 2 seeds failed (out of memory; loss is nan)"
+    assert str(SeedResults("a", {}, {0: stopped})) == "1 of 1 seed did not finish (interrupted)"
+    base = SeedResults("base", {}, {0: stopped})
+    said = compare_seeds(SeedResults("a", {0: 1.0}), base).verdict
+    assert said == "cannot be said: the baseline base did not finish on all seeds"

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellposed.errors import NotLipschitzError, ShapeError, listed
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed
 from wellposed.linalg import Norm
 
 Label = Literal["exact", "certified", "empirical", "uncertified"]
 _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
+_SMALLEST = torch.finfo(torch.float64).tiny
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
@@ -61,11 +62,13 @@ class Certificate:
     tokens: int
     """The bound holds for at most this many tokens."""
     min_tokens: int
-    """The bound holds for at least this many real tokens (matters for mean pooling in norm 2 only)."""
+    """The bound holds for at least this many real tokens (sharpens mean pooling in norm 2 only)."""
     mask: str
     domain: str
     """``"all inputs"`` or ``"tokens with |x_i| <= r"``."""
     dtype: str
+    ball: float = math.inf
+    """The r of ``domain``: no input token may have a larger 2-norm; infinite on all inputs."""
     notes: tuple[str, ...] = ()
     head: tuple[Tensor, float] | None = field(default=None, repr=False, compare=False)
     """Weight of the last linear map and the bound of everything before it, where known: sharpens `radius`."""
@@ -95,52 +98,122 @@ class Certificate:
         ]
         raise NotLipschitzError("no Lipschitz bound is known for:\n" + listed(offenders or ["the product overflows"]))
 
-    def radius(self, logits: Tensor, labels: Tensor | None = None, *, tokens: int | None = None) -> Tensor:
+    def radius(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        *,
+        tokens: int | Tensor | None = None,
+        largest_token: float | Tensor | None = None,
+        width: int | None = None,
+    ) -> Tensor:
         """Return r such that no input perturbation with ``|delta| < r`` (in ``norm``) changes the decision.
 
         Certified: ``min_k (f_y - f_k) / (|w_y - w_k| L_body)`` where the last linear map is known, and at least
         ``margin / (sqrt(2) total)``, since ``|(e_y - e_k) . df| <= sqrt(2) |df|``; ``margin / (2 total)`` for
         ``norm="inf"``. The perturbation acts on the embedded input; in ``tok`` every token may move by r at once.
+        A bound that holds on a ball says nothing outside it, so r is at most the room left: ``ball - max_i |x_i|``,
+        divided by ``sqrt(width)`` for ``norm="inf"``, where a token moves by up to ``sqrt(width) r`` in 2-norm.
 
         Args:
             logits: ``(..., classes)`` of the clean input, from the certified module in eval mode.
             labels: ``(...)`` true classes; a wrong prediction has radius 0. The predicted class where not given.
-            tokens: number of tokens of the input, to be checked against the certified length.
+            tokens: number of real tokens, one for all inputs or ``(...)``; needed where ``min_tokens > 1``.
+            largest_token: ``max_i |x_i|``, the largest 2-norm of a real token, one for all inputs or ``(...)``; needed
+                where the certificate is on a ball. An input outside the ball has radius 0.
+            width: entries of an input token; needed for ``norm="inf"`` on a ball.
 
         Returns:
-            ``(...)`` float64 radii >= 0; zero throughout where there is no bound.
+            ``(...)`` float64 radii >= 0; zero throughout where there is no bound, and where logits are not finite.
 
         Raises:
-            ShapeError: fewer than two classes, or more ``tokens`` than certified.
+            ShapeError: fewer than two classes; an input longer or shorter than the certificate covers, or of unknown
+                length where ``min_tokens > 1``; ``labels``, ``tokens`` or ``largest_token`` not one per input.
+            ConfigError: a certificate on a ball without ``largest_token`` (>= 0), or without ``width`` (>= 1) for
+                ``norm="inf"``.
 
         Cost: O(classes) per row, O(classes^2) once for the head. Says nothing about rounding of the forward pass.
         """
         if logits.ndim < 1 or logits.shape[-1] < 2:
             raise ShapeError(f"radius: expected logits (..., classes >= 2), received {tuple(logits.shape)}")
-        if tokens is not None and tokens > self.tokens:
-            raise ShapeError(
-                f"radius: the certificate holds for at most {self.tokens} tokens, received {tokens}; "
-                f"certify again with seq_len={tokens}"
-            )
+        inputs = logits.shape[:-1]
+        if labels is not None and labels.shape != inputs:
+            raise ShapeError(f"radius: expected labels {tuple(inputs)}, received {tuple(labels.shape)}")
+        self._check_lengths(tokens, inputs)
+        room = self._room(largest_token, width, inputs).to(logits.device)
         scores = logits.detach().to(torch.float64)
+        if self.label == "uncertified" or not 0 <= self.total < math.inf:
+            return torch.zeros_like(room)
         chosen = scores.argmax(-1, keepdim=True) if labels is None else labels.to(scores.device).unsqueeze(-1)
         margins = scores.gather(-1, chosen) - scores
         others = torch.ones_like(scores, dtype=torch.bool).scatter(-1, chosen, value=False)
         slopes = torch.full_like(scores, (2.0 if self.norm == "inf" else math.sqrt(2.0)) * self.total)
         if self.head is not None:
             slopes = torch.minimum(slopes, self._head_slopes(chosen[..., 0]))
-        # A slope of zero is a constant function: any margin above zero then holds for every perturbation.
-        radii = torch.where(slopes > 0, margins / slopes, torch.where(margins > 0, math.inf, 0.0))
-        radii = torch.where(others, radii, math.inf).amin(-1)
+        # A slope of zero is a constant function: a margin above zero divided by it is infinite, and rightly so.
+        radii = torch.where(others, margins / slopes, math.inf).amin(-1)
+        radii = torch.where(scores.isfinite().all(-1), torch.minimum(radii, room), 0.0)
         return radii.clamp_min(0).nan_to_num(nan=0.0, posinf=math.inf)
 
+    def _check_lengths(self, tokens: int | Tensor | None, inputs: torch.Size) -> None:
+        if tokens is None:
+            if self.min_tokens > 1:
+                raise ShapeError(
+                    f"radius: the certificate holds for inputs of at least {self.min_tokens} real tokens, received "
+                    "none of their lengths; give tokens=, the real tokens of each input, or certify with min_tokens=1"
+                )
+            return
+        lengths = _per_input("tokens", tokens, inputs)
+        problems = []
+        # Written so that a length that is no number is among the offenders.
+        if (long := ~(lengths <= self.tokens)).any():
+            worst = f"{float(lengths[long].max()):g}"
+            problems.append(
+                f"the certificate holds for at most {self.tokens} tokens, received {worst} ({int(long.sum())} of "
+                f"{lengths.numel()} inputs are longer); certify again with seq_len={worst}"
+            )
+        if (short := lengths < self.min_tokens).any():
+            least = float(lengths[short].min())
+            advice = f"certify again with min_tokens={least:g}" if least >= 1 else "leave inputs without a token out"
+            problems.append(
+                f"the certificate holds for at least {self.min_tokens} real tokens, received {least:g} "
+                f"({int(short.sum())} of {lengths.numel()} inputs are shorter); {advice}"
+            )
+        if problems:
+            raise ShapeError("radius: " + "\n".join(problems))
+
+    def _room(self, largest_token: float | Tensor | None, width: int | None, inputs: torch.Size) -> Tensor:
+        """How far each input may move, in the certificate's norm, with every token still inside the ball."""
+        if self.ball == math.inf:
+            return torch.full(inputs, math.inf, dtype=torch.float64)
+        problems = []
+        if largest_token is None:
+            problems.append("give largest_token=, the largest 2-norm of a token of each input")
+        elif bool((torch.as_tensor(largest_token) < 0).any()):
+            problems.append("largest_token is a 2-norm, so it must be >= 0")
+        if self.norm == "inf" and (width is None or width < 1):
+            problems.append(f"give width= >= 1, the entries of a token (norm inf); received {width}")
+        if problems or largest_token is None:
+            raise ConfigError(
+                f"radius: the certificate holds for {self.domain} only, so how far an input may move depends on where "
+                "it stands:\n" + listed(problems)
+            )
+        spread = math.sqrt(width) if self.norm == "inf" and width is not None else 1.0
+        return ((self.ball - _per_input("largest_token", largest_token, inputs)) / spread).clamp_min(0)
+
     def _head_slopes(self, chosen: Tensor) -> Tensor:
+        """``|w_y - w_k| L_body`` from above: what is not zero stays so, however small."""
         assert self.head is not None
         weight, body = self.head
         weight = weight.detach().to(chosen.device, torch.float64)
         differences = weight[chosen].unsqueeze(-2) - weight
-        size = differences.abs().sum(-1) if self.norm == "inf" else differences.square().sum(-1).sqrt()
-        return size * body * (1 + 1e-9)
+        largest = differences.abs().amax(-1)
+        # Scaled, as squares of small differences would be rounded to zero.
+        scaled = differences / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
+        size = largest * (scaled.abs().sum(-1) if self.norm == "inf" else scaled.square().sum(-1).sqrt())
+        size = torch.where(largest > 0, size.clamp_min(_SMALLEST), size)
+        slopes = size * body * (1 + 1e-9)
+        return torch.where((size > 0) & (body > 0), slopes.clamp_min(_SMALLEST), slopes)
 
     def table(self) -> str:
         """Return the layers as plain text: bound, label, form (or why there is none), path, and the total last."""
@@ -166,18 +239,40 @@ class Certificate:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""
         plain: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "dtype", "cross_check")
+            for name in (
+                "total",
+                "label",
+                "norm",
+                "tokens",
+                "min_tokens",
+                "mask",
+                "domain",
+                "ball",
+                "dtype",
+                "cross_check",
+            )  # fmt: skip
         }
         plain["notes"] = list(self.notes)
         plain["layers"] = [asdict(layer) for layer in self.layers]
         return _json_safe(plain)
 
     def _scope(self) -> str:
-        scope = f"<= {self.tokens} tokens, mask {self.mask}, {self.domain}, {self.dtype}"
+        tokens = f"<= {self.tokens} tokens" if self.min_tokens == 1 else f"{self.min_tokens} to {self.tokens} tokens"
+        scope = f"{tokens}, mask {self.mask}, {self.domain}, {self.dtype}"
         return "; ".join((scope, *self.notes))
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _per_input(name: str, value: float | Tensor, inputs: torch.Size) -> Tensor:
+    """Return one float64 number per input; the shape is never broadcast, so that no input gets another one's."""
+    values = torch.as_tensor(value).detach().cpu().to(torch.float64)
+    if values.ndim and values.shape != inputs:
+        raise ShapeError(
+            f"radius: expected {name} as one number or {tuple(inputs)}, one per input; received {tuple(values.shape)}"
+        )
+    return values.expand(inputs)
 
 
 def _inside(path: str, parent: str) -> bool:

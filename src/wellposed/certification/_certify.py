@@ -99,6 +99,7 @@ def certify(
         mask="/".join(sorted(shared.masks)) or "none used",
         domain="all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}",
         dtype=dtype,
+        ball=math.inf if radius is None else float(radius),
         notes=(*shared.notes, *notes),
         head=shared.head,
         cross_check=tried,

@@ -28,6 +28,8 @@ class CertifyArguments:
     """A run folder, a saved Hugging Face model, or the name of a hub model."""
     seq_len: int | None = None
     """The bound covers at most this many tokens; the model's positions where not given."""
+    min_tokens: int = 1
+    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
     """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
     radius: float | None = None
@@ -68,6 +70,7 @@ def run(words: Sequence[str]) -> int:
         seq_len=options.seq_len or _positions(model, options.model),
         norm=norm,
         radius=options.radius,
+        min_tokens=options.min_tokens,
     )
     print(certificate.table())
     if math.isinf(certificate.total):
@@ -102,14 +105,9 @@ def _accuracy(
         radii=radii,
         attack_steps=options.attack_steps,
         restarts=options.restarts,
-        input_radius=options.radius,
     )
     print(f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded input:")
     print(curve.table())
-    sizes = model.get_input_embeddings().weight.detach().norm(dim=-1)
-    print(
-        f"for scale: embedded tokens have 2-norm {float(sizes.median()):.4g} (median), {float(sizes.max()):.4g} at most"
-    )
     if options.out is not None:
         curve.to_csv(options.out / "certified_accuracy.csv")
         curve.plot(options.out / "certified_accuracy.svg")

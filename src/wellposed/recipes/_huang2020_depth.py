@@ -124,7 +124,7 @@ def train_depth(request: Request, chosen: Sizes, variant: str, depth: int, seed:
         math.inf if failed else float(found["loss,valid"]),
         float(task.reference()["loss"]),
         tuple(curve),
-        str(result.result.get("train_info", {}).get("error", "")) if failed else "",
+        result.message if failed else "",
     )
 
 

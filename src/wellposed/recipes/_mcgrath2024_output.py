@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from wellposed.measurement._text import text_table
 from wellposed.recipes._mcgrath2024 import BASELINE, PAPER_TABLE, QR_METHODS, Cell
 from wellposed.recipes._mcgrath2024_sweep import DATA, SweepSettings, finished_results
 from wellposed.recipes.multitask_options import SETS
-from wellposed.report import PairedComparison, holm_correction, mean_and_standard_error, paired_comparison
+from wellposed.report import (
+    Failure,
+    PairedComparison,
+    SeedResults,
+    compare_seeds,
+    holm_correction,
+    mean_and_standard_error,
+)
 
 COLUMNS = (*SETS, "overall")
 HEADINGS = {"sst": "SST accuracy", "para": "Para accuracy", "sts": "STS Pearson", "overall": "overall"}
@@ -34,6 +41,14 @@ class CellResult:
         """Return mean and standard error of one score over the seeds."""
         return mean_and_standard_error([run["scores"][column] for run in self.runs])
 
+    def by_seed(self) -> SeedResults:
+        """Return the overall score of every seed, or why it has none."""
+        return SeedResults(
+            "cell",
+            {run["seed"]: run["scores"]["overall"] for run in self.runs},
+            {run["seed"]: Failure("failed", run["error"]) for run in self.failed},
+        )
+
     def seconds(self) -> float:
         """Return the mean processor time of a training."""
         return math.fsum(run["cpu_seconds"] for run in self.runs) / len(self.runs)
@@ -48,16 +63,11 @@ def cell_results(settings: SweepSettings) -> list[CellResult]:
         good = tuple(run for run in mine if run["status"] == "success")
         if mine:
             cells.append(CellResult(cell, good, tuple(run for run in mine if run["status"] != "success")))
-    base = {run["seed"]: run["scores"]["overall"] for run in cells[0].runs} if cells[0].cell.name == BASELINE else {}
-    tested: list[tuple[int, PairedComparison]] = []
-    for number, result in enumerate(cells):
-        pairs = [(run["scores"]["overall"], base[run["seed"]]) for run in result.runs if run["seed"] in base]
-        if result.cell.name != BASELINE and pairs:
-            tested.append((number, paired_comparison(*(list(side) for side in zip(*pairs, strict=True)))))
-    corrected = holm_correction([comparison for _, comparison in tested])
-    for (number, _), comparison in zip(tested, corrected, strict=True):
-        cells[number] = CellResult(cells[number].cell, cells[number].runs, cells[number].failed, comparison)
-    return cells
+    if not cells or cells[0].cell.name != BASELINE:
+        return cells
+    base, *others = cells
+    tests = holm_correction([compare_seeds(result.by_seed(), base.by_seed()) for result in others])
+    return [base, *(replace(result, against=test) for result, test in zip(others, tests, strict=True))]
 
 
 def write_outputs(settings: SweepSettings) -> str:
@@ -126,14 +136,17 @@ def conclusion(cells: Sequence[CellResult]) -> list[str]:
 
 def _about_scores(cells: Sequence[CellResult]) -> str:
     base = best_of(cells, BASELINE)
-    tested = [(result, result.against) for result in cells if result.cell.form == "gram" and result.against]
+    compared = [(result, result.against) for result in cells if result.cell.form == "gram" and result.against]
+    unsaid = [f"{result.cell.name}: {test.verdict}" for result, test in compared if test.obstacle]
+    tested = [(result, test) for result, test in compared if not test.obstacle]
     if base is None or not tested:
-        return ""
+        return f"Key and query penalties: {'; '.join(unsaid)}" if unsaid else ""
     best, against = max(tested, key=lambda pair: pair[0].mean("overall")[0])
     different = [f"{result.cell.name} is {test.verdict}" for result, test in tested if test.significant]
     said = "; ".join(different) or f"none of the {len(tested)} penalised cells differs significantly from the baseline"
     if all(test.p_value is None for _, test in tested):
         said = "nothing can be tested with so few seeds"
+    said = "; ".join([said, *unsaid])
     error = against.standard_error
     width = "" if error is None else f" +- {error:.4f}"
     seen = f" His gain of 0.0024, of one run each, is {0.0024 / error:.1f} of these standard errors." if error else ""

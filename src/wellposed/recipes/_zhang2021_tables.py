@@ -27,7 +27,7 @@ from wellposed.recipes._zhang2021_values import (
     Column,
 )
 from wellposed.recipes.compare import compare
-from wellposed.report.statistics import holm_correction, mean_and_standard_error, paired_comparison
+from wellposed.report.statistics import Failure, SeedResults, compare_seeds, holm_correction, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 MINI_NOTE = "tiny models on one corpus where the paper has large ones on each; a difference here says little of theirs"
@@ -244,30 +244,40 @@ def _tuned(rows: Sequence[Row], variant: str) -> list[Row]:
 
 def _compare(study: Study, rows: Sequence[Row], variants: Sequence[str]) -> tuple[str, bool | None]:
     """Return what was found in words and whether some variant is better; None where the seeds cannot tell."""
-    metric = study.metrics[0]
-    plain = [row.scores.get(metric, 0.0) for row in _tuned(rows, TRANSFORMER)]
-    texts = [f"{study.label}, {metric}: Transformer {_mean(plain)}"]
+    plain = _by_seed(study, _tuned(rows, TRANSFORMER))
+    texts = [f"{study.label}, {study.metrics[0]}: Transformer {_mean(plain)}"]
     tests = []
     for variant in variants:
         chosen = _tuned(rows, variant)
-        scores = [row.scores.get(metric, 0.0) for row in chosen]
-        texts.append(f"{LABELS[variant]} ({chosen[0].strength:g}) {_mean(scores)}")
-        if len(plain) > 1:
-            tests.append(paired_comparison(scores, plain, higher_is_better=True))
+        mine = _by_seed(study, chosen)
+        texts.append(f"{LABELS[variant]} ({chosen[0].strength:g}) {_mean(mine)}")
+        tests.append(compare_seeds(mine, plain, higher_is_better=True))
     tests = holm_correction(tests)
-    better = [test for test in tests if test.significant and test.mean_difference > 0]
-    worse = [test for test in tests if test.significant and test.mean_difference < 0]
-    if not tests:
-        verdict = all(
-            _tuned(rows, variant)[0].scores.get(metric, 0.0) > plain[0] for variant in variants
-        )  # fmt: skip
-        return ", ".join(texts), verdict
-    texts.append("differences within the noise of the seeds" if not better and not worse else "")
-    return ", ".join(filter(None, texts)), True if better else False if worse else None
+    unsaid = [f"{LABELS[name]}: {test.verdict}" for name, test in zip(variants, tests, strict=True) if test.obstacle]
+    if unsaid:
+        return ", ".join([*texts, *unsaid]), None
+    gains = [test.mean_difference or 0.0 for test in tests]
+    if len(plain.values) < 2:
+        return ", ".join(texts), all(gain > 0 for gain in gains)
+    different = [gain for gain, test in zip(gains, tests, strict=True) if test.significant]
+    if not different:
+        return ", ".join([*texts, "differences within the noise of the seeds"]), None
+    return ", ".join(texts), any(gain > 0 for gain in different)
 
 
-def _mean(values: Sequence[float]) -> str:
-    mean, error = mean_and_standard_error(values)
+def _by_seed(study: Study, rows: Sequence[Row]) -> SeedResults:
+    metric = study.metrics[0]
+    return SeedResults(
+        LABELS[rows[0].variant],
+        {row.seed: row.scores[metric] for row in rows if metric in row.scores},
+        {row.seed: Failure("failed", f"no {metric}") for row in rows if metric not in row.scores},
+    )
+
+
+def _mean(results: SeedResults) -> str:
+    if not results.values:
+        return "failed"
+    mean, error = mean_and_standard_error(list(results.values.values()))
     return f"{mean:.2f}" if error is None else f"{mean:.2f} +- {error:.2f}"
 
 

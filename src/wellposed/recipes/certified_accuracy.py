@@ -43,8 +43,14 @@ class CertifiedAccuracy:
     """Accuracy without a perturbation."""
     median_radius: float
     """Median certified radius of the examples that are classified right; 0 where none is."""
+    median_token: float
+    """Median 2-norm of the embedded tokens of these examples: what radii are to be compared with."""
+    largest_token: float
+    """Their largest 2-norm."""
     attack: str
     """The attack, in words."""
+    notes: tuple[str, ...] = ()
+    """Why certified accuracy is no more than it is, where margins are not the reason."""
 
     def table(self) -> str:
         """Return the curve as plain text."""
@@ -54,7 +60,10 @@ class CertifiedAccuracy:
             f"{'radius':>10}  {'certified':>9}  {'attacked':>9}   ({self.attack})",
         ]
         lines += [f"{row.radius:>10.4g}  {row.certified:>9.4f}  {row.attacked:>9.4f}" for row in self.rows]
-        return "\n".join(lines)
+        scale = (
+            f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median), {self.largest_token:.4g} at most"
+        )
+        return "\n".join([*lines, *self.notes, scale])
 
     def to_csv(self, path: Path) -> None:
         """Write one line per radius."""
@@ -93,7 +102,6 @@ def certified_accuracy(
     radii: Sequence[float] | None = None,
     attack_steps: int = 20,
     restarts: int = 1,
-    input_radius: float | None = None,
     seed: int = 0,
 ) -> CertifiedAccuracy:
     """Return, for each r, the share of examples that no ``|delta| <= r`` makes wrong, and the share PGD leaves right.
@@ -103,7 +111,7 @@ def certified_accuracy(
     attack (projected gradient ascent on the margin, Madry et al. 2018) runs in float64 and can only be too weak, so
     ``certified <= true <= attacked``. A wrong input found at some size counts at every radius above it. The
     perturbation acts on ``inputs_embeds`` of real tokens, in the certificate's norm: in ``tok`` every token may move
-    by r at once.
+    by r at once. Where the certificate is on a ball, an input is certified only as far as its tokens stay inside.
 
     Args:
         model: a classifier that takes ``inputs_embeds`` and returns ``logits``; it is copied, in eval mode.
@@ -112,23 +120,29 @@ def certified_accuracy(
         radii: increasing sizes >= 0; where not given: those of `default_radii`.
         attack_steps: gradient steps for each radius.
         restarts: starts for each radius: the clean input first, then random ones.
-        input_radius: the certificate's ball ``|x_i| <= R``, where it has one: an input may then move only as far as
-            its tokens stay inside.
         seed: of the random starts.
 
     Raises:
         ConfigError: radii out of order or negative, fewer than one step or restart.
         DataError: no examples, or labels that are not one class each.
-        ShapeError: an input longer than the certificate covers.
+        ShapeError: inputs longer or shorter than the certificate covers.
 
     Cost: ``len(radii) x attack_steps x restarts`` forward and backward passes over the data.
     """
     _check(radii, attack_steps, restarts)
     target = copy.deepcopy(model).double().eval().requires_grad_(False)
-    prepared = [_prepare(target, batch, certificate, input_radius) for batch in batches]
+    prepared = [_prepare(target, batch) for batch in batches]
     if not prepared:
         raise DataError("certified accuracy: no examples were given; expected at least one batch")
-    certified = torch.cat([batch.certified for batch in prepared])
+    token_sizes = torch.cat([batch.embeds.norm(dim=-1)[batch.mask.bool()] for batch in prepared])
+    largest = torch.cat([(batch.embeds.norm(dim=-1) * batch.mask).amax(-1) for batch in prepared])
+    certified = certificate.radius(
+        torch.cat([batch.logits for batch in prepared]),
+        torch.cat([batch.labels for batch in prepared]),
+        tokens=torch.cat([batch.mask.sum(-1) for batch in prepared]),
+        largest_token=largest,
+        width=prepared[0].embeds.shape[-1],
+    )
     correct = torch.cat([batch.correct for batch in prepared])
     sizes = list(radii) if radii is not None else default_radii(certified)
     attack = _Attack(target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed))
@@ -148,8 +162,25 @@ def certified_accuracy(
         lipschitz=certificate.total,
         clean=float(correct.double().mean()),
         median_radius=float(positive.median()) if len(positive) else 0.0,
+        median_token=float(token_sizes.median()),
+        largest_token=float(token_sizes.max()),
         attack=f"PGD, {attack_steps} steps, {restarts} start{'s' if restarts > 1 else ''}, float64",
+        notes=_notes(certificate, largest),
     )
+
+
+def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
+    if not math.isfinite(certificate.total):
+        where = ", ".join(layer.path or "the module itself" for layer in certificate.uncertified[:3])
+        return (f"no bound ({where or 'the product overflows'}), so nothing is certified at any radius above 0",)
+    if certificate.ball == math.inf:
+        return ()
+    ball = f"the ball |x_i| <= {certificate.ball:g}"
+    outside = int((largest > certificate.ball).sum())
+    if outside:
+        return (f"{outside} of {len(largest)} inputs lie outside {ball}, where nothing is certified",)
+    room = float((certificate.ball - largest).median())
+    return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
 
 
 def default_radii(certified: Tensor, count: int = 8) -> list[float]:
@@ -171,13 +202,11 @@ class _Prepared:
     mask: Tensor
     labels: Tensor
     correct: Tensor
-    certified: Tensor
-    room: Tensor
-    """How far each example may move before a token leaves the certificate's ball."""
+    logits: Tensor
 
 
 @torch.no_grad()
-def _prepare(model: Any, batch: Batch, certificate: Certificate, input_radius: float | None) -> _Prepared:
+def _prepare(model: Any, batch: Batch) -> _Prepared:
     labels, mask = batch["labels"], batch["attention_mask"]
     if labels.ndim != 1 or labels.is_floating_point() or bool((labels < 0).any()):
         raise DataError(
@@ -185,12 +214,7 @@ def _prepare(model: Any, batch: Batch, certificate: Certificate, input_radius: f
         )
     embeds = input_vectors(model, batch["input_ids"], mask)
     logits = model(inputs_embeds=embeds, attention_mask=mask).logits
-    radius = certificate.radius(logits, labels, tokens=int(mask.sum(-1).max()))
-    room = torch.full_like(radius, math.inf)
-    if input_radius is not None:
-        largest = (embeds.norm(dim=-1) * mask).amax(-1)
-        room = (input_radius - largest).clamp_min(0)
-    return _Prepared(embeds, mask, labels, logits.argmax(-1) == labels, torch.minimum(radius, room), room)
+    return _Prepared(embeds, mask, labels, logits.argmax(-1) == labels, logits)
 
 
 @dataclass(frozen=True)

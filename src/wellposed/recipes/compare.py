@@ -79,6 +79,7 @@ def compare(
 
     task = build_task(base.task, base.task_options)
     out.mkdir(parents=True, exist_ok=True)
+    _write_order(out, variants)  # before the first run, so that a report on a killed comparison knows the baseline
     folders: list[Path] = []
     results: list[RunResult] = []
     for number, config in enumerate(configs, start=1):
@@ -89,7 +90,6 @@ def compare(
         results.append(train(config, folder, resume=resume, progress=progress, command=command, task=task))
         if results[-1].status == "cancelled":
             break
-    _write_order(out, variants)
     return ComparisonRuns(tuple(folders), tuple(results))
 
 

@@ -11,7 +11,13 @@ from typing import Any
 from wellposed.errors import DataError
 from wellposed.measurement import format_number, text_table, write_csv
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
-from wellposed.report.statistics import PairedComparison, holm_correction, mean_and_standard_error, paired_comparison
+from wellposed.report.statistics import (
+    PairedComparison,
+    SeedResults,
+    compare_seeds,
+    holm_correction,
+    mean_and_standard_error,
+)
 
 
 @dataclass(frozen=True)
@@ -30,20 +36,25 @@ class Summary:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """One variant on one task. ``learned`` says whether the mean beats the reference; ``None`` without a reference."""
+    """One variant on one task: ``seeds`` finished and enter ``metrics``, ``failed`` have no number.
+
+    ``learned`` says whether the mean beats the reference; ``None`` without a reference or a finished seed.
+    """
 
     variant: str
     seeds: tuple[int, ...]
     metrics: Mapping[str, Summary]
     learned: bool | None
     comparison: PairedComparison | None
+    failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """All variants of one task; the first is the one the others are compared with, by ``metric``.
+    """All variants of one task; the first is the one the others are compared with, by ``metric``, failed or not.
 
-    ``reference_metric`` is compared with ``reference_value`` to tell whether a variant learned: both are on *valid*.
+    ``runs`` holds the finished runs of each variant. ``reference_metric`` is compared with ``reference_value`` to tell
+    whether a variant learned: both are on *valid*.
     """
 
     task: str
@@ -56,40 +67,51 @@ class TaskComparison:
     runs: tuple[tuple[Run, ...], ...]
     notes: tuple[str, ...]
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of the first variant that has any."""
+        return list(next(result.metrics for result in self.variants if result.metrics))
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of `aggregate`: tasks with their variants, and the runs that do not count."""
+    """Result of `aggregate`: tasks with their variants, the runs that do not count, tasks no run of which finished."""
 
     tasks: tuple[TaskComparison, ...]
     excluded: tuple[ExcludedRun, ...]
+    unjudged: tuple[str, ...] = ()
 
     def table(self) -> str:
         """Return one table per task and the list of runs that do not count, as text for a terminal."""
-        parts = [_task_table(task) for task in self.tasks]
+        parts = [*(_task_table(task) for task in self.tasks), *self.remarks()]
         if self.excluded:
             rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
             parts.append(text_table("Not counted", ["run", "status", "why"], rows, left=3))
         return "\n\n".join(parts)
 
+    def remarks(self) -> list[str]:
+        """Return one sentence for each task without a finished run."""
+        return [f"{task}: which variant is better cannot be said: no run of it finished" for task in self.unjudged]
+
     def records(self) -> list[dict[str, Any]]:
-        """Return one flat dictionary per task, variant and metric."""
+        """Return one flat dictionary per task, variant and metric; a variant that failed on all seeds has no mean."""
         return [
             {
                 "task": task.task,
                 "variant": result.variant,
                 "metric": name,
                 "seeds": len(result.seeds),
-                "mean": summary.mean,
-                "standard_error": summary.standard_error,
-                "values": list(summary.values),
+                "failed": len(result.failed),
+                "mean": summary.mean if summary else None,
+                "standard_error": summary.standard_error if summary else None,
+                "values": list(summary.values) if summary else [],
                 "reference": task.reference_value if name == task.reference_metric else None,
                 "learned": result.learned if name == task.reference_metric else None,
                 **_test_columns(result.comparison if name == task.metric else None),
             }
             for task in self.tasks
             for result in task.variants
-            for name, summary in result.metrics.items()
+            for name, summary in (result.metrics or {task.metric: None}).items()
         ]
 
     def to_csv(self, path: str | Path) -> Path:
@@ -102,7 +124,8 @@ class Comparison:
         path = Path(path)
         excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema_version": 1, "results": self.records(), "excluded": excluded}, indent=2)
+        content = {"schema_version": 1, "results": self.records(), "excluded": excluded, "remarks": self.remarks()}
+        text = json.dumps(content, indent=2)
         path.write_text(text + "\n", encoding="utf-8")
         return path
 
@@ -111,9 +134,10 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     """Return mean ± standard error over seeds of every metric, and the paired test against the first variant.
 
     Status: exact arithmetic on the numbers of ``result.json``; see `statistics.paired_comparison` for the test. Pairs
-    are runs of the same seed, which see the same batches. Only runs that ended with success count; the others are in
-    ``Comparison.excluded``. Runs of one variant with different configurations are never pooled: they become variants
-    of their own, named by what differs.
+    are runs of the same seed, which see the same batches. Only runs that ended with success enter a mean; the others
+    are in ``Comparison.excluded``, and the first variant stays first and no verdict is given where a seed has failed on
+    either side (`statistics.compare_seeds`). Runs of one variant with different configurations are never pooled: they
+    become variants of their own, named by what differs.
 
     Args:
         run_dirs: run folders, or folders that hold run folders.
@@ -139,10 +163,16 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
 def compare_runs(found: FoundRuns) -> Comparison:
     """Return the comparison of runs that are already read."""
     groups = _by_label(found.runs, lambda run: run.task, lambda run: _task_settings(run.result["config"]))
-    return Comparison(tuple(_compare_task(name, runs) for name, runs in groups.items()), found.excluded)
+    judged = {name: any(run.failure is None for run in runs) for name, runs in groups.items()}
+    return Comparison(
+        tuple(_compare_task(name, runs) for name, runs in groups.items() if judged[name]),
+        found.excluded,
+        tuple(name for name in groups if not judged[name]),
+    )
 
 
-def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
+def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
+    runs = [run for run in found if run.failure is None]
     headline = runs[0].headline
     if any(run.headline != headline for run in runs):
         raise DataError(f"runs of task {name} report different headline metrics; compare runs of one version")
@@ -154,26 +184,31 @@ def _compare_task(name: str, runs: Sequence[Run]) -> TaskComparison:
     expected = reference_value(judged, reference)
     known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
     more_is_learned = bool(runs[0].result["higher_is_better"].get(judged, True))
-    groups = _by_label(runs, lambda run: run.variant, lambda run: _variant_settings(run.result["config"]))
-    ordered = {variant: sorted(group, key=lambda run: run.seed) for variant, group in groups.items()}
+    groups = _by_label(found, lambda run: run.variant, lambda run: _variant_settings(run.result["config"]))
+    ordered = {
+        variant: sorted((run for run in group if run.failure is None), key=lambda run: run.seed)
+        for variant, group in groups.items()
+    }
     results, notes = [], []
-    first = next(iter(ordered.values()))
+    first: SeedResults | None = None
     for variant, group in ordered.items():
-        metrics = {m: _summary(m, group) for m in group[0].values if all(m in run.values for run in group)}
-        if metric not in metrics:
+        metrics = (
+            {m: _summary(m, group) for m in group[0].values if all(m in run.values for run in group)} if group else {}
+        )
+        if group and metric not in metrics:
             raise DataError(f"{group[0].folder / 'result.json'}: lacks {metric!r}, which other runs of {name} report")
-        comparison = None
-        if group is not first:
-            comparison = _against(first, group, metric, higher)
-            if comparison is None:
-                notes.append(f"{variant} shares no seed with the first variant, so there is no paired test")
-            elif comparison.pairs < max(len(first), len(group)):
-                notes.append(f"{variant} is tested on the {comparison.pairs} seeds it shares with the first variant")
+        failures = {run.seed: run.failure for run in groups[variant] if run.failure is not None}
+        mine = SeedResults(variant, {run.seed: run.values[metric] for run in group}, failures)
+        comparison = None if first is None else compare_seeds(mine, first, higher_is_better=higher)
+        first = first or mine
+        if comparison and not comparison.obstacle and comparison.pairs < max(len(first.values), len(group)):
+            notes.append(f"{variant} is tested on the {comparison.pairs} seeds it shares with the first variant")
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
             learned = mean > expected if more_is_learned else mean < expected
-        results.append(VariantResult(variant, tuple(run.seed for run in group), metrics, learned, comparison))
+        seeds = tuple(run.seed for run in group)
+        results.append(VariantResult(variant, seeds, metrics, learned, comparison, tuple(sorted(failures))))
     return TaskComparison(
         task=name,
         metric=metric,
@@ -192,15 +227,6 @@ def reference_value(headline: str, reference: Mapping[str, float]) -> float | No
     if headline in reference:
         return float(reference[headline])
     return float(next(iter(reference.values()))) if len(reference) == 1 else None
-
-
-def _against(first: Sequence[Run], group: Sequence[Run], metric: str, higher: bool) -> PairedComparison | None:
-    base = {run.seed: run.values[metric] for run in first}
-    pairs = [(run.values[metric], base[run.seed]) for run in group if run.seed in base]
-    if not pairs:
-        return None
-    values, firsts = zip(*pairs, strict=True)
-    return paired_comparison(values, firsts, higher_is_better=higher)
 
 
 def _corrected(results: Sequence[VariantResult]) -> list[VariantResult]:
@@ -258,14 +284,15 @@ def _task_table(task: TaskComparison) -> str:
     if task.reference_value is not None:
         reference = f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
     direction = "higher is better" if task.higher_is_better else "lower is better"
-    others = [m for m in task.variants[0].metrics if m != task.metric and m.endswith(",test")]
+    others = [m for m in task.metrics if m != task.metric and m.endswith(",test")]
     columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]
     rows = [
         [
             result.variant,
-            str(len(result.seeds)),
-            str(result.metrics[task.metric]),
-            *(str(result.metrics[m]) if m in result.metrics else "-" for m in others),
+            f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
+            if result.failed
+            else str(len(result.seeds)),
+            *(str(result.metrics[m]) if m in result.metrics else "-" for m in (task.metric, *others)),
             {True: "yes", False: "NO", None: "-"}[result.learned],
             *_difference_cells(result.comparison),
         ]
@@ -285,4 +312,5 @@ def conclusions(task: TaskComparison) -> list[str]:
 def _difference_cells(c: PairedComparison | None) -> list[str]:
     if c is None:
         return ["-", "-", "-"]
-    return [f"{c.mean_difference:+.4g}", format_number(c.p_value, 3), format_number(c.p_holm, 3)]
+    difference = "-" if c.mean_difference is None else f"{c.mean_difference:+.4g}"
+    return [difference, format_number(c.p_value, 3), format_number(c.p_holm, 3)]

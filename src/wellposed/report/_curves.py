@@ -41,7 +41,9 @@ def task_curves(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> dict[tup
     curves: dict[tuple[str, str], list[Curve]] = {}
     for split, metric in panels:
         drawn = [
-            _curve(result.variant, split, metric, group) for result, group in zip(task.variants, runs, strict=True)
+            _curve(result.variant, split, metric, group)
+            for result, group in zip(task.variants, runs, strict=True)
+            if group
         ]
         present = [curve for curve in drawn if curve.steps]
         if present:

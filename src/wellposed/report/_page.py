@@ -84,6 +84,7 @@ def build_report(run_dirs: Sequence[Path], out: Path) -> Path:
     runs = list(details.values())
     page = template.render(
         sections=sections,
+        remarks=comparison.remarks(),
         excluded=comparison.excluded,
         results=f"{folder.name}/results.csv",
         environment=_environments(runs),
@@ -121,19 +122,20 @@ def _section(number: int, task: TaskComparison, runs: Sequence[Sequence[Run]], f
             mean_rows([run.final.rows for run in group if run.final]),
         )
         for result, group in zip(task.variants, runs, strict=True)
-        if all(run.initial and run.final for run in group)
+        if group and all(run.initial and run.final for run in group)
     ]
-    unmeasured = [r.variant for r in task.variants if r.variant not in {variant for variant, _, _ in weights}]
+    measured = {variant for variant, _, _ in weights}
+    unmeasured = [r.variant for r in task.variants if r.seeds and r.variant not in measured]
     notes = [f"note: {name} has no measurement, as no weight of its model has a known role" for name in unmeasured]
     return TaskSection(
         anchor=f"task-{number}",
         comparison=task,
         conclusions=[*conclusions(task), *notes],
-        metrics=[name for name in task.variants[0].metrics if name != task.metric],
+        metrics=[name for name in task.metrics if name != task.metric],
         figures=_figures(slug, task, runs, weights, folder),
         weights=_weight_table(weights),
-        training=[_training(r.variant, group) for r, group in zip(task.variants, runs, strict=True)],
-        settings=_differences(runs),
+        training=[_training(r.variant, group) for r, group in zip(task.variants, runs, strict=True) if group],
+        settings=_differences([group for group in runs if group]),
         data=_data(runs),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from wellposed.errors import DataError, listed
 from wellposed.measurement import Measurement
+from wellposed.report.statistics import Failure
 
 REQUIRED = ("task", "variant", "seed", "results", "headline", "higher_is_better", "config", "train_info", "date")
 ORDER_FILE = "compare.json"
@@ -19,10 +21,13 @@ INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run: its ``result.json`` and, once `load_details` has read them, its other files."""
+    """One run: its ``result.json`` and, once `load_details` has read them, its other files."""
 
     folder: Path
     result: Mapping[str, Any]
+    """Of a run without one: task, variant, seed and configuration, from ``config.toml``."""
+    failure: Failure | None = None
+    """Why it has no number; ``None`` where it finished."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
     final: Measurement | None = None
@@ -73,7 +78,7 @@ class ExcludedRun:
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Finished runs in the order of their variants, and the runs that do not count."""
+    """Runs in the order of their variants, those that failed included, and a list of the runs that do not count."""
 
     runs: tuple[Run, ...]
     excluded: tuple[ExcludedRun, ...]
@@ -92,11 +97,9 @@ def find_runs(paths: Sequence[Path]) -> FoundRuns:
     runs: list[Run] = []
     excluded: list[ExcludedRun] = []
     for folder in folders:
-        record = _read_result(folder, problems)
-        if isinstance(record, Run):
-            runs.append(record)
-        elif record is not None:
-            excluded.append(record)
+        run, listed_as = _read_run(folder, problems)
+        runs += [run] if run is not None else []
+        excluded += [listed_as] if listed_as is not None else []
     if problems:
         raise DataError("runs cannot be read:\n" + listed(problems))
     if not runs and not excluded:
@@ -177,41 +180,71 @@ def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
     return sorted(runs, key=key)
 
 
-def _read_result(folder: Path, problems: list[str]) -> Run | ExcludedRun | None:
+def _read_run(folder: Path, problems: list[str]) -> tuple[Run | None, ExcludedRun | None]:
+    """Return the run, and the row that lists it where it does not count."""
     file = folder / "result.json"
     if not file.exists():
-        reason = "no result.json: still running, or killed before it ended"
-        return ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
+        return _read_unfinished(folder)
     result = _read_json(file, problems)
-    if result is None:
-        return None
-    missing = [key for key in REQUIRED if key not in result]
-    if missing:
-        problems.append(f"{file}: lacks {', '.join(missing)}; expected a result file of schema version 1")
-        return None
-    info = result["train_info"] if isinstance(result["train_info"], dict) else {}
-    status = info.get("status")
-    if status != "success":
-        reason = str(info.get("reason") or info.get("error") or f"ended after step {info.get('steps', '?')}")
-        task, variant, seed = (str(result[key]) for key in ("task", "variant", "seed"))
-        return ExcludedRun(folder, task, variant, seed, str(status), reason)
-    problem = _values_problem(result)
+    problem = None if result is None else _result_problem(result)
     if problem:
         problems.append(f"{file}: {problem}")
+    if result is None or problem:
+        return None, None
+    if _status(result) != "success":
+        info = result["train_info"] if isinstance(result["train_info"], dict) else {}
+        reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
+        short, diverged = reason.partition("\n")[0], result.get("failure")
+        if isinstance(diverged, dict):
+            short = f"diverged at step {diverged.get('step', '?')}: {diverged.get('what', 'not finite')}"
+        return _failed(Run(folder, result, Failure(_status(result), short)), reason)
+    values = result["results"][result["task"]]
+    bad = [f"{name} = {values[name]}" for name in _headline_names(result) if not _is_finite(values[name])]
+    if bad:
+        reason = f"the headline metric is not a finite number: {', '.join(bad)}"
+        return _failed(Run(folder, result, Failure("failed", reason)), reason)
+    return Run(folder, result), None
+
+
+def _read_unfinished(folder: Path) -> tuple[Run | None, ExcludedRun]:
+    reason = "no result.json: still running, or killed before it ended"
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        known = {"task": config["task"], "variant": config["variant"], "seed": int(config["train"]["seed"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
+    # Without a date it comes last where only dates tell which variant is the first.
+    result = {**known, "config": config, "date": "9"}
+    return _failed(Run(folder, result, Failure("unfinished", reason)), reason)
+
+
+def _failed(run: Run, reason: str) -> tuple[Run, ExcludedRun]:
+    status = run.failure.status if run.failure else ""
+    return run, ExcludedRun(run.folder, run.task, run.variant, str(run.seed), status, reason)
+
+
+def _headline_names(result: Mapping[str, Any]) -> list[str]:
+    return [name for name in result["results"][result["task"]] if name.partition(",")[0] == result["headline"]]
+
+
+def _status(result: Mapping[str, Any]) -> str:
+    info = result["train_info"]
+    return str(info.get("status")) if isinstance(info, dict) else "None"
+
+
+def _result_problem(result: Mapping[str, Any]) -> str | None:
+    missing = [key for key in REQUIRED if key not in result]
+    if missing:
+        return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
+    if _status(result) != "success":
         return None
-    return Run(folder, result)
-
-
-def _values_problem(result: Mapping[str, Any]) -> str | None:
     results = result["results"]
     values = results.get(result["task"]) if isinstance(results, dict) else None
     if not isinstance(values, dict) or not values:
         return f"results has no metrics of task {result['task']!r}"
-    headline = {name: value for name, value in values.items() if name.partition(",")[0] == result["headline"]}
-    if not headline:
+    if not _headline_names(result):
         return f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
-    bad = [f"{name} = {value}" for name, value in headline.items() if not _is_finite(value)]
-    return f"the headline metric is not a finite number: {', '.join(bad)}" if bad else None
+    return None
 
 
 def _is_finite(value: Any) -> bool:
@@ -219,11 +252,14 @@ def _is_finite(value: Any) -> bool:
 
 
 def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:
-    """Keep the newest of runs with the same task, variant, seed and configuration; list the others."""
+    """Keep the newest of runs with the same task, variant, seed and configuration; list the others that finished.
+
+    A run that was stopped says nothing, so it yields to one that came to an end, whether good or bad.
+    """
     newest: dict[str, Run] = {}
     for run in runs:
         key = json.dumps([run.task, run.variant, run.seed, run.result["config"]], sort_keys=True, default=str)
-        if key not in newest or str(run.result["date"]) > str(newest[key].result["date"]):
+        if key not in newest or _rank(run) > _rank(newest[key]):
             newest[key] = run
     kept = {id(run) for run in newest.values()}
     repeated = [
@@ -231,9 +267,14 @@ def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedR
             run.folder, run.task, run.variant, str(run.seed), "repeated", "a newer run has the same configuration"
         )
         for run in runs
-        if id(run) not in kept
+        if id(run) not in kept and run.failure is None
     ]
     return [run for run in runs if id(run) in kept], repeated
+
+
+def _rank(run: Run) -> tuple[bool, str]:
+    ended = run.failure is None or run.failure.status == "failed"
+    return ended, str(run.result["date"])
 
 
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:

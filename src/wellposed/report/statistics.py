@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from wellposed.errors import DataError, missing_extra
 
@@ -15,22 +15,53 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a run has no number: ``status`` failed | cancelled | unfinished, and the reason in words."""
+
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SeedResults:
+    """What a variant reached with each seed: a number where its run finished, else why there is none."""
+
+    name: str
+    values: Mapping[int, float]
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> str:
+        """How the other seeds ended: ``failed``, or ``did not finish`` where some were stopped or still run."""
+        return "failed" if all(f.status == "failed" for f in self.failures.values()) else "did not finish"
+
+    def __str__(self) -> str:
+        """The failures in words, for instance ``1 of 3 seeds failed (diverged at step 40)``."""
+        seeds = len({*self.values, *self.failures})
+        reasons = dict.fromkeys(f.reason for _, f in sorted(self.failures.items()))
+        return f"{len(self.failures)} of {seeds} seed{'s' if seeds > 1 else ''} {self.ended} ({'; '.join(reasons)})"
+
+
+@dataclass(frozen=True)
 class PairedComparison:
-    """A variant against the first variant on the same seeds: ``mean_difference = mean(variant - first)``.
+    """A variant against the baseline on the same seeds: ``mean_difference = mean(variant - baseline)``.
 
     ``p_value`` is two-sided, of the paired t-test; ``None`` where no test exists (one pair, or a spread of zero around
-    a non-zero mean). ``p_holm`` is the same p after Holm's correction over all variants compared with the first.
-    ``verdict`` is the sentence to print.
+    a non-zero mean) or none may be made (see ``obstacle``). ``p_holm`` is the same p after Holm's correction over all
+    variants compared with the baseline. ``verdict`` is the sentence to print.
     """
 
     pairs: int
-    mean_difference: float
+    mean_difference: float | None
+    """``None`` where no seed has a number on both sides."""
     standard_error: float | None
     t_statistic: float | None
     p_value: float | None
     p_holm: float | None
     higher_is_better: bool
     verdict: str
+    obstacle: str = ""
+    """Why nothing can be said: the failed seeds of either side. Those that finished are no fair sample."""
 
     @property
     def significant(self) -> bool:
@@ -104,6 +135,45 @@ def paired_comparison(
     return replace(result, verdict=_verdict(result))
 
 
+def compare_seeds(variant: SeedResults, baseline: SeedResults, *, higher_is_better: bool = True) -> PairedComparison:
+    """Return `paired_comparison` over the shared seeds, or no test and "cannot be said" where a seed failed.
+
+    Status: as `paired_comparison`. Seeds drop out because they do badly, so a mean over the others flatters the
+    variant; a failed seed on either side therefore leaves the difference of the finished ones and no verdict.
+
+    Args:
+        variant: numbers and failures by seed.
+        baseline: those of the variant that all others are compared with.
+        higher_is_better: whether a positive difference is an improvement.
+
+    Raises:
+        DataError: a value that is not finite.
+        ConfigError: scipy is not installed.
+
+    >>> baseline = SeedResults("post_ln", {0: 1.0, 1: 2.0, 2: 3.0})
+    >>> failed = {2: Failure("failed", "diverged at step 40")}
+    >>> compare_seeds(SeedResults("rezero", {0: 3.0, 1: 4.1}, failed), baseline).verdict
+    'cannot be said: 1 of 3 seeds failed (diverged at step 40)'
+    """
+    shared = sorted(variant.values.keys() & baseline.values.keys())
+    obstacles = [str(variant)] if variant.failures else []
+    if baseline.failures:
+        name = f"the baseline {baseline.name}"
+        obstacles.append(f"{name}: {baseline}" if baseline.values else f"{name} {baseline.ended} on all seeds")
+    if not shared and not obstacles:
+        obstacles.append(f"no seed is shared with the baseline {baseline.name}")
+    values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))
+    if not obstacles:
+        return paired_comparison(values, first, higher_is_better=higher_is_better)
+    difference = None
+    if shared:
+        difference, _ = mean_and_standard_error([value - base for value, base in zip(values, first, strict=True)])
+    found = PairedComparison(
+        len(shared), difference, None, None, None, None, higher_is_better, "", "; ".join(obstacles)
+    )
+    return replace(found, verdict=_verdict(found))
+
+
 def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
     """Return the comparisons with ``p_holm``: sorted ascending, ``p_(k) (m - k + 1)``, made monotone, at most 1.
 
@@ -126,6 +196,8 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
 
 
 def _verdict(c: PairedComparison) -> str:
+    if c.obstacle or c.mean_difference is None:
+        return f"cannot be said: {c.obstacle}"
     seeds = f"{c.pairs} seed{'s' if c.pairs != 1 else ''}"
     if c.pairs < 2:
         return f"no significant difference can be claimed (one seed: no test); difference {c.mean_difference:+.4g}"

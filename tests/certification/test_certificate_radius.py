@@ -1,0 +1,259 @@
+"""`Certificate.radius`: never beaten, zero without a bound, inside the ball, and only for lengths that are covered."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.certification import Certificate, certify
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.linalg import Norm
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+
+NORMS: tuple[Norm, ...] = ("tok", 2, "inf")
+TOKENS, WIDTH = 4, 6
+
+
+def make_certificate(**changes: Any) -> Certificate:
+    values: dict[str, Any] = {
+        "total": 2.0, "layers": (), "label": "certified", "norm": 2, "tokens": 8, "min_tokens": 1, "mask": "full",
+        "domain": "all inputs", "dtype": "float64",
+    }  # fmt: skip
+    if math.isfinite(changes.get("ball", math.inf)):
+        values["domain"] = f"tokens with |x_i| <= {changes['ball']:g}"
+    return Certificate(**{**values, **changes})
+
+
+def make_model(seed: int, **options: Any) -> WellposedForSequenceClassification:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 9, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3,
+        "max_position_embeddings": TOKENS, "norm": "none",
+    }  # fmt: skip
+    return WellposedForSequenceClassification(WellposedConfig(**{**sizes, **options})).double().eval()
+
+
+def size_of(delta: Tensor, norm: Norm) -> Tensor:
+    if norm == 2:
+        return delta.flatten(1).norm(dim=-1)
+    return delta.norm(dim=-1).amax(-1) if norm == "tok" else delta.abs().flatten(1).amax(-1)
+
+
+def descend(model: WellposedForSequenceClassification, embeds: Tensor, radius: Tensor, norm: Norm) -> Tensor:
+    """The least margin that 15 signed or normalised gradient steps find for ``|delta| <= radius``."""
+    chosen = model(inputs_embeds=embeds).logits.argmax(-1, keepdim=True)
+    delta = torch.zeros_like(embeds)
+    limits = radius[:, None, None]
+    least = torch.full_like(radius, math.inf)
+    for _ in range(15):
+        delta = delta.detach().requires_grad_()
+        logits = model(inputs_embeds=embeds + delta).logits
+        margin = (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin(-1)
+        (gradient,) = torch.autograd.grad(margin.sum(), delta)
+        if norm == "inf":
+            step = gradient.sign()
+        else:
+            length = gradient.norm(dim=-1) if norm == "tok" else gradient.flatten(1).norm(dim=-1, keepdim=True)
+            step = gradient / length.clamp_min(1e-300)[..., None]
+        delta = delta.detach() - 0.3 * limits * step
+        if norm == "inf":
+            delta = torch.minimum(torch.maximum(delta, -limits), limits)
+        else:
+            length = delta.norm(dim=-1) if norm == "tok" else delta.flatten(1).norm(dim=-1, keepdim=True)
+            delta = delta * (limits[..., 0] / torch.maximum(length, limits[..., 0]).clamp_min(1e-300))[..., None]
+        assert bool((size_of(delta, norm) <= radius * (1 + 1e-12)).all())
+        with torch.no_grad():
+            logits = model(inputs_embeds=embeds + delta).logits
+            least = torch.minimum(
+                least, (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin((-1, -2))
+            )
+    return least
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_descent_changes_a_decision_within_the_radius(seed: int, norm: Norm) -> None:
+    options = (
+        {"attention": "l2_tied"},
+        {"attention": "cosine", "norm": "pre"},
+        {"attention": "l2_contractive", "activation": "relu"},
+        {"attention": "l2_tied", "norm": "post"},
+        {"attention": "cosine", "residual": "rezero"},
+        {"attention": "l2_contractive", "num_hidden_layers": 2},
+    )[seed]
+    model = make_model(seed, **options)
+    certificate = certify(model, seq_len=TOKENS, norm=norm)
+    embeds = torch.randn(12, TOKENS, WIDTH, dtype=torch.float64)
+    radius = certificate.radius(model(inputs_embeds=embeds).logits, tokens=TOKENS)
+    assert bool((radius > 0).all())
+    assert bool((descend(model, embeds, radius, norm) > 0).all())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed: int, norm: Norm) -> None:
+    model = make_model(seed, attention="dot_product")
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([0.0, 30.0, 0.0]) * (seed % 2))
+    ball = (0.05, 0.5, 1.0, 3.0)[seed]
+    certificate = certify(model, seq_len=TOKENS, norm=norm, radius=ball)
+    assert certificate.ball == ball
+    embeds = torch.randn(12, TOKENS, WIDTH, dtype=torch.float64)
+    embeds = embeds / embeds.norm(dim=-1).amax(-1)[:, None, None] * ball * torch.linspace(0.1, 1.2, 12)[:, None, None]
+    largest = embeds.norm(dim=-1).amax(-1)
+    radius = certificate.radius(model(inputs_embeds=embeds).logits, largest_token=largest, width=WIDTH)
+    inside = largest < ball
+    assert bool((radius[inside] > 0).all())
+    assert bool((radius[~inside] == 0).all())
+    moved = largest + radius * (math.sqrt(WIDTH) if norm == "inf" else 1)
+    assert bool((moved[inside] <= ball * (1 + 1e-12)).all())
+    assert bool((descend(model, embeds[inside], radius[inside], norm) > 0).all())
+
+
+def test_a_decision_that_flips_outside_the_ball_has_no_radius_out_there() -> None:
+    """f(x) = (10 - |x|^2, 0) has slope 2 for |x| <= 1; margin / (sqrt 2 L) = 3.54, but f flips at |x| = 3.17."""
+    on_ball = make_certificate(total=2.0, ball=1.0, tokens=1)
+    logits = torch.tensor([[10.0, 0.0]], dtype=torch.float64)
+    assert float(make_certificate(total=2.0).radius(logits)) > math.sqrt(10)
+    assert float(on_ball.radius(logits, largest_token=0.0)) == 1.0
+    assert float(on_ball.radius(logits, largest_token=0.75)) == 0.25
+    assert float(on_ball.radius(logits, largest_token=1.0)) == 0.0
+    assert float(on_ball.radius(logits, largest_token=1.5)) == 0.0
+
+
+def test_the_room_is_measured_in_the_norm_of_the_certificate() -> None:
+    """In norm inf a token along the diagonal reaches the edge with equal steps of every entry, and no sooner."""
+    logits = torch.tensor([1e6, 0.0])
+    token = torch.full((9,), 0.2, dtype=torch.float64)
+    largest = float(token.norm())
+    for norm in ("tok", 2):
+        assert float(make_certificate(norm=norm, ball=3.0).radius(logits, largest_token=largest)) == pytest.approx(2.4)
+    room = float(make_certificate(norm="inf", ball=3.0).radius(logits, largest_token=largest, width=9))
+    assert room == pytest.approx(0.8)
+    assert float((token + room).norm()) == pytest.approx(3.0)
+
+
+def test_every_input_has_its_own_room() -> None:
+    logits = torch.tensor([[9.0, 0.0]] * 3)
+    largest = torch.tensor([0.5, 3.0, math.nan])
+    found = make_certificate(ball=2.0, total=0.1).radius(logits, largest_token=largest)
+    assert found.tolist() == [1.5, 0.0, 0.0]
+    with pytest.raises(ShapeError, match=r"largest_token as one number or \(3,\)"):
+        make_certificate(ball=2.0).radius(logits, largest_token=largest[:, None])
+    with pytest.raises(ShapeError, match=r"labels \(3,\), received \(1,\)"):
+        make_certificate().radius(logits, torch.tensor([0]))
+
+
+def test_a_certificate_on_a_ball_asks_where_the_input_stands() -> None:
+    logits = torch.tensor([1.0, 0.0])
+    with pytest.raises(ConfigError, match=r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="):
+        make_certificate(ball=2.0).radius(logits)
+    with pytest.raises(ConfigError, match="must be >= 0"):
+        make_certificate(ball=2.0).radius(logits, largest_token=-1.0)
+    with pytest.raises(ConfigError, match=r"give largest_token=[^\n]*\n.*give width= >= 1"):
+        make_certificate(ball=2.0, norm="inf").radius(logits)
+    assert float(make_certificate().radius(logits, largest_token=99.0)) > 0  # all inputs: nothing to leave
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"total": math.inf, "label": "uncertified"},
+        {"total": math.inf, "label": "uncertified", "head": (torch.eye(2), 1.0)},
+        {"total": math.inf, "head": (torch.zeros(2, 2), 1.0)},
+        {"total": 1.0, "label": "uncertified"},
+        {"total": math.nan},
+        {"total": math.nan, "head": (torch.eye(2), 1.0)},
+        {"head": (torch.eye(2), math.nan)},
+        {"head": (torch.full((2, 2), math.nan), 1.0)},
+    ],
+)
+def test_without_a_bound_the_radius_is_zero(changes: dict[str, Any]) -> None:
+    logits = torch.tensor([[5.0, 0.0], [0.0, 0.0], [math.inf, 0.0]])
+    assert make_certificate(**changes).radius(logits).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_model_without_a_bound_has_radius_zero_whatever_its_head() -> None:
+    model = make_model(0, attention="dot_product")
+    certificate = certify(model, seq_len=TOKENS)
+    assert certificate.label == "uncertified"
+    assert certificate.radius(torch.tensor([[9.0, 0.0, 0.0]])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("total", [0.0, 2.0])
+def test_logits_that_are_not_finite_have_radius_zero(bad: float, total: float) -> None:
+    logits = torch.tensor([[3.0, bad, 0.0], [bad, bad, bad], [3.0, 0.0, 0.0]])
+    for labels in (None, torch.tensor([0, 0, 0])):
+        found = make_certificate(total=total).radius(logits, labels)
+        assert found[:2].tolist() == [0.0, 0.0]
+        assert float(found[2]) > 0
+
+
+def test_a_head_so_small_that_its_square_vanishes_is_no_constant() -> None:
+    """|w_0 - w_1| = 1e-200: the square is zero in float64, the radius 1e-190 / 1e-200 = 1e10 is not infinite."""
+    weight = torch.tensor([[1e-200, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    certificate = make_certificate(total=1.0, head=(weight, 1.0))
+    logits = torch.tensor([1e-190, 0.0], dtype=torch.float64)
+    assert float(certificate.radius(logits)) == pytest.approx(1e10)
+    equal = make_certificate(total=1.0, head=(torch.ones(2, 2), 1.0))
+    assert float(equal.radius(logits)) == math.inf
+
+
+def test_lengths_are_checked_on_both_sides() -> None:
+    certificate = make_certificate(tokens=8, min_tokens=4)
+    logits = torch.tensor([[1.0, 0.0]] * 3)
+    assert bool((certificate.radius(logits, tokens=torch.tensor([4, 8, 6])) > 0).all())
+    with pytest.raises(ShapeError) as caught:
+        certificate.radius(logits, tokens=torch.tensor([1, 3, 9]))
+    message = str(caught.value)
+    assert "at most 8 tokens, received 9 (1 of 3 inputs are longer); certify again with seq_len=9" in message
+    assert "at least 4 real tokens, received 1 (2 of 3 inputs are shorter); certify again with min_tokens=1" in message
+    with pytest.raises(ShapeError, match="received 2 "):
+        certificate.radius(logits, tokens=2)
+    with pytest.raises(ShapeError, match="leave inputs without a token out"):
+        make_certificate().radius(logits, tokens=torch.tensor([0, 1, 2]))
+    with pytest.raises(ShapeError, match=r"tokens as one number or \(3,\)"):
+        certificate.radius(logits, tokens=torch.tensor([4, 4]))
+
+
+def test_a_certificate_for_long_inputs_asks_how_long_they_are() -> None:
+    with pytest.raises(ShapeError, match=r"at least 4 real tokens.*give tokens="):
+        make_certificate(min_tokens=4).radius(torch.tensor([1.0, 0.0]))
+    assert float(make_certificate(min_tokens=1).radius(torch.tensor([1.0, 0.0]))) > 0
+
+
+def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones() -> None:
+    """Mean pooling of 16 tokens moves by |delta| / 4; of one token by |delta|: 4 times the truth."""
+    model = make_model(3, attention="l2_contractive", max_position_embeddings=16)
+    for name, parameter in model.named_parameters():
+        if ".o_proj." in name or ".down_proj." in name:
+            torch.nn.init.zeros_(parameter)
+    one = torch.randn(8, 1, WIDTH, dtype=torch.float64)
+    logits = model(inputs_embeds=one).logits
+    long = certify(model, seq_len=16, norm=2, min_tokens=16)
+    false_radius = long.radius(logits, tokens=16)
+    assert bool((descend(model, one, false_radius, 2) < 0).any())
+    with pytest.raises(ShapeError, match="min_tokens=1"):
+        long.radius(logits, tokens=1)
+    true_radius = certify(model, seq_len=16, norm=2).radius(logits, tokens=1)
+    assert bool((descend(model, one, true_radius, 2) > 0).all())
+
+
+def test_the_ball_and_the_lengths_are_on_the_certificate() -> None:
+    linear = torch.nn.Linear(2, 2)
+    certificate = certify(linear, seq_len=8, min_tokens=3, radius=1.5)
+    assert certificate.ball == 1.5
+    plain = json.loads(json.dumps(certificate.to_dict()))
+    assert (plain["ball"], plain["min_tokens"], plain["tokens"]) == (1.5, 3, 8)
+    assert "3 to 8 tokens" in certificate.table()
+    assert "|x_i| <= 1.5" in certificate.table()
+    everywhere = certify(linear, seq_len=8)
+    assert everywhere.ball == math.inf
+    assert everywhere.to_dict()["ball"] == "inf"
+    assert "<= 8 tokens" in everywhere.table()
