@@ -19,7 +19,7 @@ from wellposed.models import (
     build_model,
 )
 
-from .transject import CONFIG, IDS, MASK, SIZES, awake, blocks
+from .transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake, blocks
 
 
 def test_the_whole_model_against_the_formula_in_float64() -> None:
@@ -166,6 +166,22 @@ def test_what_cannot_be_done_is_refused() -> None:
         language(input_ids=IDS, past_key_values=cast(Any, object()))
     with pytest.raises(ConfigError, match="unknown kind of transject model 'seq2seq_lm'"):
         build_model("transject", "seq2seq_lm")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
+def test_padding_on_either_side_is_not_there(
+    dtype: torch.dtype, tolerance: float, setting: dict[str, Any], is_causal: bool
+) -> None:
+    model = awake(TransJectModel(TransJectConfig(**SIZES, **setting, is_causal=is_causal))).to(dtype)
+    ids, gap, real = torch.tensor([[3, 1, 4, 1, 5]]), torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 5)
+    expected = model(input_ids=ids).last_hidden_state
+    left = model(input_ids=torch.cat([gap, ids], 1), attention_mask=torch.cat([gap, real], 1)).last_hidden_state[:, 3:]
+    right = model(input_ids=torch.cat([ids, gap], 1), attention_mask=torch.cat([real, gap], 1)).last_hidden_state[:, :5]
+    for padded in (left, right):
+        assert float((padded - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,14 @@ def test_sinusoids_equal_the_formula(width):
             assert codes[p, c].item() == pytest.approx(0.5 * wave, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_cast_table_is_as_exact_as_a_new_one(dtype):
+    codes = SinusoidalPositions(50, 8, scale=0.3)
+    fresh = SinusoidalPositions(50, 8, scale=0.3).double().table.to(dtype)
+    assert torch.equal(codes.to(torch.bfloat16).to(dtype).table, fresh)
+    assert codes.to("meta").to(torch.float64).table.is_meta
+
+
 def test_a_shift_is_a_rotation_of_every_pair():
     # The reason for the code (Vaswani et al. 2017, 3.5): P[p + k] is the same linear map of P[p] for every p.
     codes = SinusoidalPositions(64, 16).double()

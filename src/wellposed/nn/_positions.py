@@ -48,8 +48,9 @@ class LearnedPositions(nn.Embedding):
 class SinusoidalPositions(nn.Module):
     """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without parameters.
 
-    To one rounding of the dtype in which the table is filled: angles are computed in float64. Vaswani et al. (2017),
-    sec. 3.5. An odd width ends in a sine. The table is not saved with the model.
+    To one rounding of the table's dtype, also after `to` and `double`: angles are computed in float64, and the table is
+    filled anew when its dtype changes. Vaswani et al. (2017), sec. 3.5. An odd width ends in a sine. The table is not
+    saved with the model.
 
     Args:
         num_positions: number of positions.
@@ -80,6 +81,14 @@ class SinusoidalPositions(nn.Module):
         angles = positions[:, None] * torch.exp(pairs * (-2.0 * math.log(10000.0) / self.embed_dim))
         waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
         self.table.copy_(self.scale * waves[:, : self.embed_dim])
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SinusoidalPositions:
+        """Do what every `to`, `double` and `half` does; a cast table would keep the rounding of its former dtype."""
+        before = self.table.dtype
+        super()._apply(fn, recurse)
+        if self.table.dtype is not before and not self.table.is_meta:
+            self.reset_parameters()
+        return self
 
     def rescale(self, factor: float) -> None:
         """Multiply the factor s.

@@ -114,6 +114,7 @@ class ReversibleSequential(nn.Module):
             contraction=max(report.contraction for report in reports),
             norm=reports[0].norm,
             blocks=tuple(reversed(reports)),
+            reason=next((report.reason for report in reports if report.reason), ""),
         )
 
 
