@@ -27,7 +27,8 @@ def test_the_tests_run_on_all_extras_at_the_pinned_versions() -> None:
 
 
 def test_every_package_of_an_extra_is_pinned() -> None:
-    pins = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().split()}
+    lines = (ROOT / "constraints.txt").read_text().split()
+    pins = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     assert names([line for extra in EXTRAS.values() for line in extra]) - {"wellposed"} <= pins
 
 
