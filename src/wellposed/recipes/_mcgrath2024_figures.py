@@ -29,7 +29,7 @@ def figure_1(cells: Sequence[CellResult]) -> list[Panel]:
         if base is not None and strengths:
             level = [base.mean(column)[0]] * 2
             series.append(Series(BASELINE, [min(strengths), max(strengths)], level, "dashed", colour=_GREY))
-        panels.append(Panel(HEADINGS[column], "strength", "score", series, x_scale="log"))
+        panels.append(Panel(HEADINGS[column], "strength", "score", series, "log", legend=column == COLUMNS[0]))
     return panels
 
 
@@ -69,5 +69,5 @@ def table_1(cells: Sequence[CellResult]) -> list[Panel]:
             ),
         ]
         names = [ROW_NAMES[group] for group in groups]
-        panels.append(Panel(HEADINGS[column], "penalty", "score", series, names=names))
+        panels.append(Panel(HEADINGS[column], "penalty", "score", series, legend=column == COLUMNS[0], names=names))
     return panels
