@@ -12,13 +12,14 @@ export HF_HUB_OFFLINE := 1
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Two stamps, so that the demo does not wait for linters.
+# Two stamps, so that the demo does not wait for linters. Tests run on `.[all]`, the line of the README, so that pins
+# which contradict each other are noticed.
 $(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[train,report]'
 	touch $@
 
 $(VENV)/.installed-develop: $(VENV)/.installed-run
-	$(PIP) --editable '.[test,lint,docs,sweep,lightning]'
+	$(PIP) --editable '.[all,test,lint,docs]'
 	touch $@
 
 demo: $(VENV)/.installed-run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,30 @@ def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == list(RECIPES)
     assert all(" min" in line or " h" in line for line in lines[1:-1])
+
+
+def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]}
+    assert {name.partition("/")[0] for name in listed} == {
+        "kim2021", "sengupta2023", "zhang2021", "huang2020", "mcgrath2024",
+    }  # fmt: skip
+    assert {"mcgrath2024/figure-1", "mcgrath2024/figure-3", "mcgrath2024/table-1", "mcgrath2024/qr"} <= listed
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_listed_recipe_resolves_to_a_function_of_a_request(name: str) -> None:
+    module, _, function = RECIPES.get(name).function.partition(":")
+    found = getattr(importlib.import_module(f"wellposed.recipes.{module}"), function)
+    [request] = inspect.signature(found, eval_str=True).parameters.values()
+    assert request.annotation is Request
+
+
+def test_a_recipe_without_its_data_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "mcgrath2024/figure-1", "--scale", "mini", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "--data FOLDER" in said
+    assert "ids-sst-train.csv, quora-train.csv, sts-train.csv" in said
 
 
 def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,15 +52,18 @@ def test_values_of_the_formula_from_data(mu: float, layers: int, factor: float) 
     assert report.mu == pytest.approx(mu)
     assert report.tokens == 6
     assert report.factors["new layers"] == pytest.approx(factor, abs=5.1e-7)
-    scaled = [row for row in report.rows if row.drawn]
+    scaled = [row for row in report.rows if row.role not in ("query", "key")]
     assert len(scaled) == 4 * layers
+    assert all(row.drawn for row in report.rows)
+    assert all(row.factor == 1.0 for row in report.rows if row not in scaled)
     assert all(row.std_after / row.std_before == pytest.approx(factor, abs=1e-6) for row in scaled)
 
 
-def test_only_the_new_layers_change_and_query_key_biases_do_not() -> None:
+@pytest.mark.parametrize("leave", [(), ("query", "key")])
+def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(leave: tuple[str, ...]) -> None:
     model = OnTop()
     body, new = state(model.body), state(model.new)
-    report = dt_fixup_(model, [batch_for(model.body)], layers="new")
+    report = dt_fixup_(model, [batch_for(model.body)], layers="new", leave=leave)
     assert same(body, state(model.body))
     after = state(model.new)
     assert len(report.norms_removed) == 6
@@ -68,7 +71,11 @@ def test_only_the_new_layers_change_and_query_key_biases_do_not() -> None:
     assert not any("norm" in key for key in after)
     for index in range(3):
         fused = f"{index}.self_attn.in_proj_weight"
-        assert torch.equal(new[fused][:32], after[fused][:32])
+        assert torch.equal(new[fused][:32], after[fused][:32]) == bool(leave)
+        width = after[fused].shape[1]
+        if not leave:  # Xavier normal of each projection, not of the fused matrix; 5 standard errors of a variance
+            variance = after[fused][:width].double().square().mean().item()
+            assert variance == pytest.approx(1 / width, rel=5 * (2 / width**2) ** 0.5)
         assert not torch.equal(new[fused][32:], after[fused][32:])
     assert all(torch.equal(new[key], value) for key, value in after.items() if key.endswith("bias"))
 
@@ -162,6 +169,7 @@ def test_one_step_moves_the_output_alike_at_every_depth() -> None:
         ({"layers": "new", "quantile": 0.0}, ConfigError, "quantile: received 0.0"),
         ({"layers": "new", "max_batches": 0}, ConfigError, "max_batches: received 0"),
         ({"layers": "new", "keep": "nothing"}, ConfigError, "no norm matches"),
+        ({"layers": "new", "leave": "qery"}, ConfigError, "'qery'; nearest: query"),
     ],
 )
 def test_unusable_arguments(options: dict[str, object], error: type[Exception], match: str) -> None:

@@ -32,7 +32,8 @@ def test_every_number_of_the_table_and_the_size_of_the_model() -> None:
     seen = set()
     for row in report.rows:
         if row.role in ("query", "key"):
-            assert (row.factor, row.drawn) == (1.0, False)
+            assert (row.factor, row.drawn) == (1.0, True)
+            assert row.std_after == pytest.approx(0.044194, rel=0.01)
             continue
         std, factor = TABLE[row.stack, row.role]
         seen.add((row.stack, row.role))

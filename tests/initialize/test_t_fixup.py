@@ -22,26 +22,80 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_query_key_and_biases_are_untouched_bit_for_bit(name: str) -> None:
-    model = ALL[name]()
-    kept = {
+def by_role(model: nn.Module, *roles: str) -> dict[str, torch.Tensor]:
+    return {
         weight.view.parameter_name + str(weight.view.rows): weight.view.tensor().detach().clone()
         for weight in find_roles(model).weights()
-        if weight.role in ("query", "key")
+        if weight.role in roles
     }
-    before = snapshot(model)
-    t_fixup_(model)
-    after = {
-        weight.view.parameter_name + str(weight.view.rows): weight.view.tensor().detach()
-        for weight in find_roles(model).weights()
-        if weight.role in ("query", "key")
-    }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_query_and_key_are_xaviers_whatever_the_library_drew(name: str) -> None:
+    model = ALL[name]()
+    for parameter in model.parameters():  # Hugging Face's start
+        if parameter.ndim > 1 and parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.02)
+    report = t_fixup_(model)
+    rows = [row for row in report.rows if row.role in ("query", "key")]
+    assert len(rows) == 2 * len(find_roles(model).attention)
+    assert all(row.drawn and row.factor == 1.0 for row in rows)
+    assert "left as they were: 0" in report.table() or name == "marian"  # whose sinusoids are frozen
+    for weight in by_role(model, "query", "key").values():
+        rows_, columns = weight.shape
+        variance = 2 / (rows_ + columns)
+        # 5 standard errors of the variance of n uniform numbers, whose fourth moment is 9/5 of the squared second
+        assert weight.double().square().mean().item() == pytest.approx(variance, rel=5 * (0.8 / weight.numel()) ** 0.5)
+        assert weight.abs().max() <= (3 * variance) ** 0.5 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name: str) -> None:
+    model = ALL[name]()
+    kept, before = by_role(model, "query", "key"), snapshot(model)
+    report = t_fixup_(model, leave=("query", "key"))
+    after = by_role(model, "query", "key")
     assert kept
     assert all(torch.equal(kept[key], after[key]) for key in kept)
+    assert all(not row.drawn and row.factor == 1.0 for row in report.rows if row.role in ("query", "key"))
+    assert f"left as they were: {sum(not row.drawn for row in report.rows)} (query, key" in report.table()
     biases = [key for key, value in model.state_dict().items() if key.endswith("bias") and value.ndim == 1]
-    assert biases or name == "ours"
+    assert biases or name in ("ours", "t5")
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in biases)
+
+
+def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones() -> None:
+    model = gpt2()
+    before = snapshot(model)
+    report = t_fixup_(model, leave=("*.h.0.attn.c_attn.weight", "lm_head.weight"))
+    kept = {row.name for row in report.rows if not row.drawn}
+    assert kept == {"transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"}
+    assert all(torch.equal(model.state_dict()[key], before[key]) for key in kept)
+    assert not torch.equal(model.transformer.h[1].attn.c_attn.weight, before["transformer.h.1.attn.c_attn.weight"])
+
+
+def test_a_weight_that_is_query_and_key_is_left_under_either_role() -> None:
+    for role in ("query", "key"):
+        model = ours(attention="l2_tied", norm="none")
+        before = by_role(model, "query", "key")
+        t_fixup_(model, leave=role)
+        after = by_role(model, "query", "key")
+        assert before
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_an_unknown_name_to_leave_lists_the_nearest() -> None:
+    refused(bert(), ConfigError, "leave: .*(?s:.)*'qery'; nearest: query", leave=("qery", "key"))
+    refused(bert(), ConfigError, r"nearest: .*attention\.self\.query\.weight", leave="*.attention.self.qury.weight")
+
+
+def test_a_seed_repeats_the_draw() -> None:
+    first, second = bert(), bert()
+    for model in (first, second):
+        torch.manual_seed(4)
+        t_fixup_(model)
+    queries = by_role(first, "query", "key")
+    assert all(torch.equal(value, by_role(second, "query", "key")[key]) for key, value in queries.items())
 
 
 @pytest.mark.parametrize("name", ENCODER_ONLY)
@@ -71,7 +125,9 @@ def test_encoder_and_decoder_have_factors_of_their_own_depth(name: str) -> None:
     cross = [
         row
         for row in report.rows
-        if row.name.endswith((".encoder_attn.v_proj.weight", ".cross_attention.v_proj.weight"))
+        if row.name.endswith(
+            (".encoder_attn.v_proj.weight", ".cross_attention.v_proj.weight", ".EncDecAttention.v.weight")
+        )
     ]
     assert len(cross) == 5
 
@@ -310,6 +366,10 @@ def test_init_t_fixup_of_our_models() -> None:
     built = ours(3, norm="none", init="t_fixup")
     torch.manual_seed(3)
     plain = ours(3, norm="none", init="xavier")
+    # Xavier already, so left alone: the random numbers of a run are those of every earlier version
+    for first, second in zip(built.model.layers, plain.model.layers, strict=True):
+        assert torch.equal(first.attention.q_proj.weight, second.attention.q_proj.weight)
+        assert torch.equal(first.attention.k_proj.weight, second.attention.k_proj.weight)
     ratio = built.model.layers[1].attention.v_proj.weight.std() / plain.model.layers[1].attention.v_proj.weight.std()
     assert ratio.item() == pytest.approx((6 * 3) ** -0.25, rel=0.15)
     assert built.lm_head.weight is built.model.embeddings.token.weight

@@ -54,6 +54,15 @@ def marian(encoder: int = 2, decoder: int = 3) -> nn.Module:
     return hf.MarianMTModel(hf.MarianConfig(**sizes(encoder, decoder)))
 
 
+def t5(encoder: int = 2, decoder: int = 3) -> nn.Module:
+    """T5 with plain feed-forward layers, and with heads that are together wider than a token."""
+    config = hf.T5Config(
+        vocab_size=V, d_model=D, d_kv=8, d_ff=F, num_layers=encoder, num_decoder_layers=decoder, num_heads=HEADS,
+        feed_forward_proj="relu", decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    return hf.T5ForConditionalGeneration(config)
+
+
 def ours(layers: int = 2, **options: object) -> WellposedForCausalLM:
     return WellposedForCausalLM(WellposedConfig(num_hidden_layers=layers, **{**PLAIN, **options}))
 
@@ -68,7 +77,7 @@ def classifier(layers: int = 2) -> nn.Module:
 
 
 ENCODER_ONLY = {"bert": bert, "bert_masked": bert_masked, "gpt2": gpt2, "ours": ours, "classifier": classifier}
-ENCODER_DECODER = {"bart": bart, "marian": marian, "seq2seq": seq2seq}
+ENCODER_DECODER = {"bart": bart, "marian": marian, "t5": t5, "seq2seq": seq2seq}
 ALL = {**ENCODER_ONLY, **ENCODER_DECODER}
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from wellposed.cli import main
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.functional import gram_penalty, orthogonality_error
 from wellposed.recipes import _mcgrath2024 as study
+from wellposed.recipes import _mcgrath2024_recipes as recipes
 from wellposed.recipes import _mcgrath2024_sweep as sweep
 from wellposed.recipes import multitask
 from wellposed.recipes.multitask_options import MultiTaskOptions, overall_score
+from wellposed.recipes.reproduce import RECIPES, Reproduced, reproduce
 from wellposed.tasks._minbert import read_minbert
 
 TINY = MultiTaskOptions(
@@ -345,6 +348,88 @@ def test_the_command_writes_his_figures_and_table(
     assert main(words) == 2
 
 
+@pytest.fixture(scope="module")
+def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reproduced]:
+    """Every recipe in one folder: the trainings of the first are those of the next."""
+    out = tmp_path_factory.mktemp("made")
+    tiny = {**study.SCALES, "toy": TINY}
+    names = [name for name in RECIPES if name.startswith("mcgrath2024/")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "SCALES", tiny)
+        found = {name: reproduce(name, scale="toy", out=out, data=str(data)) for name in names}
+        trained = multitask.train_multitask
+        patch.setattr(multitask, "train_multitask", lambda *_, **__: pytest.fail("trained twice"))
+        again = reproduce("mcgrath2024/table-1", scale="toy", out=out, data=str(data))
+        patch.setattr(multitask, "train_multitask", trained)
+    assert again.result.rows == found["mcgrath2024/table-1"].result.rows
+    return found
+
+
+def test_recipes_train_only_the_cells_they_need_and_each_once(made: dict[str, Reproduced]) -> None:
+    out = made["mcgrath2024/qr"].files[0].parent
+    trained = sorted(path.parent.name for path in out.glob("runs/mcgrath2024-toy/trials/*/seed-*.json"))
+    assert trained == sorted(2 * [cell.folder for cell in study.grid()])
+    cells = [row["cell"] for row in made["mcgrath2024/qr"].result.rows]
+    assert cells == ["baseline", *(cell.name for cell in study.grid() if cell.form in study.QR_METHODS)]
+    cells = [row["cell"] for row in made["mcgrath2024/figure-1"].result.rows]
+    assert cells == [cell.name for cell in study.grid() if cell.form in ("none", "gram")]
+
+
+def test_rows_of_the_recipes_are_the_results_of_the_trainings(made: dict[str, Reproduced]) -> None:
+    done = made["mcgrath2024/table-1"]
+    rows = [(row["row"], row["source"]) for row in done.result.rows]
+    assert rows == [
+        (name, source) for name in ("baseline", "key", "query", "key and query") for source in ("paper", "ours")
+    ]
+    trials = done.files[0].parent / "runs" / "mcgrath2024-toy" / "trials"
+    runs = [json.loads((trials / "baseline" / f"seed-{seed}.json").read_text()) for seed in (0, 1)]
+    assert done.result.rows[1]["overall"] == pytest.approx(sum(run["scores"]["overall"] for run in runs) / 2)
+    drift = made["mcgrath2024/figure-3"].result.rows
+    last = [row["error"] for row in drift if row["seed"] == 1 and row["step"] == 3 and row["weight"] == "encoder.0.key"]
+    assert last == [runs[1]["errors"][-1]["encoder.0.key"]]
+    for done in made.values():
+        assert done.result.holds is None
+        assert done.files[1].read_text().startswith("<?xml")
+        assert "a small BERT from scratch" in done.row()
+
+
+@pytest.mark.parametrize(
+    ("alone", "both", "qr", "verdicts"),
+    [
+        (0.1, -0.1, -0.4, (True, True, True)),
+        (-0.1, -0.1, 0.0, (False, False, False)),
+        (0.0, 0.0, 0.0, (None, None, False)),
+    ],
+)
+def test_verdicts_at_mini_scale(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    alone: float,
+    both: float,
+    qr: float,
+    verdicts: tuple[bool | None, ...],
+) -> None:
+    def finish(settings: sweep.SweepSettings, **_: Any) -> bool:
+        for key in settings.trainings():
+            gain = {"none": 0.0, "gram": both if key.cell.place == "key+query" else alone}.get(key.cell.form, qr)
+            overall = 0.5 + 0.001 * key.seed + gain + (1e-4 * key.seed if key.cell.form != "none" else 0.0)
+            scores = {"sst": 0.3, "para": 0.6, "sts": 0.1, "overall": overall}
+            errors = [{"step": step, "encoder.0.key": 1.0 - step / 10, "affinity.0": 1.0 + step} for step in (0, 1)]
+            result = {"scores": scores, "errors": errors, "cpu_seconds": 1.0, "cell": key.cell.name, "seed": key.seed}
+            settings.result_path(key).parent.mkdir(parents=True, exist_ok=True)
+            settings.result_path(key).write_text(json.dumps({**result, "status": "success"}))
+        return True
+
+    monkeypatch.setattr(recipes, "open_sweep", lambda settings, resume: None)
+    monkeypatch.setattr(recipes, "run_sweep", finish)
+    holds = {
+        item: reproduce(f"mcgrath2024/{item}", scale="mini", out=tmp_path, data=str(data)).result.holds
+        for item in ("figure-1", "table-1", "figure-3", "qr")
+    }
+    assert holds == dict(zip(("figure-1", "table-1", "qr"), verdicts, strict=True)) | {"figure-3": True}
+
+
 @pytest.mark.slow
 def test_interrupt_then_resume_in_two_processes(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -370,11 +455,12 @@ def test_interrupt_then_resume_in_two_processes(data: Path, tmp_path: Path) -> N
     done = len(list(out.glob("trials/*/seed-*.json")))
     assert done < 4
     again = subprocess.run(
-        [sys.executable, str(script), *words, "--resume", "auto", "--jobs", "2"],
+        [sys.executable, str(script), *words, "--resume", "auto", "--jobs", "2", "--quiet"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert again.returncode == 0, again.stderr
+    assert not re.search(r"^\[\d", again.stdout, re.MULTILINE), "--quiet: no line of progress, of no process"
     assert len(list(out.glob("trials/*/seed-*.json"))) == 4
     assert (out / "table-1.svg").exists()

@@ -99,4 +99,4 @@ def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
     held = [weights[name].double() for name in weights if name.split(".")[-2] in ("left", "right", "up_proj", "basis")]
     worst = max(float((weight.T @ weight - torch.eye(16)).abs().max()) for weight in held)
-    assert worst <= result.result["train_info"]["orthogonality_error"] * (1 + 1e-6) <= 1e-5
+    assert worst <= result.result["train_info"]["isometry_error"] * (1 + 1e-6) <= 1e-5

@@ -29,7 +29,7 @@ def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
         RunConfig.from_dict(values, where="run.toml")
     message = str(caught.value)
     assert "run.toml: [model]: hidden_size = 30 is not divisible by num_attention_heads = 4" in message
-    assert "unknown key 'stepz'; nearest: steps" in message
+    assert "unknown option 'stepz'; nearest: steps" in message
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from wellposed.errors import ConfigError
+from wellposed.report import build_report
 from wellposed.training import ConstrainOptions, RunConfig, read_metrics, result_schema
 from wellposed.training._optimizer import decay_groups
 
@@ -25,7 +26,7 @@ def make_config(stub: ModuleType, where: str = "*.inner", **options: Any) -> Run
     return replace(stub.make_config(dropout=0.3, **options), constrain=ConstrainOptions(where))
 
 
-def orthogonality_error(weight: torch.Tensor) -> float:
+def isometry_error(weight: torch.Tensor) -> float:
     """Return the largest |<w_i, w_j> - [i = j]| over pairs of columns, one by one in float64."""
     columns = weight.double().T
     return max(abs(float(columns[i] @ columns[j]) - (i == j)) for i in range(len(columns)) for j in range(len(columns)))
@@ -34,17 +35,30 @@ def orthogonality_error(weight: torch.Tensor) -> float:
 def test_named_weights_stay_orthogonal_and_the_run_says_how_well(stub: ModuleType, tmp_path: Path) -> None:
     result = stub.run(make_config(stub), tmp_path / "run")
     weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    worst = max(orthogonality_error(weights[name]) for name in WEIGHTS)
+    worst = max(isometry_error(weights[name]) for name in WEIGHTS)
     assert worst <= 1e-5
-    assert result.result["train_info"]["orthogonality_error"] == pytest.approx(worst, rel=1e-6)
+    assert result.result["train_info"]["isometry_error"] == pytest.approx(worst, rel=1e-6)
     jsonschema.validate(json.loads((tmp_path / "run" / "result.json").read_text()), result_schema())
-    logged = [row["orthogonality_error"] for row in read_metrics(tmp_path / "run") if row["split"] == "train"]
+    logged = [row["isometry_error"] for row in read_metrics(tmp_path / "run") if row["split"] == "train"]
     assert len(logged) == 6
     assert max(logged) <= 1e-5
+    assert not any("orthogonality_error" in row for row in read_metrics(tmp_path / "run"))  # that is another quantity
     free = stub.run(stub.make_config(), tmp_path / "free")
-    assert "orthogonality_error" not in free.result["train_info"]
+    assert "isometry_error" not in free.result["train_info"]
     moved = load_file(tmp_path / "free" / "final" / "model.safetensors")
-    assert max(orthogonality_error(moved[name]) for name in WEIGHTS) > 0.1
+    assert max(isometry_error(moved[name]) for name in WEIGHTS) > 0.1
+
+
+def test_runs_of_version_0_1_that_name_it_otherwise_are_read(stub: ModuleType, tmp_path: Path) -> None:
+    config = make_config(stub)
+    stub.run(config, tmp_path / "run")
+    for name in ("metrics.jsonl", "result.json"):
+        path = tmp_path / "run" / name
+        path.write_text(path.read_text().replace('"isometry_error"', '"orthogonality_error"'))
+    jsonschema.validate(json.loads((tmp_path / "run" / "result.json").read_text()), result_schema())
+    build_report([tmp_path / "run"], tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
+    assert stub.run(config, tmp_path / "run", resume="auto").status == "success"
 
 
 def test_a_crashed_run_continues_bit_for_bit(stub: ModuleType, tmp_path: Path) -> None:
@@ -70,7 +84,7 @@ def test_a_crashed_run_continues_bit_for_bit(stub: ModuleType, tmp_path: Path) -
     for name in FILES:
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
     straight, killed = (
-        [row["orthogonality_error"] for row in read_metrics(tmp_path / name) if row["split"] == "train"]
+        [row["isometry_error"] for row in read_metrics(tmp_path / name) if row["split"] == "train"]
         for name in ("straight", "killed")
     )
     assert straight == killed

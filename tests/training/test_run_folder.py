@@ -98,7 +98,7 @@ def test_bad_configuration_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path)
     (tmp_path / "config.toml").write_text('task = "listops"\n[train]\nstepz = 3\n')
-    with pytest.raises(ConfigError, match="unknown key 'stepz'; nearest: steps"):
+    with pytest.raises(ConfigError, match="unknown option 'stepz'; nearest: steps"):
         read_config(tmp_path)
 
 

@@ -22,7 +22,6 @@ PACKAGES = (
     ("matplotlib", "report"),
     ("jinja2", "report"),
     ("optuna", "sweep"),
-    ("trackio", "track"),
     ("lightning", "lightning"),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,10 +13,9 @@ import tyro
 
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.recipes._mcgrath2024 import SCALES, chosen_cells, grid
-from wellposed.recipes._mcgrath2024_sweep import SweepSettings, finished_results, open_sweep, run_sweep
+from wellposed.recipes._mcgrath2024_sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
 
 STUDIES = {"mcgrath2024": "orthogonality penalties on key and query weights, three tasks at once"}
-MAX_JOBS = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class SweepArguments:
     data: Path
     """Folder of ids-sst-train.csv, quora-train.csv, sts-train.csv and their dev files, plain or gzip."""
     scale: str = "mini"
-    """mini: a small BERT from scratch, under twenty minutes on two cores; paper: BERT base on every row."""
+    """mini: a small BERT from scratch, under 20 minutes on two cores; paper: BERT base on every row; toy: seconds."""
     out: Path | None = None
     """Folder of the sweep; runs/mcgrath2024-SCALE where not given."""
     resume: str = "never"
@@ -61,14 +59,13 @@ def run(words: Sequence[str]) -> int:
     settings = _settings(options)
     open_sweep(settings, options.resume)
     total = len(settings.trainings())
-    jobs = options.jobs if options.jobs is not None else _default_jobs(options.scale)
+    jobs = options.jobs if options.jobs is not None else default_jobs(options.scale)
     if not options.quiet:
         print(
             f"{len(settings.cells)} cells x {len(settings.seeds)} seeds = {total} trainings in {settings.out}",
             flush=True,
         )
-    announce = (lambda _: None) if options.quiet else (lambda line: print(line, flush=True))
-    finished = run_sweep(settings, jobs=jobs, announce=announce)
+    finished = run_sweep(settings, jobs=jobs, announce=_ignore if options.quiet else _announce)
     if not finished:
         again = [*words, *([] if "--resume" in words else ["--resume", "auto"])]
         print(f"interrupted; continue with: wellposed sweep {shlex.join(again)}", file=sys.stderr)
@@ -102,8 +99,12 @@ def _settings(options: SweepArguments) -> SweepSettings:
     )
 
 
-def _default_jobs(scale: str) -> int:
-    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+def _announce(line: str) -> None:
+    print(line, flush=True)
+
+
+def _ignore(line: str) -> None:
+    del line
 
 
 def _usage() -> str:

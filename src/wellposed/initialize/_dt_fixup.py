@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
-from wellposed.initialize._plan import check_steps, head_steps, layer_steps
+from wellposed.initialize._plan import Step, check_steps, head_steps, layer_steps, leave_alone
 from wellposed.initialize._report import DTFixupReport
 from wellposed.initialize._rule import dt_fixup_factor
 from wellposed.initialize._towers import Tower, find_towers
 from wellposed.initialize._trace import call, hooks, quiet, real_tokens, token_norms
 from wellposed.initialize._write import largest_bias, write, zero_biases_
-from wellposed.roles import find_roles
+from wellposed.roles import Roles, find_roles
 
 
 def dt_fixup_(
@@ -43,8 +43,9 @@ def dt_fixup_(
     Exact in distribution, given mu; that one training step then moves the output by order lr is the first-order
     argument of Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets", section 3. mu is the largest
     Euclidean norm of a token that enters the new layers, measured here in one pass over ``loader`` without gradients.
-    LayerNorms of the new layers are replaced by `x -> x`; nothing outside them changes. Query, key and biases are left
-    alone, bit for bit. Xavier normal, as in the paper's code.
+    LayerNorms of the new layers are replaced by `x -> x`; nothing outside them changes. Query and key of the new layers
+    are drawn without the factor (the paper: Xavier for all that is not pretrained), biases left alone, bit for bit.
+    Xavier normal, as in the paper's code.
 
     Idempotent: what enters the new layers does not depend on them, and the draw is seeded, so that a second call
     writes the same bits. For an ensemble inside one process give each member a ``seed``.
@@ -60,7 +61,7 @@ def dt_fixup_(
         max_batches: stop after so many.
         zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not 0.
         keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
-        leave: pattern(s) on names, inside the new layers, of matrices that are left as they are.
+        leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is left as it is.
         patterns: as in `find_roles`, inside the new layers.
         seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last given.
         dry_run: measure and report, and change nothing.
@@ -70,7 +71,8 @@ def dt_fixup_(
 
     Raises:
         ConfigError: ``layers`` names no module, or more than one stack, cross-attention or gated feed-forward
-            networks; a norm stays; an argument out of range. Nothing is changed.
+            networks; a name in ``leave`` that is no role and matches nothing; a norm stays; an argument out of range.
+            Nothing is changed.
         RoleNotFoundError: matrices of the new layers without a role, all listed.
         DataError: the loader gave no token.
         ConvergenceError: a token norm is not finite.
@@ -89,10 +91,8 @@ def dt_fixup_(
     tower = _only_tower(new, patterns)
     roles = find_roles(new, patterns=patterns)
     inside = tower.layer_paths()
-    paths = [role.path for role in (*roles.attention, *roles.feedforward)]
-    plan = layer_steps(roles, dict.fromkeys(paths, 1.0), "xavier_normal")
-    plan += head_steps(new, plan, inside)
-    check_steps(new, plan, patterns_of(leave), where=layers or "")
+    left = patterns_of(leave)
+    check_steps(new, _plan(new, roles, 1.0, inside, left), left, where=layers or "")
     check_norms(new, keep)
     norms = _entering_norms(model, new, loader, max_batches)
     largest, middle = norms.max().item(), _quantile(norms, quantile)
@@ -101,8 +101,7 @@ def dt_fixup_(
     target = copy.deepcopy(new) if dry_run else new
     if dry_run:
         roles = find_roles(target, patterns=patterns)
-    steps = layer_steps(roles, dict.fromkeys(paths, factor), "xavier_normal")
-    steps += [replace(step, draw="xavier_normal") for step in head_steps(target, steps, inside)]
+    steps = _plan(target, roles, factor, inside, left)
     removed = remove_norms_(target, keep=keep)
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
     if zero_biases:
@@ -130,6 +129,13 @@ def _check_arguments(quantile: float, max_batches: int | None) -> None:
         raise ConfigError(f"quantile: received {quantile!r}; expected a number in (0, 1]")
     if max_batches is not None and max_batches < 1:
         raise ConfigError(f"max_batches: received {max_batches!r}; expected at least 1, or None for all batches")
+
+
+def _plan(new: nn.Module, roles: Roles, factor: float, inside: Sequence[str], leave: Sequence[str]) -> list[Step]:
+    paths = [role.path for role in (*roles.attention, *roles.feedforward)]
+    steps = layer_steps(roles, dict.fromkeys(paths, factor), "xavier_normal")
+    outside = [replace(step, draw="xavier_normal") for step in head_steps(new, steps, inside)]
+    return leave_alone(new, roles, [*steps, *outside], leave)
 
 
 def _submodule(model: nn.Module, path: str | None) -> nn.Module:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
-from wellposed.errors import ConfigError, RoleNotFoundError, listed
+from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
 from wellposed.initialize._norms import is_layer_norm, matches
-from wellposed.roles import EmbeddingRole, Roles, RoleWeight, WeightView
+from wellposed.roles import EmbeddingRole, Roles, WeightView
 
 Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
-KEPT_ROLES = ("query", "key")
+UNSCALED_ROLES = ("query", "key")
 SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
 _LINEAR = ("Conv1D",)  # GPT-2's linear layer, which stores (in, out)
 
@@ -46,21 +46,16 @@ def layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[
     steps: dict[object, Step] = {}
     clashes: list[str] = []
     for weight in roles.weights():
-        if weight.role not in (*KEPT_ROLES, *SCALED_ROLES):
+        if weight.role not in (*UNSCALED_ROLES, *SCALED_ROLES):
             continue
-        step = _layer_step(weight, factors[weight.path], draw)
+        factor = factors[weight.path] if weight.role in SCALED_ROLES else 1.0
+        step = Step(weight.role, weight.stack, weight.layer, weight.view, draw, factor)
         first = steps.setdefault(weight.view.key, step)
-        if (first.factor, first.draw) != (step.factor, step.draw):
+        if first.factor != step.factor:
             clashes.append(f"{weight.view.parameter_name}: {first.role} and {step.role}")
     if clashes:
         raise ConfigError("one weight plays two roles with different factors:\n" + listed(clashes))
     return list(steps.values())
-
-
-def _layer_step(weight: RoleWeight, factor: float, draw: Draw) -> Step:
-    if weight.role in KEPT_ROLES:
-        return Step(weight.role, weight.stack, weight.layer, weight.view, "kept", 1.0)
-    return Step(weight.role, weight.stack, weight.layer, weight.view, draw, factor)
 
 
 def embedding_steps(model: nn.Module, roles: Roles, factors: Mapping[str, float]) -> list[Step]:
@@ -111,6 +106,33 @@ def head_steps(model: nn.Module, done: Sequence[Step], inside: Sequence[str]) ->
     return steps
 
 
+def leave_alone(model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]) -> list[Step]:
+    """Return the steps; those of roles and of parameters that ``leave`` names draw nothing.
+
+    Raises:
+        ConfigError: a name that is no role of the model and matches no parameter (nearest three named).
+    """
+    # A weight may have several names and play several roles: any of them will do.
+    named = list(model.named_parameters(remove_duplicate=False))
+    played = [*((weight.role, weight.view.key) for weight in roles.weights()), *((s.role, s.view.key) for s in steps)]
+    known = [*dict.fromkeys(role for role, _ in played), *(name for name, _ in named)]
+    unknown = [
+        f"{entry!r}; nearest: {', '.join(nearest_names(entry, known))}"
+        for entry in leave
+        if entry not in known and not any(matches(name, [entry]) for name, _ in named)
+    ]
+    if unknown:
+        raise ConfigError("leave: expected roles or patterns on parameter names, received\n" + listed(unknown))
+    parameters = {id(parameter) for name, parameter in named if matches(name, leave)}
+    weights = {key for role, key in played if role in leave}
+    return [
+        replace(step, draw="kept", factor=1.0)
+        if step.view.key in weights or id(step.view.parameter) in parameters
+        else step
+        for step in steps
+    ]
+
+
 def check_steps(model: nn.Module, steps: Sequence[Step], leave: Sequence[str], where: str = "") -> None:
     """Refuse a model with matrices that no step covers, frozen, parametrized or without numbers.
 
@@ -134,7 +156,7 @@ def check_steps(model: nn.Module, steps: Sequence[Step], leave: Sequence[str], w
         raise RoleNotFoundError(
             f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule does not say what "
             f"to do with them:\n{listed(unmatched)}\nname their role with patterns= (see find_roles), or leave them as "
-            "they are with leave='...' (shell-style patterns on parameter names)"
+            "they are with leave='...' (roles, or shell-style patterns on parameter names)"
         )
     drawn = [step for step in steps if step.draw != "kept"]
     frozen = [_full_name(step) for step in drawn if not step.view.parameter.requires_grad]

@@ -24,7 +24,7 @@ class InitializedWeight:
     factor: float
     """What the drawn weight was multiplied by; 1 where it was left alone or only drawn."""
     drawn: bool
-    """Whether new numbers were drawn; query and key weights are left alone, bit for bit."""
+    """Whether new numbers were drawn; a weight that ``leave`` names is left alone, bit for bit."""
     std_found: float
     """Standard deviation in the model as it came."""
     std_before: float
@@ -77,6 +77,9 @@ class InitializationReport:
         lines = [self.title + (" (dry run: the model is as it was)" if self.dry_run else "")]
         if self.factors:
             lines.append("factors: " + ", ".join(f"{name} {value:.6g}" for name, value in self.factors.items()))
+        kept = [row.role for row in self.rows if not row.drawn]
+        which = f" ({', '.join(dict.fromkeys(kept))})" if kept else ""
+        lines.append(f"drawn: {len(self.rows) - len(kept)} weights; left as they were: {len(kept)}{which}")
         lines.append(f"norms removed: {len(self.norms_removed)}")
         if self.largest_bias:
             lines.append(f"largest bias of output and feed-forward layers: {self.largest_bias:.4g} (zero_biases: 0)")

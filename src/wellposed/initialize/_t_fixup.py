@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
 from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
-from wellposed.initialize._plan import Step, check_steps, embedding_steps, head_steps, layer_steps
+from wellposed.initialize._plan import Step, check_steps, embedding_steps, head_steps, layer_steps, leave_alone
 from wellposed.initialize._report import InitializationReport, InitializedWeight
 from wellposed.initialize._rule import t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
 from wellposed.initialize._towers import Tower, encoder_and_decoder, find_towers
@@ -50,11 +50,18 @@ def t_fixup_(
     | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
     | untied output layer | N(0, 1/d) | 1 | 1 |
     | other linear layers outside the stacks (poolers, classifiers) | Xavier uniform | 1 | 1 |
-    | query, key, all biases, frozen tables | left alone, bit for bit | | |
+    | query, key | Xavier uniform | 1 | 1 |
+    | all biases, frozen tables, what ``leave`` names | left alone, bit for bit | | |
 
     N counts the layers of the weight's own stack. One stack has K residual blocks, and v solves
     K (2 v^2 x^2 + v^4) = 1 (`t_fixup_factor` has the derivation, which the paper lacks): v = x = (6N)^(-1/4) for an
     encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding rows of embeddings stay zero.
+
+    Query and key are drawn because the paper's rule is Xavier for all weights but embeddings, and libraries differ:
+    Hugging Face starts from N(0, 0.02^2), `torch.nn.MultiheadAttention` and the authors' own code from Xavier over
+    sqrt(2). ``leave=("query", "key")`` keeps them, as ``init="t_fixup"`` of our models does: they are Xavier there, and
+    the random numbers of its runs stay those of version 0.1. Numbers come from torch's global generator, so that
+    `torch.manual_seed` repeats a draw.
 
     The derivation takes tokens of norm x at the first layer. Models that multiply embeddings by sqrt(d), as in the
     paper's code and ours, or add unscaled sinusoids, are not there: with a ``batch``, the report has the norm measured
@@ -71,7 +78,8 @@ def t_fixup_(
             `torch.nn.TransformerEncoder` and kin, which copy one layer N times: equal biases in all layers add up, and
             the signal grows with N. The report tells the largest bias. Other libraries have zeros already.
         keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and keys, of heads).
-        leave: pattern(s) on parameter names of matrices that are left as they are.
+        leave: what is left as it is, bit for bit: role(s) of the report, as in ``leave=("query", "key")``, or
+            shell-style pattern(s) on parameter names, also of matrices without a role.
         patterns: as in `find_roles`.
         batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the draw, in eval mode, and
             input norms are measured.
@@ -82,8 +90,9 @@ def t_fixup_(
 
     Raises:
         RoleNotFoundError: no role found, or matrices without one, all listed; nothing is changed.
-        ConfigError: a norm that stays, gated feed-forward networks, parametrized or frozen weights, weights shared
-            between layers, stacks that are neither one nor an encoder with its decoder; nothing is changed.
+        ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays, gated feed-forward
+            networks, parametrized or frozen weights, weights shared between layers, stacks that are neither one nor an
+            encoder with its decoder; nothing is changed.
         ConvergenceError: the signal of ``batch`` overflows; the module is named.
 
     Cost: one draw of every weight; a dry run works on a copy of the model. When not to use: pretrained weights, which
@@ -93,7 +102,7 @@ def t_fixup_(
     >>> {name: round(factor, 5) for name, factor in report.factors.items()}
     {'encoder': 0.42809, 'decoder': 0.36889, 'embeddings': 0.36889, "decoder's embeddings": 0.36889}
     >>> len(report.norms_removed), report.rows[0].role, report.rows[0].drawn
-    (32, 'query', False)
+    (32, 'query', True)
     """
     if dry_run:
         again = partial(t_fixup_, input_scale=input_scale, remove_norms=remove_norms, zero_biases=zero_biases)
@@ -107,7 +116,7 @@ def t_fixup_(
     steps = layer_steps(roles, by_path, "xavier_uniform")
     steps += embedding_steps(model, roles, _embedding_factors(factors))
     inside = [path for tower in towers for path in tower.layer_paths()]
-    steps += head_steps(model, steps, inside)
+    steps = leave_alone(model, roles, [*steps, *head_steps(model, steps, inside)], patterns_of(leave))
     check_steps(model, steps, patterns_of(leave))
     check_norms(model, keep, remove=remove_norms)
     removed = remove_norms_(model, keep=keep) if remove_norms else ()

@@ -41,6 +41,7 @@ class Measurement:
     ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter, rows, cols,
     orthogonality_error, gram, sigma_max, sigma_min, condition_number, stable_rank, sigma_max_status`` (``"exact"``:
     float64 SVD; ``"empirical"``: Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``.
+    ``orthogonality_error`` is that of `wellposed.functional`, of rows or columns, whichever are fewer: ``gram`` says.
     ``activations`` holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
     max_norm, attention_entropy, attention_sensitivity, affinity_orthogonality_error``. The last three are lists of one
     value per head, or ``None`` where attention was not seen; the last is ``max |(A A^T)_ij|`` over pairs of different

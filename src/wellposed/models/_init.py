@@ -80,7 +80,8 @@ def t_fixup_model_(model: Any) -> None:
         ConfigError: the model was built with LayerNorms; give `norm="none"`.
     """
     keep = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
-    t_fixup_(model, remove_norms=False, keep=keep)
+    # queries and keys are Xavier already: drawing them again would only shift the random numbers of every run
+    t_fixup_(model, remove_norms=False, keep=keep, leave=("query", "key"))
 
 
 INITS.register("t_fixup")(Initializer(module=xavier_, model=t_fixup_model_))

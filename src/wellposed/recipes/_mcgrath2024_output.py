@@ -11,6 +11,7 @@ from typing import Any
 
 from wellposed.measurement._measurement import write_csv
 from wellposed.measurement._text import text_table
+from wellposed.recipes._charts import draw
 from wellposed.recipes._mcgrath2024 import BASELINE, PAPER_TABLE, QR_METHODS, Cell
 from wellposed.recipes._mcgrath2024_sweep import DATA, SweepSettings, finished_results
 from wellposed.recipes.multitask_options import SETS
@@ -72,19 +73,19 @@ def cell_results(settings: SweepSettings) -> list[CellResult]:
 
 def write_outputs(settings: SweepSettings) -> str:
     """Write tables and figures into the folder of the sweep and return what to print."""
-    from wellposed.recipes._mcgrath2024_figures import figure_1, figure_3, table_1_figure
+    from wellposed.recipes._mcgrath2024_figures import figure_1, figure_3, table_1
 
     out = Path(settings.out)
     cells = cell_results(settings)
     rows = error_rows(cells)
-    write_csv(out / "sweep.csv", list(_sweep_row(cells[0])), [_sweep_row(result) for result in cells])
+    write_csv(out / "sweep.csv", list(sweep_row(cells[0])), [sweep_row(result) for result in cells])
     write_csv(out / "figure-3.csv", ["seed", "step", "weight", "error", "error_over_initial"], rows)
     write_csv(out / "table-1.csv", ["row", "source", "cell", *COLUMNS, *(f"{name}_se" for name in COLUMNS)],
               table_rows(cells))  # fmt: skip
-    figure_1(cells, out / "figure-1.svg")
+    draw(figure_1(cells), out / "figure-1.svg")
     if rows:
-        figure_3(rows, out / "figure-3.svg")
-    table_1_figure(cells, out / "table-1.svg")
+        draw(figure_3(rows), out / "figure-3.svg", columns=5)
+    draw(table_1(cells), out / "table-1.svg")
     described = _described(settings)
     text = "\n\n".join([described, _table(cells, text_table), _sweep_table(cells, text_table), *conclusion(cells)])
     markdown = [f"# McGrath (2024), {settings.scale} scale", described, _table(cells, _markdown),
@@ -129,12 +130,17 @@ def error_rows(cells: Sequence[CellResult]) -> list[dict[str, Any]]:
 
 def conclusion(cells: Sequence[CellResult]) -> list[str]:
     """Return what the sweep says about each of his claims, with its uncertainty."""
-    lines = [line for line in (_about_scores(cells), _about_drift(cells), *_about_qr(cells)) if line]
-    failed = [f"{run['cell']} seed {run['seed']}: {run['error']}" for result in cells for run in result.failed]
-    return [*lines, *(f"Failed: {line}" for line in failed)]
+    lines = [line for line in (about_scores(cells), about_drift(cells), *about_qr(cells)) if line]
+    return [*lines, *failures(cells)]
 
 
-def _about_scores(cells: Sequence[CellResult]) -> str:
+def failures(cells: Sequence[CellResult]) -> list[str]:
+    """Return one line for each training that diverged."""
+    return [f"Failed: {run['cell']} seed {run['seed']}: {run['error']}" for result in cells for run in result.failed]
+
+
+def about_scores(cells: Sequence[CellResult]) -> str:
+    """Return the penalised cells against the baseline; empty where nothing can be compared."""
     base = best_of(cells, BASELINE)
     compared = [(result, result.against) for result in cells if result.cell.form == "gram" and result.against]
     unsaid = [f"{result.cell.name}: {test.verdict}" for result, test in compared if test.obstacle]
@@ -158,35 +164,54 @@ def _about_scores(cells: Sequence[CellResult]) -> str:
     )
 
 
-def _about_drift(cells: Sequence[CellResult]) -> str:
-    rows = error_rows(cells)
-    if not rows:
-        return ""
-    last = max(row["step"] for row in rows)
-    parts = []
+def final_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return err_orth at the end over its initial value by role, one number a layer and seed."""
+    last = max((row["step"] for row in rows), default=0)
+    found: dict[str, list[float]] = {}
     for role in ("query", "key", "value", "token_embedding", "affinity"):
         ratios = [
             row["error_over_initial"] for row in rows
             if row["step"] == last and role in row["weight"].split(".") and row["error_over_initial"] is not None
         ]  # fmt: skip
         if ratios:
-            below = sum(ratio < 1 for ratio in ratios)
-            parts.append(f"{role} {_number(mean_and_standard_error(ratios))} (below 1 in {below} of {len(ratios)})")
+            found[role] = ratios
+    return found
+
+
+def about_drift(cells: Sequence[CellResult]) -> str:
+    """Return how the baseline's own err_orth moved; empty where it was not trained."""
+    ratios = final_ratios(error_rows(cells))
+    parts = [
+        f"{role} {_number(mean_and_standard_error(values))} (below 1 in {sum(v < 1 for v in values)} of {len(values)})"
+        for role, values in ratios.items()
+    ]
+    if not parts:
+        return ""
     return (
         "Drift of the unconstrained baseline, err_orth at the end over its initial value, all layers and seeds (paper: "
         f"every weight below 1, the key in every layer, the affinity not): {'; '.join(parts)}."
     )
 
 
-def _about_qr(cells: Sequence[CellResult]) -> list[str]:
+def _weakest_qr(cells: Sequence[CellResult], method: str) -> CellResult | None:
+    mine = [result for result in cells if result.cell.form == method and result.runs]
+    return min(mine, key=lambda result: result.cell.strength, default=None)
+
+
+def qr_share(cells: Sequence[CellResult], method: str) -> float | None:
+    """Return the overall score of a QR form at its least strength over the baseline's; None without both."""
+    base, weakest = best_of(cells, BASELINE), _weakest_qr(cells, method)
+    return weakest.mean("overall")[0] / base.mean("overall")[0] if base and weakest else None
+
+
+def about_qr(cells: Sequence[CellResult]) -> list[str]:
+    """Return one line for each QR form with a result."""
     base = best_of(cells, BASELINE)
     lines = []
     for method in QR_METHODS:
-        mine = [result for result in cells if result.cell.form == method and result.runs]
-        if base is None or not mine:
+        weakest, share = _weakest_qr(cells, method), qr_share(cells, method)
+        if base is None or weakest is None or share is None:
             continue
-        weakest = min(mine, key=lambda result: result.cell.strength)
-        share = weakest.mean("overall")[0] / base.mean("overall")[0]
         verdict = weakest.against.verdict if weakest.against else "not tested"
         lines.append(
             f"QR loss by {method} (paper: a failure, accuracy more than halved even at 1e-6, and too slow): at "
@@ -237,7 +262,8 @@ def _sweep_table(cells: Sequence[CellResult], draw: Table) -> str:
     return draw("Figure 1: the sweep", ["cell", *HEADINGS.values(), "overall against baseline"], body)
 
 
-def _sweep_row(result: CellResult) -> dict[str, Any]:
+def sweep_row(result: CellResult) -> dict[str, Any]:
+    """Return a cell as a row of ``sweep.csv``."""
     against = result.against
     row: dict[str, Any] = {
         "cell": result.cell.name, "place": result.cell.place, "form": result.cell.form,

@@ -28,6 +28,7 @@ STUDY = "mcgrath2024"
 SETTINGS = "sweep.json"
 JOURNAL = "journal.log"
 DATA = "data.json"
+MAX_JOBS = 8
 Announce = Callable[[str], None]
 
 
@@ -142,6 +143,8 @@ def finished_results(settings: SweepSettings) -> list[dict[str, Any]]:
 def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce) -> bool:
     """Run the sweep in ``jobs`` processes, this one alone for 1; return False where the user stopped it.
 
+    With several processes ``announce`` is called in each of them, so it is a function at the top of a module.
+
     Raises:
         ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that meets them.
     """
@@ -149,7 +152,7 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce) -> bool
         raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
     with StopRequest() as request:
         if jobs > 1:
-            return _run_processes(settings, jobs, request)
+            return _run_processes(settings, jobs, announce, request)
         try:
             work(settings, announce=announce, stop=lambda: request.requested)
         except Cancelled:
@@ -157,12 +160,17 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce) -> bool
         return not request.requested
 
 
-def _run_processes(settings: SweepSettings, jobs: int, request: StopRequest) -> bool:
+def default_jobs(scale: str) -> int:
+    """Return one process for each CPU core at mini scale, at most 8, and else one."""
+    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+
+
+def _run_processes(settings: SweepSettings, jobs: int, announce: Announce, request: StopRequest) -> bool:
     import multiprocessing
 
     spawn = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    workers = [spawn.Process(target=_worker, args=(settings, threads), daemon=True) for _ in range(jobs)]
+    workers = [spawn.Process(target=_worker, args=(settings, threads, announce), daemon=True) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     told = False
@@ -183,7 +191,7 @@ def _run_processes(settings: SweepSettings, jobs: int, request: StopRequest) -> 
     return not request.requested
 
 
-def _worker(settings: SweepSettings, threads: int) -> None:
+def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent passes it on once, as SIGTERM
@@ -191,17 +199,12 @@ def _worker(settings: SweepSettings, threads: int) -> None:
     with StopRequest() as request:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            work(settings, announce=_say, stop=lambda: request.requested)
+            work(settings, announce=announce, stop=lambda: request.requested)
         except Cancelled:
             sys.exit(130)
         except (WellposedError, OSError) as error:
             sys.stderr.write(f"wellposed: {error}\n")
             sys.exit(1)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def _run(settings: SweepSettings, trial: Any, key: Key, sets: Any, stop: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ A new recipe is one function of a `Request` and one registration beside its sibl
 
 import wellposed.recipes._huang2020
 import wellposed.recipes._kim2021
+import wellposed.recipes._mcgrath2024
 import wellposed.recipes._sengupta2023
 import wellposed.recipes._zhang2021  # noqa: F401  (these imports register recipes)
 from wellposed.recipes._recipe import RECIPES, SCALES, Recipe, Reproduced, Reproduction, Request, Scale, reproduce

@@ -5,15 +5,14 @@ A new task is one new file with a frozen options dataclass, a `Task` subclass an
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from wellposed.errors import ConfigError, listed, nearest_names
+from wellposed.errors import ConfigError, listed
+from wellposed.options import option_problems
 from wellposed.registry import Registry
 
 if TYPE_CHECKING:
@@ -135,52 +134,7 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
 def build_options(options_class: type[Any], values: Mapping[str, Any], *, where: str) -> Any:
     """Build an options dataclass from plain values, or raise one `ConfigError` with every problem."""
-    hints = _hints(options_class)
-    fields = dataclasses.fields(options_class)
-    known = [field.name for field in fields]
-    problems = []
-    for key, value in values.items():
-        if key not in known:
-            problems.append(f"{where}: unknown option {key!r}; nearest: {', '.join(nearest_names(key, known))}")
-        elif not _fits(value, hints[key]):
-            problems.append(f"{where}: {key} = {value!r}, expected {_describe(hints[key])}")
-    required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    problems += [f"{where}: option {key!r} is missing" for key in required if key not in values]
+    problems = option_problems(options_class, values, where=where)
     if problems:
         raise ConfigError("the task cannot be built:\n" + listed(problems))
     return options_class(**values)
-
-
-@functools.cache
-def _hints(options_class: type[Any]) -> dict[str, Any]:
-    return get_type_hints(options_class)
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the types and literal values a hint allows."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    return tuple(part for option in get_args(hint) for part in _alternatives(option)) or (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    for option in _alternatives(hint):
-        if not isinstance(option, type):
-            if value == option and type(value) is type(option):
-                return True
-        elif isinstance(value, bool):
-            if option is bool:
-                return True
-        elif isinstance(value, option) or (option is float and isinstance(value, int)):
-            return True
-    return False
-
-
-def _describe(hint: Any) -> str:
-    names = []
-    for option in _alternatives(hint):
-        if option is NoneType:
-            names.append("nothing")
-        else:
-            names.append(option.__name__ if isinstance(option, type) else repr(option))
-    return " or ".join(names)

@@ -168,7 +168,7 @@ class Run:
             "loss": window.loss_sum / max(1, window.targets),
             "penalty": window.penalty_sum / window.steps,
             **({} if window.auxiliary_sum is None else {"auxiliary_loss": window.auxiliary_sum / window.steps}),
-            **self._orthogonality_error(),
+            **self._isometry_error(),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "tokens_per_second": window.tokens / window.seconds,
@@ -177,9 +177,9 @@ class Run:
         self.state.window = Window()
         self._add_row(row)
 
-    def _orthogonality_error(self) -> dict[str, float]:
-        """Return the error of the worst constrained weight, where there are any."""
-        return {} if self.constraint is None else {"orthogonality_error": self.constraint.error().worst}
+    def _isometry_error(self) -> dict[str, float]:
+        """Return max |W^T W / g^2 - I| of the worst constrained weight, where there are any."""
+        return {} if self.constraint is None else {"isometry_error": self.constraint.error().worst}
 
     def _validate(self) -> None:
         evaluation = self._evaluate("valid", self.options.eval_batches)
@@ -255,7 +255,7 @@ class Run:
             message=message,
             divergence=divergence,
         )
-        values["train_info"].update(self._orthogonality_error())
+        values["train_info"].update(self._isometry_error())
         result = RunResult(status, self.out, values, message)
         return write_result(result) if self.accelerator.is_main_process else result
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
-from wellposed.errors import ConfigError, listed, nearest_names
+from wellposed.errors import ConfigError, listed
+from wellposed.options import option_problems
 from wellposed.training._ranges import (
     OutOfRangeError,
     constrain_problems,
@@ -219,10 +220,10 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
-        """Build from nested plain values; every unknown key and wrong type is named at once.
+        """Build from nested plain values; every unknown option and wrong type is named at once.
 
         Raises:
-            ConfigError: an unknown key (with the nearest three), a value of the wrong type, another schema version.
+            ConfigError: an unknown option (with the nearest three), a value of the wrong type, another schema version.
         """
         values = dict(values)
         version = values.pop("schema_version", SCHEMA_VERSION)
@@ -276,41 +277,12 @@ def _build(
     if not isinstance(values, Mapping):
         problems.append(f"{where}: expected a table of options, received {values!r}")
         return None
-    hints = get_type_hints(cls)
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    before = len(problems)
-    for key, value in values.items():
-        if key not in known:
-            problems.append(f"{where}: unknown key {key!r}; nearest: {', '.join(nearest_names(key, known))}")
-        elif key not in plain and not _fits(value, hints[key]):
-            problems.append(f"{where}: {key} = {value!r}, expected {_describe(hints[key])}")
-    required = [item.name for item in fields(cls) if _is_required(item) and item.name not in values]  # type: ignore[arg-type]
-    problems.extend(f"{where}: {name} is missing" for name in required)
-    if len(problems) > before:
+    wrong = option_problems(cls, values, where=where, unchecked=plain)
+    problems.extend(wrong)
+    if wrong:
         return None
     try:
         return cls(**values)
     except OutOfRangeError as error:
         problems.extend(f"{where}: {problem}" for problem in error.problems)
         return None
-
-
-def _is_required(item: dataclasses.Field[Any]) -> bool:
-    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    options = getattr(hint, "__args__", None)
-    if options and all(not isinstance(option, type) for option in options):
-        return value in options
-    kinds = options or (hint,)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
-
-
-def _describe(hint: Any) -> str:
-    options = getattr(hint, "__args__", None)
-    if options and all(not isinstance(option, type) for option in options):
-        return "one of " + ", ".join(map(repr, options))
-    return getattr(hint, "__name__", None) or str(hint)

@@ -1,0 +1,75 @@
+"""What README, documentation and package say they do, against what the code does."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import wellposed as wp
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.nn import L2SelfAttention
+from wellposed.recipes.variants import VARIANTS
+from wellposed.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
+
+
+@pytest.mark.parametrize("page", ["pyproject.toml", "mkdocs.yml", "docs/index.md", "src/wellposed/__init__.py"])
+def test_no_page_certifies_any_model(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert "certified" in text or "certifies" in text or "Certificates" in text
+    assert "any PyTorch model" not in text
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def own() -> nn.Module:
+    config = WellposedConfig(**SMALL, attention="l2_tied", norm="none", num_labels=2)
+    return WellposedForSequenceClassification(config).eval()
+
+
+@pytest.mark.parametrize("build", [plain, own, lambda: L2SelfAttention(8, 2).eval()])
+def test_what_is_said_to_have_a_certificate_has_one(build) -> None:
+    assert math.isfinite(wp.certify(build(), seq_len=4).total)
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**SMALL)).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: nn.MultiheadAttention(8, 2, batch_first=True), "MultiheadAttention"),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "TransformerEncoderLayer"),
+        (bert, "BertModel"),
+    ],
+)
+def test_what_is_said_to_have_none_is_named(build, name: str) -> None:
+    """Whoever adds a rule for one of these corrects docs/index.md and docs/howto.md, and then this list."""
+    certificate = wp.certify(nn.Sequential(nn.Linear(8, 8), build().eval()), seq_len=4, radius=1.0)
+    assert certificate.total == math.inf
+    assert name in certificate.table()
+
+
+def test_the_readme_lists_every_variant_and_every_task() -> None:
+    variants, tasks = re.search(r"^Variants: (.*?)^Tasks: (.*?)\n\n", README, re.DOTALL | re.MULTILINE).groups()
+    assert set(re.findall(r"`(\w+)`", variants)) == set(VARIANTS)
+    assert set(re.findall(r"`(\w+)`", tasks)) == set(TASKS)
+
+
+def test_the_readme_measures_and_penalises_models_as_they_are() -> None:
+    for model in (bert(), nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)):
+        assert torch.isfinite(wp.OrthogonalityPenalty(model, attention=1e-6)())
+        assert wp.measure(model).rows
