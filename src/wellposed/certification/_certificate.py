@@ -17,6 +17,9 @@ Label = Literal["exact", "certified", "empirical", "uncertified"]
 _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 _SMALLEST = torch.finfo(torch.float64).tiny
 
+# Fields that are plain values.
+_PLAIN = ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "ball", "dtype", "cross_check")
+
 
 def worst_label(labels: Sequence[Label]) -> Label:
     """Return the least trustworthy of several labels; a composition of more than one map is never exact."""
@@ -237,21 +240,7 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""
-        plain: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                "total",
-                "label",
-                "norm",
-                "tokens",
-                "min_tokens",
-                "mask",
-                "domain",
-                "ball",
-                "dtype",
-                "cross_check",
-            )  # fmt: skip
-        }
+        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
         plain["notes"] = list(self.notes)
         plain["layers"] = [asdict(layer) for layer in self.layers]
         return _json_safe(plain)

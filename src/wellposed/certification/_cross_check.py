@@ -7,7 +7,7 @@ rounding has nothing to do with the real map any more.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from wellposed.certification._directions import perturbation_size, steepest_dire
 from wellposed.certification._stretch import Call
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
 from wellposed.linalg import Norm
+from wellposed.nn import frozen
 
 # Sizes of the inputs, as shares of the ball; each is one example of the batch.
 _SCALES = (1.0, 0.3, 0.1, 0.01)
@@ -90,68 +91,87 @@ def try_out(claim: Claim) -> str:
 def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     """Return the pairs that each part saw, by its id; those of the module itself are found without any hook on it."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
-    call = _repeatable(claim.module, claim.is_causal, device)
-    generator = torch.Generator().manual_seed(0)
-    radius = width**0.5 if claim.radius is None else claim.radius
-    # Half of the ball for the input and half for the perturbation.
-    reach = 0.5 * radius * torch.tensor(_SCALES, dtype=torch.float64)
-
-    def noise() -> Tensor:
-        return torch.randn(len(_SCALES), claim.tokens, width, generator=generator, dtype=torch.float64)
-
-    def placed(direction: Tensor) -> Tensor:
-        longest = perturbation_size(direction.double(), "tok").cpu()
-        scale = torch.where(longest > 0, reach / longest, 0.0) * (1 - 1e-3)
-        return (direction.double().cpu() * scale[:, None, None]).to(device, claim.dtype)
-
-    x = placed(noise()).requires_grad_()
-    aside = x.detach() + placed(noise())
-    with torch.enable_grad():
-        y = call(x)
-    other = call(aside)
-    pairs = [_Pair((x.detach(), aside), (y.detach(), other))]
-    ascended = _ascended(x, y, other, claim.norm)
-    if ascended is not None:
-        beyond = x.detach() + placed(ascended)
-        pairs.append(_Pair((x.detach(), beyond), (y.detach(), call(beyond))))
-    seen = _seen_by_parts(claim, call, pairs[-1].inputs)
-    seen[id(claim.module)] = pairs
+    call = _as_function(claim.module, claim.is_causal, device)
+    x, aside, cotangent = _random_inputs(claim, width, device)
+    with _without_gradients(claim.module):
+        ascended = _ascended(call, x, cotangent, claim.norm)
+        far = [aside] if ascended is None else [aside, x + _placed(ascended, claim, width)]
+        with frozen(claim.module):
+            first, *others = _outputs(call, [x, *far], claim.module)
+            seen = _seen_by_parts(claim, call, (x, far[-1]))
+    seen[id(claim.module)] = [_Pair((x, y), (first, other)) for y, other in zip(far, others, strict=True)]
     return seen
 
 
-def _ascended(x: Tensor, y: Tensor, other: Tensor, norm: Norm) -> Tensor | None:
-    """The direction that moves the output most along the change seen; None where the output does not depend on x."""
+def _random_inputs(claim: Claim, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, an input aside of it, and noise of the same shape."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(3, len(_SCALES), claim.tokens, width, generator=generator, dtype=torch.float64).to(device)
+    x = _placed(noise[0], claim, width)
+    return x, x + _placed(noise[1], claim, width), noise[2]
+
+
+def _placed(direction: Tensor, claim: Claim, width: int) -> Tensor:
+    """Scale each example to its share of half of the ball: the other half is for what is added to it."""
+    radius = width**0.5 if claim.radius is None else claim.radius
+    reach = (0.5 - 1e-3) * radius * torch.tensor(_SCALES, dtype=torch.float64, device=direction.device)
+    longest = perturbation_size(direction, "tok")
+    scale = torch.where(longest > 0, reach / longest, 0.0)
+    return (direction * scale[:, None, None]).to(claim.dtype)
+
+
+def _ascended(call: Callable[[Tensor], Tensor], x: Tensor, cotangent: Tensor, norm: Norm) -> Tensor | None:
+    """The direction that moves a random functional of the output most; None where the output does not depend on x."""
+    start = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = call(start)
     if not y.requires_grad:
         return None
-    (pulled,) = torch.autograd.grad(y, x, (other - y).detach(), allow_unused=True)
+    noise = cotangent.flatten()[: y.numel()] if y.numel() <= cotangent.numel() else y.detach().double().flatten()
+    (pulled,) = torch.autograd.grad(y, start, noise.view_as(y).to(y.dtype), allow_unused=True)
     return None if pulled is None or not bool(pulled.isfinite().all()) else steepest_direction(pulled.double(), norm)
 
 
-def _seen_by_parts(claim: Claim, call: Any, inputs: tuple[Tensor, Tensor]) -> dict[int, list[_Pair]]:
+def _outputs(call: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
+    """One pass for all inputs; one for each where random numbers are drawn, which would differ within a batch."""
+    if any(part.training for part in module.modules()):
+        return [call(x) for x in inputs]
+    return call(torch.cat(list(inputs))).chunk(len(inputs))
+
+
+def _seen_by_parts(
+    claim: Claim, call: Callable[[Tensor], Tensor], inputs: tuple[Tensor, Tensor]
+) -> dict[int, list[_Pair]]:
     """Run both inputs again with every part watched."""
-    watched = {id(part): part for _, part, _ in claim.parts}
-    runs: list[dict[int, list[tuple[Tensor, Tensor]]]] = []
-    for x in inputs:
-        calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
+    if not watched:
+        return {}
+    calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-        def note(part: nn.Module, args: tuple[Any, ...], output: Any, calls: Any = calls) -> None:
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                calls.setdefault(id(part), []).append((args[0].detach().clone(), output.detach().clone()))
+    def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.setdefault(id(part), []).append((args[0].detach().clone(), output.detach().clone()))
 
-        with ExitStack() as stack:
-            for part in watched.values():
-                stack.callback(part.register_forward_hook(note).remove)
-            call(x)
-        runs.append(calls)
-    first, second = runs
-    return {
-        key: [
-            _Pair((before[0], after[0]), (before[1], after[1]))
-            for before, after in zip(first[key], second.get(key, ()), strict=False)
-            if before[0].shape == after[0].shape and min(before[0].ndim, before[1].ndim) > 1
-        ]
-        for key in first
-    }
+    with ExitStack() as stack:
+        for part in watched.values():
+            stack.callback(part.register_forward_hook(note).remove)
+        _outputs(call, inputs, claim.module)
+    return {key: _paired(noted, len(inputs[0])) for key, noted in calls.items()}
+
+
+def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
+    """Match what a part saw of the first input with what it saw of the second: in one batch, or in two calls."""
+    if all(len(x) == len(y) == 2 * batch for x, y in noted):
+        halves = [(x.chunk(2), y.chunk(2)) for x, y in noted]
+        return [_Pair((x[0], x[1]), (y[0], y[1])) for x, y in halves if x[0].ndim > 1 and y[0].ndim > 1]
+    if len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
+        return []  # a part that is called once for several examples, or with something else
+    half = len(noted) // 2
+    return [
+        _Pair((before[0], after[0]), (before[1], after[1]))
+        for before, after in zip(noted[:half], noted[half:], strict=True)
+        if before[0].ndim > 1 and before[1].ndim > 1
+    ]
 
 
 def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
@@ -187,10 +207,12 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
     return float((slope / bound).max()) if bound > 0 else 0.0
 
 
-def _repeatable(module: nn.Module, is_causal: bool, device: torch.device) -> Any:
-    """The module as a function: the same random numbers at each call, since a bound is of one fixed map."""
+def _as_function(module: nn.Module, is_causal: bool, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The module with the same random numbers at each call, since a bound is of one fixed map."""
     causal = is_causal and "is_causal" in inspect.signature(module.forward).parameters
     call = Call(module, {"is_causal": True} if causal else {})
+    if not any(part.training for part in module.modules()):
+        return call
 
     def run(x: Tensor) -> Tensor:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -198,6 +220,19 @@ def _repeatable(module: nn.Module, is_causal: bool, device: torch.device) -> Any
             return call(x)
 
     return run
+
+
+@contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """Record no graph of the weights."""
+    learnt = [weight for weight in module.parameters() if weight.requires_grad]
+    for weight in learnt:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in learnt:
+            weight.requires_grad_(True)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from wellposed.nn._heads import split_heads as split_heads
 from wellposed.nn._injective_embedding import InjectiveEmbedding as InjectiveEmbedding
 from wellposed.nn._injective_residual import InjectiveResidual as InjectiveResidual
 from wellposed.nn._invertible import InvertibleResidual as InvertibleResidual
+from wellposed.nn._invertible import frozen as frozen
 from wellposed.nn._invertible_solver import Inversion as Inversion
 from wellposed.nn._l2 import L2SelfAttention as L2SelfAttention
 from wellposed.nn._l2_builders import build_l2 as build_l2
