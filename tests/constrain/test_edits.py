@@ -18,7 +18,7 @@ EDITS: dict[str, Callable[[nn.Linear], object]] = {
     "data.mul_": lambda layer: layer.weight.data.mul_(1.5),
     "one entry of data": lambda layer: layer.weight.data[0, 0].add_(0.01),
     "data =": lambda layer: setattr(layer.weight, "data", torch.ones_like(layer.weight) + layer.weight.data),
-    "numpy": lambda layer: layer.weight.data.view(-1)[:3].mul_(1.001),
+    "three entries of data": lambda layer: layer.weight.data.view(-1)[:3].mul_(1.001),
     "load_state_dict": lambda layer: layer.load_state_dict({"weight": 0.5 * layer.weight.detach()}),
 }
 

@@ -197,8 +197,8 @@ class Constraint:
                 "large",
                 f"{weight.path}: one optimizer step, or an edit of the weight since the last one, moved this "
                 f"orthogonal weight by up to {taken.size:.2g} (spectral; more than {QUADRATIC_LIMIT:g} is a turn of a "
-                "radian), so the slower exact retraction was used; it is orthogonal, but such steps are rarely wanted: lower the "
-                "learning rate or warm it up. "
+                "radian), so the slower exact retraction was used; it is orthogonal, but such steps are rarely wanted: "
+                "lower the learning rate or warm it up. "
                 "Silence with warnings.filterwarnings('ignore', category=wellposed.constrain.ConstraintWarning)",
             )
 
