@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +23,8 @@ from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precis
 
 # Optimizers that scale their step by the size of the weight: the weight may not be displaced under them.
 _READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
+# Key among the hooks of an optimizer; torch's own keys are numbers.
+_LOST = "wellposed_lost_constraint"
 
 
 class ConstraintWarning(UserWarning):
@@ -29,7 +34,10 @@ class ConstraintWarning(UserWarning):
 class Constraint:
     """Keeps ``W^T W = gain^2 I`` for a set of plain parameters; made by `constrain_`, ended by `remove`.
 
-    The only traces of it are two hooks on each optimizer: nothing is added to the model or its ``state_dict``.
+    The only traces of it are on each optimizer, two hooks and what makes a copy of it speak up: nothing is added to the
+    model or a ``state_dict``. Copies (``copy.deepcopy``, pickle, ``torch.save`` of whole objects) of the optimizer are
+    without the constraint, and say so with a `ConstraintWarning` at their first step; call `constrain_` on them, or
+    ``attach()`` on a handle that was copied in the same call.
     """
 
     def __init__(
@@ -69,6 +77,9 @@ class Constraint:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for optimizer in self._optimizers():
+            if not handles_of(optimizer):
+                optimizer.__dict__.pop("__getstate__", None)
         self._abandon()
         for weight in self.weights:
             weight.release_state()
@@ -76,9 +87,19 @@ class Constraint:
 
     def attach(self) -> None:
         """Put the hooks on the optimizers (`constrain_` does this)."""
-        for optimizer in {id(weight.optimizer): weight.optimizer for weight in self.weights}.values():
+        for optimizer in self._optimizers():
+            cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            # An attribute of the instance, which copy and pickle look up before that of the class.
+            optimizer.__dict__["__getstate__"] = partial(_state_of_copy, weakref.ref(optimizer))
+
+    def _optimizers(self) -> list[Optimizer]:
+        return list({id(weight.optimizer): weight.optimizer for weight in self.weights}.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the hooks, which a copy does not have, and what lives for one step."""
+        return {**self.__dict__, "_hooks": [], "_pending": [], "_work": Workspace(), "_said": set()}
 
     def __enter__(self) -> Constraint:
         return self
@@ -174,9 +195,10 @@ class Constraint:
         if taken.method in ("exponential", "svd"):
             self._say(
                 "large",
-                f"{weight.path}: one optimizer step moved this orthogonal weight by up to {taken.size:.2g} (spectral; "
-                f"more than {QUADRATIC_LIMIT:g} is a turn of a radian), so the slower exact retraction was used; it "
-                "stays orthogonal, but such steps are rarely wanted: lower the learning rate or warm it up. "
+                f"{weight.path}: one optimizer step, or an edit of the weight since the last one, moved this "
+                f"orthogonal weight by up to {taken.size:.2g} (spectral; more than {QUADRATIC_LIMIT:g} is a turn of a "
+                "radian), so the slower exact retraction was used; it is orthogonal, but such steps are rarely wanted: "
+                "lower the learning rate or warm it up. "
                 "Silence with warnings.filterwarnings('ignore', category=wellposed.constrain.ConstraintWarning)",
             )
 
@@ -190,6 +212,37 @@ class Constraint:
             for weight in self._pending:
                 weight.restore_()
         self._pending = []
+
+
+class _LostConstraint:
+    """Stands where the hooks of a constraint were, in a copy of their optimizer."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+        self.said = False
+
+    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Say once that these weights are ordinary now."""
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"this {type(optimizer).__name__} is a copy (deepcopy, pickle, torch.load) of one whose weights are "
+                "constrained, and the constraint is lost: the copied weights leave orthogonality from this step on. "
+                "Call wellposed.constrain_(model, optimizer, where=...) on the copied pair before its first step (or "
+                "attach() on a handle copied with it), or build a new optimizer to train them freely: moments of "
+                f"square weights are in other coordinates. Constrained were:\n{listed(self.paths)}",
+                ConstraintWarning,
+                stacklevel=4,
+            )
+
+
+def _state_of_copy(original: weakref.ref[Optimizer]) -> dict[str, Any]:
+    """Return what the class would put into a copy, and a hook that warns in place of those of the constraint."""
+    optimizer = original()
+    assert optimizer is not None  # it is being copied
+    paths = [path for handle in handles_of(optimizer) for path in handle.paths]
+    hooks = OrderedDict([(_LOST, _LostConstraint(paths))])
+    return {**type(optimizer).__getstate__(optimizer), "_optimizer_step_pre_hooks": hooks}
 
 
 def _full_precision(weights: list[Weight]) -> ExitStack:

@@ -20,8 +20,10 @@ from wellposed.linalg import (
     tangent_gradient_,
 )
 
-# Reachable max |W^T W / g^2 - I| as stored: rounding each entry by a part u moves an entry of W^T W by 2 u + u^2.
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+# Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an entry of W^T W by at
+# most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that far: see the test. With u = 2^-8 that is
+# 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the float32 copy that is rounded adds its own 1e-5.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Their step is an odd function of each gradient entry, so the step of a skew gradient is skew.
 _ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
@@ -58,9 +60,10 @@ class Weight:
         # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
         self.master: Tensor | None = None
         self.before: Tensor | None = None
-        # Bound on the error of the weight as the last step left it, and the version it had then.
+        # Bound on the error of the weight as the last step left it; and whether `before` holds it as it was then.
         self.drift: float | None = None
-        self._version: int | None = None
+        self._kept = False
+        self._is_fresh = True
         self._displaced = False
 
     @property
@@ -92,6 +95,7 @@ class Weight:
             return
         if self.master is not None and not _same(self.master.to(self.parameter.dtype), self.parameter.detach()):
             self.adopt_master()
+            self.drift = None
         point = tall(read(self.parameter if self.master is None else self.master))
         whole = tall(read(gradient).to(self.dtype))
         project = skew_gradient_ if self.square else tangent_gradient_
@@ -102,13 +106,22 @@ class Weight:
     def remember_(self, *, displace: bool) -> None:
         """Keep what the retraction needs; ``displace`` zeroes the parameter, so that it will hold the bare step."""
         self._displaced = displace
-        current = self.parameter.detach()
-        if self.master is None and (self.square or displace):
-            if self.before is None or self.before.shape != current.shape or self.before.device != current.device:
-                self.before = torch.empty_like(current)
-            self.before.copy_(current)
+        if self.master is None and (self.square or displace) and not self._kept:
+            self._copy_before()
         if displace:
-            current.zero_()
+            self.parameter.detach().zero_()
+
+    def _copy_before(self) -> None:
+        current = self.parameter.detach()
+        if self.before is None or self.before.shape != current.shape or self.before.device != current.device:
+            self.before = torch.empty_like(current)
+        self.before.copy_(current)
+
+    def _distance_to_before(self) -> float:
+        before, current = self.before, self.parameter.detach()
+        if before is None or before.shape != current.shape or before.device != current.device:
+            return float("inf")
+        return float(torch.dist(before, current.to(before.dtype)))
 
     def restore_(self) -> None:
         """Undo `remember_` when the step it prepared never came to its end."""
@@ -172,10 +185,13 @@ class Weight:
     def claim_state(self) -> bool:
         """Mark the moments of a square weight as Lie coordinates; return whether they were not, and so restarted."""
         state = self.optimizer.state.get(self.parameter)
-        if self._version is None and state and _LIE_MARK in state:
-            self.drift = state[_LIE_MARK]  # a resumed run: what was saved with these weights
-        elif self._version != self.parameter._version:
-            self.drift = None
+        if self.master is None:
+            # torch's version of a tensor does not count what goes through ``.data``, so the entries are compared; by
+            # `dist`, which on a CPU takes half the time of `equal`.
+            self._kept = self._kept and self._distance_to_before() == 0.0
+            self.drift = self.drift if self._kept else None
+        if self._is_fresh and self.square and state and _LIE_MARK in state:
+            self.drift = self._resumed(state[_LIE_MARK])
         if not self.square or not state or _LIE_MARK in state:
             return False
         stale = _has_stepped(state)
@@ -189,7 +205,11 @@ class Weight:
     def mark_state(self, drift: float | None = None) -> None:
         """Note the drift of this step beside the moments it made: the mark of Lie coordinates, for a resumed run."""
         self.drift = drift
-        self._version = self.parameter._version
+        self._is_fresh = False
+        # A sharded weight would have to be gathered to be compared: it is measured at every step instead.
+        self._kept = self.square and self.master is None and not is_sharded(self.parameter)
+        if self._kept:
+            self._copy_before()
         state = self.optimizer.state.get(self.parameter)
         # SGD without momentum keeps nothing there, and does not mind.
         if self.square and (state or type(self.optimizer) is torch.optim.SGD):
@@ -201,11 +221,15 @@ class Weight:
         if state is None or _LIE_MARK not in state:
             return
         del state[_LIE_MARK]
-        self.drift, self._version = None, None
+        self.drift, self._kept, self._is_fresh = None, False, True
         if state:
             self._restart(state)
         else:
             del self.optimizer.state[self.parameter]
+
+    def _resumed(self, drift: float | None) -> float | None:
+        """Return the drift that was saved with these weights, if it is these: a run then goes on bit for bit."""
+        return drift if self.master is not None or self.error() <= self.inner_tolerance else None
 
     def _restart(self, state: dict[str, object]) -> None:
         # torch's optimizers start from zeros; others may hold codes or tables, which only they can make.

@@ -1,0 +1,102 @@
+"""Copies of a constrained optimizer have no constraint, and say so at their first step; resuming is silent."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wellposed.constrain import ConstraintWarning, constrain_
+
+from .problems import NAMES, OPTIMIZERS, Mixed, errors, train
+
+
+def saved_and_loaded(pair: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(pair, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "torch.save": saved_and_loaded,
+}
+
+
+def constrained(kind: str = "adamw", where: Any = NAMES) -> tuple[Mixed, Optimizer, Any]:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    handle = constrain_(model, optimizer, where=where)
+    train(model, optimizer, 2)
+    return model, optimizer, handle
+
+
+@pytest.mark.parametrize("where", [NAMES, "tall"], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copied_pair_warns_at_its_first_step(how: str, kind: str, where: Any) -> None:
+    model, optimizer, _ = constrained(kind, where)
+    other, copied = COPIES[how]((model, optimizer))
+    with pytest.warns(ConstraintWarning, match=r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"):
+        train(other, copied, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(other, copied, 3)  # said once
+        train(model, optimizer, 3)  # the original is none the worse
+    assert max(errors(model)[name] for name in NAMES if where is NAMES or name == where) <= 1e-5
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_optimizer_alone_warns(how: str) -> None:
+    _, optimizer, _ = constrained()
+    copied = COPIES[how](optimizer)
+    for group in copied.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    with pytest.warns(ConstraintWarning, match="constraint is lost"):
+        copied.step()
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_that_is_constrained_again_goes_on_as_the_original(how: str) -> None:
+    model, optimizer, handle = constrained()
+    pair = COPIES[how]((model, optimizer))
+    with_handle = COPIES[how]((model, optimizer, handle))
+    constrain_(*pair, where=NAMES)
+    assert not with_handle[2].active
+    with_handle[2].attach()
+    expected = train(model, optimizer, 5)
+    for other, copied in (pair, with_handle[:2]):
+        assert train(other, copied, 5) == pytest.approx(expected, rel=1e-6)
+        assert max(errors(other).values()) <= 1e-5
+
+
+def test_state_dicts_and_removed_constraints_are_silent() -> None:
+    model, optimizer, handle = constrained()
+    states = saved_and_loaded([model.state_dict(), optimizer.state_dict()])
+    other = Mixed()
+    fresh = OPTIMIZERS["adamw"](list(other.parameters()))
+    other.load_state_dict(states[0])
+    fresh.load_state_dict(states[1])
+    constrain_(other, fresh, where=NAMES)
+    assert train(other, fresh, 3) == train(model, optimizer, 3)
+    handle.remove()
+    assert set(vars(optimizer)) == set(vars(OPTIMIZERS["adamw"](list(Mixed().parameters()))))
+    train(*copy.deepcopy((model, optimizer)), 1)
+
+
+def test_plain_optimizers_are_copied_as_ever() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not copy.deepcopy(optimizer)._optimizer_step_pre_hooks
