@@ -52,13 +52,14 @@ class SlopeMeter:
     """(tokens, 1), 1 where a token may move."""
     radius: float | None
 
-    def steps(self) -> list[float]:
-        """Step lengths relative to ``|x|``, from 1 down to where rounding outweighs curvature (cube root of the unit).
+    @property
+    def least(self) -> float:
+        """Smallest ``|x - y| / |x|`` that counts: below the cube root of the unit, rounding outweighs curvature."""
+        return torch.finfo(self.dtype).eps ** (1 / 3)
 
-        Four for float32, one for bfloat16, nine for float64: in low precision only large steps say anything.
-        """
-        least = torch.finfo(self.dtype).eps ** (1 / 3)
-        return [4.0**-power for power in range(1 + math.floor(-math.log(least) / math.log(4.0)))]
+    def steps(self) -> list[float]:
+        """Step lengths relative to ``|x|`` from 1 down: four for float32, nine for float64, two for bfloat16."""
+        return [4.0**-power for power in range(1 + math.floor(-math.log(self.least) / math.log(4.0)))]
 
     def search(self, start: Tensor, random: Tensor, found: tuple[Tensor, Tensor]) -> Pairs:
         """Return the steepest pair of each restart: along the direction found at its input, random, start to start."""
@@ -82,14 +83,14 @@ class SlopeMeter:
         return found
 
     def measure(self, x: Tensor, y: Tensor) -> Pairs:
-        """Return the slopes between inputs rounded to the dtype; -inf where an output is not finite."""
+        """Return the slopes between inputs rounded to the dtype: 0 if too close, -inf where an output is not finite."""
         x, y = self._place(x), self._place(x + self.allowed.to(x) * (y - x))
         outputs = [self.call(value).double() for value in (x, y)]
         apart = size(x.double() - y.double(), self.norm)
         noise = ROUNDING * torch.finfo(self.dtype).eps * sum(size(output.detach(), self.norm) for output in outputs)
         moved = (size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
-        # A pair of equal inputs says nothing.
-        slopes = moved / torch.where(apart > 0, apart, 1.0)
+        far = apart > self.least * size(x.double(), self.norm)
+        slopes = torch.where(far | ~torch.isfinite(moved), moved, 0.0) / torch.where(far, apart, 1.0)
         return Pairs(x, y, torch.where(torch.isfinite(slopes), slopes, -math.inf))
 
     def ascend(self, pairs: Pairs, steps: int, learning_rate: float) -> Pairs:
