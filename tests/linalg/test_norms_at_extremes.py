@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError
 from wellposed.linalg import (
+    Norm,
     SpectralMethod,
     certified_spectral_norm,
     full_precision,
@@ -234,3 +235,31 @@ def test_no_setting_changes_a_certified_number(setting: str):
         expected = certified(weight, heads, mixing)
     for name, value in certified(weight, heads, mixing).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+@pytest.mark.parametrize("exponent", [-240, -60, 0, 60, 240])
+def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm: Norm, exponent: int):
+    heads, mixing, output = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(2))
+    constants = l2_constants(7)
+    for method in ("svd", "gram"):
+        one = l2_attention_bound(heads, mixing, output, constants, norm=norm, method=method).value
+        third = 2.0 ** (exponent // 3)
+        parts = (heads * third, mixing * third, output * third)
+        bound = l2_attention_bound(*parts, constants, norm=norm, method=method).value
+        assert float(bound) == float(one) * 2.0**exponent
+        assert bound.dtype is torch.float64
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+def test_products_that_cancel_are_bounded_with_their_rounding(norm: Norm):
+    """R W_O = 0 but for the rounding of the weights: in float32 the product is all rounding, and can be too small."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        basis = torch.linalg.qr(torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)).Q
+        mixing = (basis[:, :, :4] @ torch.randn(2, 4, 8, generator=generator).double()).mT.float()
+        output = (basis[:, :, 4:] @ torch.randn(2, 4, 8, generator=generator).double()).float()
+        heads = torch.randn(2, 8, 8, generator=generator)
+        exact = l2_attention_bound(heads, mixing, output, l2_constants(4), norm=norm, method="svd").value
+        quick = l2_attention_bound(heads, mixing, output, l2_constants(4), norm=norm, method="gram").value
+        assert quick >= exact * (1 - 3e-6)

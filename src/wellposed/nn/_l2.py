@@ -380,7 +380,8 @@ class L2SelfAttention(nn.Module):
         for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
             if is_stale(kept, self._factor(weights, num_tokens, mask, layer=layer, kept=False)):
                 return "its weights were edited inside frozen(), which divides by the bound they had before"
-        return weights.range_refusal(self._factor(weights, self.max_tokens or 1, "any", layer=layer, kept=False))
+        factor = self._factor(weights, self.max_tokens or 1, "any", layer=layer, kept=False)
+        return weights.range_refusal(factor, self.q_proj.bias)
 
     @uncompiled
     def _contraction(

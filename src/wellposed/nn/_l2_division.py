@@ -70,16 +70,18 @@ class UnitWeights:
         mixing, output = F.pad(self.mixing, (0, missing)), F.pad(self.output, (0, 0, 0, missing))
         return L2Layer(self.projection, mixing, output, method=method, exponents=self.exponents)
 
-    def range_refusal(self, factor: Tensor) -> str | None:
+    def range_refusal(self, factor: Tensor, bias: Tensor | None) -> str | None:
         """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way; None if they do not.
 
         Args:
             factor: (H, 1, 1), the division's.
+            bias: of `q_proj`, (H w,).
         """
         dtype = self.mixing.dtype
         info = torch.finfo(dtype)
         heard = factor.flatten() > 0
         read = self.projection.double().square().sum((-2, -1)).sqrt() * self.read.flatten().double()
+        shift = torch.zeros_like(read) if bias is None else bias.double().unflatten(0, (len(read), -1)).norm(dim=-1)
         strength = factor.flatten().double() * self.output.double().abs().amax((-2, -1))
         strongest = float(factor.flatten()[strength.argmax()])
         largest = _LARGEST_FLOAT16_KEY if dtype is torch.float16 else math.sqrt(info.max) / _LARGEST_TOKEN
@@ -89,6 +91,10 @@ class UnitWeights:
             ),
             f"squares of distances overflow {dtype} under its query weights, of norm {float(read.max()):.3g}": bool(
                 (read > largest).any()
+            ),
+            f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in rounding to {dtype}, since "
+            f"its query weights have norms down to {float(read.min()):.3g}": bool(
+                (shift * info.eps > read)[heard].any()
             ),
             f"its division by the bound leaves {dtype}: times {float(factor.max()):.3g}, and {strongest:.3g} for its "
             f"strongest head, under output weights up to {float(self.output.abs().max()):.3g}": bool(heard.any())
