@@ -178,7 +178,7 @@ def _gram_norm(gram: Tensor) -> Tensor:
     """
     for times, slacks in _CHOLESKY_TRIES:
         # A step costs size^2, a factor that fails size^3: with the size, more steps are worth it.
-        below = _rayleigh_quotient(gram, times * (16 + len(gram) // 24)).clamp_min(torch.finfo(gram.dtype).tiny)
+        below = _rayleigh_quotient(gram, times * (16 + len(gram) // 16)).clamp_min(torch.finfo(gram.dtype).tiny)
         for slack in slacks:
             candidate = below * (1 + slack)
             shifted = -gram
