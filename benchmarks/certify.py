@@ -1,6 +1,6 @@
 """What the cross-check adds to `certify`: both sides interleaved in one process, CPU time on one thread, medians.
 
-    python benchmarks/certify.py
+python benchmarks/certify.py
 """
 
 from __future__ import annotations

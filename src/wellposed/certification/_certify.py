@@ -47,7 +47,7 @@ def certify(
         mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or ``"any"`` (the default)
             for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone.
         min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by ``1/sqrt(min_tokens)``.
-        cross_check: try the bounds out by a few forward passes of at most 6 tokens in the module's own dtype.
+        cross_check: try the bounds out by a few forward passes of a few tokens in the module's own dtype.
 
     Raises:
         ShapeError: ``seq_len`` or ``min_tokens`` out of range.

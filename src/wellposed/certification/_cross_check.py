@@ -22,8 +22,8 @@ from wellposed.linalg import Norm
 from wellposed.nn import frozen
 
 # Sizes of the inputs, as shares of the ball; each is one example of the batch.
-_SCALES = (1.0, 0.3, 0.1, 0.01)
-TRIED_TOKENS = 6
+_SCALES = (1.0, 0.1)
+TRIED_TOKENS = 4
 # Allowance for the rounding of a forward pass, in units of the last place of what goes in and what comes out.
 _ULPS = 64
 # Where no part says how wide its input is, any width will do.
@@ -93,12 +93,12 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
     call = _as_function(claim.module, claim.is_causal, device)
     x, aside, cotangent = _random_inputs(claim, width, device)
-    with _without_gradients(claim.module):
+    # A contractive layer computes its bound once for all passes.
+    with _without_gradients(claim.module), frozen(claim.module):
         ascended = _ascended(call, x, cotangent, claim.norm)
         far = [aside] if ascended is None else [aside, x + _placed(ascended, claim, width)]
-        with frozen(claim.module):
-            first, *others = _outputs(call, [x, *far], claim.module)
-            seen = _seen_by_parts(claim, call, (x, far[-1]))
+        first, *others = _outputs(call, [x, *far], claim.module)
+        seen = _seen_by_parts(claim, call, (x, far[-1]))
     seen[id(claim.module)] = [_Pair((x, y), (first, other)) for y, other in zip(far, others, strict=True)]
     return seen
 
@@ -198,13 +198,14 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
             f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g}, so a bound for "
             "exact arithmetic says nothing of it; scale the weights down or use a wider dtype"
         )
-    if bool((slope > bound * (1 + 1e-6) + pair.rounding(bound, claim.norm, claim.dtype)).any()):
+    excess = slope - bound * (1 + 1e-6)
+    if bool((excess > 0).any()) and bool((excess > pair.rounding(bound, claim.norm, claim.dtype)).any()):
         raise UnsoundBoundError(
             f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above its bound "
             f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), mend it; if it is "
             "ours, please report it with the module's options"
         )
-    return float((slope / bound).max()) if bound > 0 else 0.0
+    return float(slope.max()) / bound if bound > 0 else 0.0
 
 
 def _as_function(module: nn.Module, is_causal: bool, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -307,10 +307,8 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     module = without_compiler(module)
     rows, reached = site.shared.rows, site.shared.reached
     rows.append(None)
-    place, before = len(rows) - 1, len(reached)
-    bound = _as_called(module, site)
-    if bound.label != "uncertified":
-        bound = _with_its_parts(module, site, bound, frozenset(reached[before:]))
+    place = len(rows) - 1
+    bound = _as_called(module, site, reached)
     reached.append(id(module))
     inner = next((row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"), None)
     reason = f"see {inner}" if bound.label == "uncertified" and inner is not None else bound.reason
@@ -332,25 +330,36 @@ def refuse_deviations(module: nn.Module, caller: str) -> None:
         )
 
 
-def _as_called(module: nn.Module, site: Site) -> LayerBound:
-    kind = class_called(module)
+def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
+    kind, before = class_called(module), len(reached)
     rule = _RULES.get(kind)
     if rule is None:
         return site.refuse(_without_rule(module, kind))
     differs = deviation(module)
-    return rule(module, site) if differs is None else site.refuse(differs)
+    if differs is not None:
+        return site.refuse(differs)
+    try:
+        bound = rule(module, site)
+    except Exception:
+        # A rule may stumble over a part that is not what it should be: without values, or of another class.
+        differs = _differing_part(module, site, reached[before:])
+        if differs is None:
+            raise
+        return site.refuse(differs)
+    differs = None if bound.label == "uncertified" else _differing_part(module, site, reached[before:])
+    return bound if differs is None else site.refuse(differs)
 
 
-def _with_its_parts(module: nn.Module, site: Site, bound: LayerBound, reached: frozenset[int]) -> LayerBound:
-    """Refuse the bound where the rule read a part by itself of which a call differs from its class."""
-    for path, part in parts_not_reached(module, reached):
+def _differing_part(module: nn.Module, site: Site, reached: Sequence[int]) -> str | None:
+    """Say which part that the rule read by itself differs from its class when it is called."""
+    for path, part in parts_not_reached(module, frozenset(reached)):
         differs = deviation(part)
         if differs is not None:
-            return site.refuse(f"{path} ({class_called(part).__name__}): {differs}")
+            return f"{path} ({class_called(part).__name__}): {differs}"
         unknown = unknown_class(part)
         if unknown is not None and id(part) not in site.shared.vouched:
-            return site.refuse(f"{path} is {unknown}")
-    return bound
+            return f"{path} is {unknown}"
+    return None
 
 
 def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:

@@ -283,7 +283,7 @@ class L2SelfAttention(nn.Module):
     def frozen(self) -> Iterator[None]:
         """Promise that no weight changes inside: a contractive layer then computes its bound once.
 
-        For generation and for fixed-point iterations; no effect where gradients are recorded.
+        For generation and for fixed-point iterations; no effect where gradients of the weights are recorded.
 
         >>> layer = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
         >>> with layer.frozen(), torch.no_grad():
@@ -362,7 +362,8 @@ class L2SelfAttention(nn.Module):
     ) -> Tensor:
         """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
         assert self.contractive is not None
-        frozen = self._frozen_scales if kept and not torch.is_grad_enabled() else None
+        recorded = torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
+        frozen = self._frozen_scales if kept and not recorded else None
         if frozen is not None and (num_tokens, mask) in frozen:
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
