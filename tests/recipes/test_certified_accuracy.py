@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from wellposed.certification import Certificate, certify
+from wellposed.certification import Certificate, certify, perturbation_size
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.linalg import Norm
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
 from wellposed.models._certification import embedding_radius
-from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii, size_of
+from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii
 
 
 def make_model(attention: str, *, norm: str = "none", seed: int = 0) -> WellposedForSequenceClassification:
@@ -170,5 +170,5 @@ def test_bad_data_is_refused() -> None:
 
 def test_sizes_and_default_radii() -> None:
     delta = torch.tensor([[[3.0, 4.0], [0.0, -12.0]]], dtype=torch.float64)
-    assert [float(size_of(delta, norm)) for norm in ("tok", 2, "inf")] == [12.0, 13.0, 12.0]
+    assert [float(perturbation_size(delta, norm)) for norm in ("tok", 2, "inf")] == [12.0, 13.0, 12.0]
     assert default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]

@@ -10,6 +10,8 @@ from wellposed.certification._certificate import CertifiedLayer as CertifiedLaye
 from wellposed.certification._certify import certify as certify
 from wellposed.certification._cosine import cosine_attention_bound as cosine_attention_bound
 from wellposed.certification._cosine import cosine_cross_attention_bounds as cosine_cross_attention_bounds
+from wellposed.certification._directions import perturbation_size as perturbation_size
+from wellposed.certification._directions import steepest_direction as steepest_direction
 from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
 from wellposed.certification._dot_product import local_dot_product_bound as local_dot_product_bound
 from wellposed.certification._heads import AttentionWeights as AttentionWeights

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.certification._certificate import Certificate
-from wellposed.certification._slopes import Pairs, SlopeMeter, size
+from wellposed.certification._directions import perturbation_size
+from wellposed.certification._slopes import Pairs, SlopeMeter
 from wellposed.certification._stretch import Call, Stretcher
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
@@ -258,7 +259,7 @@ class _Best:
             slope,
             self.norm,
             x,
-            apart / size(apart[None], self.norm).clamp_min(torch.finfo(torch.float64).tiny),
+            apart / perturbation_size(apart[None], self.norm).clamp_min(torch.finfo(torch.float64).tiny),
             pairs.slopes,
             steps,
             None if self.module is None else attacked,

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wellposed.certification._directions import perturbation_size
 from wellposed.linalg import Norm
 
 ROUNDING = 8
 """This many eps of the two outputs' sizes are taken off their difference before it counts."""
-
-
-def size(values: Tensor, norm: Norm) -> Tensor:
-    """Norm of each entry of a batch (batch, tokens, features)."""
-    if norm == 2:
-        return values.flatten(1).norm(dim=-1)
-    return (values.abs() if norm == "inf" else values.norm(dim=-1)).flatten(1).amax(-1)
 
 
 @dataclass(frozen=True)
@@ -64,12 +58,12 @@ class SlopeMeter:
     def search(self, start: Tensor, random: Tensor, found: tuple[Tensor, Tensor]) -> Pairs:
         """Return the steepest pair of each restart: along the direction found at its input, random, start to start."""
         pairs = self.along(*found)
-        pairs = pairs.better(self.along(start, random / size(random, self.norm)[:, None, None]))
+        pairs = pairs.better(self.along(start, random / perturbation_size(random, self.norm)[:, None, None]))
         return pairs.better(self.best([(start, start.roll(1, 0)), (start, 2 * start)]))
 
     def along(self, x: Tensor, direction: Tensor) -> Pairs:
         """Return the steepest pair ``x, x + t |x| v`` over the step lengths t of both signs."""
-        length = size(x, self.norm)
+        length = perturbation_size(x, self.norm)
         length = torch.where(length > 0, length, 1.0)[:, None, None]
         return self.best((x, x + sign * step * length * direction) for step in self.steps() for sign in (1, -1))
 
@@ -86,10 +80,11 @@ class SlopeMeter:
         """Return the slopes between inputs rounded to the dtype: 0 if too close, -inf where an output is not finite."""
         x, y = self._place(x), self._place(x + self.allowed.to(x) * (y - x))
         outputs = [self.call(value).double() for value in (x, y)]
-        apart = size(x.double() - y.double(), self.norm)
-        noise = ROUNDING * torch.finfo(self.dtype).eps * sum(size(output.detach(), self.norm) for output in outputs)
-        moved = (size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
-        far = apart > self.least * size(x.double(), self.norm)
+        apart = perturbation_size(x.double() - y.double(), self.norm)
+        sizes = sum(perturbation_size(output.detach(), self.norm) for output in outputs)
+        noise = ROUNDING * torch.finfo(self.dtype).eps * sizes
+        moved = (perturbation_size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
+        far = apart > self.least * perturbation_size(x.double(), self.norm)
         slopes = torch.where(far | ~torch.isfinite(moved), moved, 0.0) / torch.where(far, apart, 1.0)
         return Pairs(x, y, torch.where(torch.isfinite(slopes), slopes, -math.inf))
 

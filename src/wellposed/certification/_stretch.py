@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellposed.certification._directions import steepest_direction
 from wellposed.errors import ShapeError
 from wellposed.linalg import Norm
 
@@ -58,13 +59,13 @@ class Stretcher:
         """Alternate ``u <- dual(J v)``, ``v <- dual(J^T u)``; J v comes from differentiating the linear u -> J^T u."""
         dummy = torch.zeros_like(y, requires_grad=True)
         (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
-        direction = self._align_input(direction * self.allowed)
+        direction = steepest_direction(direction * self.allowed, self.norm)
         left = torch.zeros_like(y)
         for _ in range(inner):
             (pushed,) = torch.autograd.grad(pullback, dummy, direction, retain_graph=True)
             left = self._align_output(pushed)
             (pulled,) = torch.autograd.grad(y, x, left, retain_graph=True)
-            direction = self._align_input(pulled * self.allowed)
+            direction = steepest_direction(pulled * self.allowed, self.norm)
         return left, direction
 
     def _from_jacobian(self, jacobian: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,12 +86,6 @@ class Stretcher:
         best = pushed.norm(dim=-1).argmax(-1)
         left = by_token * nn.functional.one_hot(best, tokens).to(jacobian).unsqueeze(-1)
         return left, _unit(torch.einsum("btf,btfij->bij", left, jacobian))
-
-    def _align_input(self, pulled: Tensor) -> Tensor:
-        """The perturbation of norm 1 that goes furthest along ``J^T u``."""
-        if self.norm == 2:
-            return _unit(pulled.flatten(1)).view_as(pulled)
-        return pulled.sign() if self.norm == "inf" else _unit(pulled)
 
     def _align_output(self, pushed: Tensor) -> Tensor:
         """The functional of dual norm 1 that attains the norm of ``J v``."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import Certificate
+from wellposed.certification import Certificate, perturbation_size, steepest_direction
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.models import input_vectors
 
@@ -246,7 +246,7 @@ class _Attack:
             margin, wrong = _margin(self.model, batch, delta)
             broken_at = _keep(broken_at, wrong, delta, self.norm)
             (gradient,) = torch.autograd.grad(margin.sum(), delta)
-            step = _steepest(-gradient * allowed, self.norm) * (2.5 * size / self.steps)
+            step = steepest_direction(-gradient * allowed, self.norm) * (2.5 * size / self.steps)
             delta = _project(delta.detach() + step, self.norm, size)
         with torch.no_grad():
             broken_at = _keep(broken_at, _margin(self.model, batch, delta)[1], delta, self.norm)
@@ -255,7 +255,7 @@ class _Attack:
     def _random(self, batch: _Prepared, size: float) -> Tensor:
         noise = torch.randn(batch.embeds.shape, dtype=batch.embeds.dtype, generator=self.generator)
         noise = noise * batch.mask[..., None]
-        return noise * (size / size_of(noise, self.norm).clamp_min(1e-12))[:, None, None]
+        return noise * (size / perturbation_size(noise, self.norm).clamp_min(1e-12))[:, None, None]
 
 
 def _margin(model: Any, batch: _Prepared, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,29 +266,8 @@ def _margin(model: Any, batch: _Prepared, delta: Tensor) -> tuple[Tensor, Tensor
 
 
 def _keep(broken_at: Tensor, wrong: Tensor, delta: Tensor, norm: object) -> Tensor:
-    found = torch.where(wrong, size_of(delta.detach(), norm), math.inf)
+    found = torch.where(wrong, perturbation_size(delta.detach(), norm), math.inf)
     return torch.minimum(broken_at, found)
-
-
-def size_of(delta: Tensor, norm: object) -> Tensor:
-    """Return the norm of each perturbation of a batch ``(batch, tokens, width)``: tok, 2 or inf.
-
-    >>> size_of(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), "tok")
-    tensor([5.])
-    """
-    if norm == 2:
-        return delta.flatten(1).norm(dim=-1)
-    return delta.norm(dim=-1).amax(-1) if norm == "tok" else delta.abs().flatten(1).amax(-1)
-
-
-def _steepest(gradient: Tensor, norm: object) -> Tensor:
-    """The perturbation of norm 1 along which the margin falls fastest."""
-    if norm == "inf":
-        return gradient.sign()
-    size = gradient.norm(dim=-1, keepdim=True)
-    if norm == 2:
-        size = gradient.flatten(1).norm(dim=-1)[:, None, None]
-    return gradient / torch.where(size > 0, size, 1.0)
 
 
 def _project(delta: Tensor, norm: object, size: float) -> Tensor:
