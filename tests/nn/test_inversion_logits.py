@@ -30,19 +30,25 @@ def softmax(logits: Any) -> Any:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def l2(f: L2SelfAttention, scale: float, x: Any, allowed: Any = True) -> Any:
+def l2(f: L2SelfAttention, scales: Any, x: Any, allowed: Any = True) -> Any:
     """Equation of the class, from differences of tokens: no logit is larger than its own size."""
     z, width = affine(f.q_proj, x), f.head_dim
     heads = []
-    for start in range(0, f.embed_dim, width):
+    for start, scale in zip(range(0, f.embed_dim, width), scales, strict=True):
         part = slice(start, start + width)
         apart = z[..., None, :, part] - z[..., :, None, part]
         weights = softmax(np.where(allowed, -(apart * apart).sum(-1) / np.sqrt(WIDE(width)), -np.inf))
         mixed = z[..., part] + (weights[..., None] * apart).sum(-2)
         value = cast(nn.Linear, f.v_proj)
         mixing = wide(f.q_proj.weight[part]) @ wide(value.weight[part]).T / np.sqrt(WIDE(width))
-        heads.append(mixed @ mixing * WIDE(scale) + wide(value.bias[part]))
+        heads.append(mixed @ mixing * scale + wide(value.bias[part]))
     return affine(f.o_proj, np.concatenate(heads, -1))
+
+
+def divisions(f: L2SelfAttention) -> Any:
+    """What each head of `W_h R_h` is multiplied by inside `frozen`, after a first call: powers of two are apart."""
+    (factor,) = cast(dict[Any, Tensor], f._frozen_scales).values()
+    return np.ldexp(wide(factor).ravel(), -f._unit_weights().exponents.numpy())
 
 
 def cosine(f: CosineSelfAttention, x: Any) -> Any:
@@ -77,12 +83,12 @@ def judged(f: L2SelfAttention, x: Tensor, **options: Any) -> tuple[float, Invers
     """True error of x as the inverse of its own image, and the report on it."""
     with f.frozen():
         y = x + f(x, **options)
-        (scale,) = cast(dict[Any, Tensor], f._frozen_scales).values()
+        scales = divisions(f)
         bare = Inversion(1, 0.0, math.inf, cast(float, f.contractive), f.norm)
         report = with_error_bound(bare, f, x, y, options)
     tokens = np.arange(x.shape[1])
     allowed = tokens[:, None] >= tokens if options.get("is_causal") else True
-    exact = inverted(lambda t: l2(f, float(scale), t, allowed), wide(y), wide(x))
+    exact = inverted(lambda t: l2(f, scales, t, allowed), wide(y), wide(x))
     return size_of(wide(x) - exact, f.norm), report
 
 
@@ -214,11 +220,11 @@ def test_cosine_and_chains() -> None:
     chain = nn.Sequential(inner, nn.ELU(), last)
     with inner.frozen():
         y = x + chain(x)
-        (scale,) = cast(dict[Any, Tensor], inner._frozen_scales).values()
+        scales = divisions(inner)
         report = with_error_bound(Inversion(1, 0.0, math.inf, 0.5, "tok"), chain, x, y, {})
 
     def exact(t: Any) -> Any:
-        middle = l2(inner, float(scale), t)
+        middle = l2(inner, scales, t)
         return np.where(middle > 0, middle, np.expm1(np.minimum(middle, 0))) @ wide(last.weight).T
 
     error = size_of(wide(x) - inverted(exact, wide(y), wide(x)), "tok")
