@@ -307,7 +307,10 @@ def test_a_call_that_differs_in_any_part(sample: Sample):
 def test_ways_that_change_the_whole_module(sample: Sample):
     plain = sample.build(8)
     assert _right_or_refused(plain, sample)
-    assert _right_or_refused(torch.compile(plain, backend="eager", disable=True), sample)
+    compiled = torch.compile(plain, backend="eager")
+    assert type(compiled) is not type(plain)
+    radius = 1.0 if sample.needs_ball else None
+    assert certify(compiled, seq_len=5, radius=radius) == certify(plain, seq_len=5, radius=radius)
     assert not _right_or_refused(nn.DataParallel(plain), sample)
     _right_or_refused(copy.deepcopy(plain).train(), sample)
     _right_or_refused(copy.deepcopy(plain).bfloat16(), sample, rounding=0.1)

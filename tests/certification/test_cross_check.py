@@ -122,6 +122,22 @@ def test_nothing_is_moved(inference):
     assert math.inf in totals
 
 
+def test_reduced_precision_around_the_call_is_not_the_modules():
+    """Rounding to bfloat16 moves slopes by 1e-3, which is no fault of a bound."""
+    linear = nn.Linear(64, 64)
+    nn.init.orthogonal_(linear.weight)
+    plain = certify(linear, seq_len=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert certify(linear, seq_len=4) == plain
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert certify(linear, seq_len=4) == plain
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_slopes_of_random_compositions_stay_below_what_is_certified():
     @inherit_rule
     class Named(nn.Linear):

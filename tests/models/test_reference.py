@@ -160,7 +160,8 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_labels_that_count():
     summed = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(6)).loss
     torch.testing.assert_close(summed, sum(terms) / 6, rtol=1e-6, atol=0)
     kept = model(input_ids=ids, labels=labels, logits_to_keep=3)
-    assert torch.equal(kept.logits, output.logits[:, 1:])
+    # Products of other shapes may be summed in another order: the last digit of float64 is not the same on every CPU.
+    torch.testing.assert_close(kept.logits, output.logits[:, 1:], rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(kept.loss, terms[1], rtol=1e-6, atol=0)
     some = model(input_ids=ids, logits_to_keep=torch.tensor([0, 2]))
-    assert torch.equal(some.logits, output.logits[:, [0, 2]])
+    torch.testing.assert_close(some.logits, output.logits[:, [0, 2]], rtol=1e-13, atol=1e-14)

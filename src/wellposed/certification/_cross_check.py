@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wellposed.certification._directions import perturbation_size, steepest_direction
 from wellposed.certification._stretch import Call
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
-from wellposed.linalg import Norm
+from wellposed.linalg import Norm, full_precision
 from wellposed.nn import frozen
 
 # Sizes of the inputs, as shares of the ball; each is one example of the batch.
@@ -238,10 +238,19 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Put every buffer back as it was, and run outside inference mode, in which nothing can be ascended."""
+    """Put every buffer back as it was; run in the module's own dtype, and where directions can be ascended.
+
+    Autocast, float32 products in less than float32, and inference mode belong to the caller, not to the module.
+    """
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    device = next((weight.device.type for weight in module.parameters() if not weight.is_meta), "cpu")
     try:
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False),
+            full_precision(device),
+        ):
             yield
     finally:
         with torch.no_grad():
