@@ -14,7 +14,10 @@ from wellposed.tasks._classification import (
     refuse_longer,
     require_positive,
 )
-from wellposed.tasks._listops_rules import (
+from wellposed.tasks._tables import LabelledTexts
+from wellposed.tasks._text_classification import load_tables
+from wellposed.tasks._text_columns import TableOptions
+from wellposed.tasks.listops_rules import (
     DIGITS,
     GENERATED_OPERATORS,
     GENERATOR_VERSION,
@@ -24,10 +27,7 @@ from wellposed.tasks._listops_rules import (
     ListOpsRules,
     evaluate,
 )
-from wellposed.tasks._tables import LabelledTexts
-from wellposed.tasks._text_classification import load_tables
-from wellposed.tasks._text_columns import TableOptions
-from wellposed.tasks._tokenizers import NUM_SPECIAL, WordEncoder
+from wellposed.tasks.tokenizers import NUM_SPECIAL, WordEncoder
 
 RULES: Mapping[str, ListOpsRules] = {
     "short": ListOpsRules(max_depth=4, max_args=5, min_length=5, max_length=50),

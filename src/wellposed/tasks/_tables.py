@@ -28,7 +28,7 @@ from wellposed.errors import DataError, listed
 from wellposed.tasks._text_columns import TableOptions, describe_names, find_columns, find_keys, join_text
 
 if TYPE_CHECKING:
-    from wellposed.tasks._sources import TextFile
+    from wellposed.tasks.sources import TextFile
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 
