@@ -274,7 +274,7 @@ def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> Non
         build_task("listops", {"data": data})
     assert f"{path}:6: " in str(caught.value)
     assert problem in str(caught.value)
-    assert "mend or remove them" in str(caught.value)
+    assert "correct or remove them" in str(caught.value)
 
 
 def test_all_malformed_rows_are_in_one_message(tmp_path: Path) -> None:

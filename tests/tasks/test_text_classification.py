@@ -183,7 +183,7 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, row: str, problem: str) -
 def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text(as_tsv(ROWS) + "short\n" * 15)
-    with pytest.raises(DataError, match="15 rows that cannot be used; mend or remove them") as caught:
+    with pytest.raises(DataError, match="15 rows that cannot be used; correct or remove them") as caught:
         build(path)
     assert f"{path}:41: " in str(caught.value)
     assert "... and 5 more" in str(caught.value)

@@ -1,4 +1,4 @@
-"""What the sweep of McGrath (2024) leaves behind: his Figure 1, Figure 3 and Table 1, and what they are worth."""
+"""Files that the sweep of McGrath (2024) writes: his Figure 1, Figure 3 and Table 1, with tests of what they show."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDA
     if problems:
         raise DataError(
             f"{split} has labels that train does not have; known: {', '.join(map(repr, known))}; "
-            "mend the rows, or give another train file:\n" + listed(problems)
+            "correct the rows, or give another train file:\n" + listed(problems)
         )
     return np.array([index[label] for label in table.labels], dtype=np.int64)
 
@@ -207,7 +207,7 @@ def refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:
     """Raise `DataError` naming every row without a token."""
     problems = [f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0]
     if problems:
-        raise DataError("rows without a token cannot be classified; mend or remove them:\n" + listed(problems))
+        raise DataError("rows without a token cannot be classified; correct or remove them:\n" + listed(problems))
 
 
 def refuse_longer(table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str) -> None:

@@ -178,7 +178,7 @@ def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: l
             if image.shape[:2] != shape
         ]
     if problems:
-        raise DataError(f"{len(problems)} images that cannot be used; mend or remove them:\n" + listed(problems))
+        raise DataError(f"{len(problems)} images that cannot be used; correct or remove them:\n" + listed(problems))
     if len({image.ndim for image in decoded}) > 1:
         decoded = [np.repeat(image[..., None], 3, -1) if image.ndim == 2 else image for image in decoded]
     return Images(np.stack(decoded), np.array([label for _, label in kept], np.int64))

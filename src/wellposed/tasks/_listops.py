@@ -166,7 +166,7 @@ def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[dict[Split, La
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
     if problems:
         raise DataError(
-            f"{len(problems)} rows that are not label and expression; mend or remove them:\n" + listed(problems)
+            f"{len(problems)} rows that are not label and expression; correct or remove them:\n" + listed(problems)
         )
     examples: dict[Split, LabelledExamples] = {}
     for split in SPLITS:

@@ -205,7 +205,7 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
             labels.append(int(fields[3]))
     if problems or not paths:
         raise DataError(
-            f"{folder}: not the pathfinder release; mend the lines, or give unreadable='skip' for images that are "
+            f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip' for images that are "
             "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
         )
     everything = read_image_files(paths, labels, skipped=skipped if skip else None)

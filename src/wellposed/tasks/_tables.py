@@ -210,7 +210,7 @@ def _blank_labels(table: LabelledTexts) -> list[str]:
 def _refuse(file: TextFile, problems: list[str]) -> None:
     if problems:
         raise DataError(
-            f"{file.path}: {len(problems)} rows that cannot be used; mend or remove them:\n" + listed(problems)
+            f"{file.path}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)
         )
 
 

@@ -169,7 +169,7 @@ def read_word_vectors(path: Path) -> WordVectors:
     if not rows and not problems:
         problems.append(f"{path}: holds no vector")
     if problems:
-        raise DataError("the word vectors cannot be read; mend or remove these lines:\n" + listed(problems))
+        raise DataError("the word vectors cannot be read; correct or remove these lines:\n" + listed(problems))
     return WordVectors(rows, width)
 
 

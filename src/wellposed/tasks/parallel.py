@@ -283,7 +283,7 @@ def _refuse_empty(pairs: ParallelTexts) -> None:
         if not sides[side][i].strip()
     ]
     if problems:
-        raise DataError("pairs with an empty side cannot be used; mend or remove them:\n" + listed(problems))
+        raise DataError("pairs with an empty side cannot be used; correct or remove them:\n" + listed(problems))
 
 
 def _cut_missing(

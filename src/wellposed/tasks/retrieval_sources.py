@@ -128,7 +128,7 @@ def read_pair_file(file: TextFile) -> PairTable:
         rows[2].append(LABEL_VALUES[fields[0]])
     if problems:
         raise DataError(
-            f"{file.path}: {len(problems)} rows that cannot be used; mend or remove them:\n" + listed(problems)
+            f"{file.path}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)
         )
     documents = LabelledTexts(str(file.path), list(numbers), ids, lines, ", ".join(COLUMNS))
     return PairTable(documents, *rows)

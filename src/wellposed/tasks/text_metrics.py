@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from wellposed.errors import DataError, missing_extra
-
-BleuTokens = Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"]
 
 
 @dataclass(frozen=True)
