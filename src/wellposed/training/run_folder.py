@@ -14,13 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import wellposed
 from wellposed.errors import CheckpointError, ConfigError, listed
 from wellposed.training import checkpoints, durable_files
 from wellposed.training.config import RunConfig, config_difference
 
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
-PACKAGES = ("wellposed", "torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
 
 
 def read_config(run_folder: Path) -> RunConfig:
@@ -152,7 +153,7 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
 
 def versions() -> dict[str, str]:
     """Return the installed version of every package that can change a result."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "wellposed": wellposed.__version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)
