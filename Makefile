@@ -33,6 +33,7 @@ check: $(VENV)/.installed-develop
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/private_imports.py
 	$(BIN)/zensical build --clean --strict
 
 clean:

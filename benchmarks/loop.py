@@ -27,12 +27,12 @@ from torch.nn.functional import cross_entropy
 
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
-from wellposed.training._batches import Batch, MicroBatches
-from wellposed.training._build import build_run_model
-from wellposed.training._loop import Run
-from wellposed.training._metrics import MetricsFile
-from wellposed.training._optimizer import build_optimizer, set_learning_rate
-from wellposed.training._progress import Progress
+from wellposed.training.batches import Batch, MicroBatches
+from wellposed.training.build import build_run_model
+from wellposed.training.loop import Run
+from wellposed.training.metrics import MetricsFile
+from wellposed.training.optimizer import build_optimizer, set_learning_rate
+from wellposed.training.progress import Progress
 
 WARMUP = 5
 CASES = {

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from wellposed.cli._lines import LineSource
-from wellposed.cli._load import load_model, load_tokenizer
-from wellposed.cli._predict_translate import Translator, build_decoding, translate_lines
-from wellposed.tasks._generate import generate_keywords
+from wellposed.cli.lines import LineSource
+from wellposed.cli.load import load_model, load_tokenizer
+from wellposed.cli.predict_translate import Translator, build_decoding, translate_lines
+from wellposed.tasks.generate import generate_keywords
 
 ROUNDS = 3
 

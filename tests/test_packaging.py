@@ -1,4 +1,5 @@
-"""What can be installed: extras that exist, and a test environment in which the README's line would have failed."""
+"""What can be installed and cited: extras that exist, a test environment in which the README's line would have failed,
+one version wherever it is stated, and a citation of every paper."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+import yaml
+
+import wellposed
+from wellposed.cli import main
+from wellposed.training.run_folder import versions
+
 ROOT = Path(__file__).parents[1]
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = SETTINGS["project"]["optional-dependencies"]
 TOOLS = {"all", "test", "lint", "docs"}
 
 
@@ -41,3 +50,42 @@ def test_extras_that_messages_name_exist() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r'missing_extra\("[^"]+", "(\w+)"', source))
     assert {"hf", "train", "report", "sweep"} <= named <= set(EXTRAS)
+
+
+def test_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """The build reads the line of `__version__`; all that states a version states that one, installed afresh or not."""
+    assert "version" not in SETTINGS["project"]
+    assert SETTINGS["project"]["dynamic"] == ["version"]
+    source = (ROOT / SETTINGS["tool"]["hatch"]["version"]["path"]).read_text()
+    assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [wellposed.__version__]
+    assert main(["--version"]) == 0
+    assert main(["doctor"]) == 0
+    said, first, *_ = capsys.readouterr().out.splitlines()
+    assert said.split() == first.split() == ["wellposed", wellposed.__version__]
+    assert versions()["wellposed"] == wellposed.__version__
+
+
+def test_the_citation_is_of_this_version_and_names_every_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == wellposed.__version__
+    assert citation["license"] == SETTINGS["project"]["license"]
+    papers = {f"{paper['authors'][0]['family-names'].lower()}{paper['year']}" for paper in citation["references"]}
+    recipes = {path.stem for path in (ROOT / "src/wellposed/recipes").iterdir()}
+    assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes
+
+
+def test_every_tool_that_a_commit_hook_runs_is_in_make_check() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in hooks] == ["local"], "a foreign index"
+    checks = (ROOT / "Makefile").read_text().partition("\ncheck:")[2]
+    for hook in hooks[0]["hooks"]:
+        command = hook["entry"].replace(".venv/bin/", "\t$(BIN)/").removesuffix(" --force-exclude")
+        assert f"\n{command}" in checks, hook["id"]
+
+
+def test_the_workflow_runs_what_a_contributor_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    setup, run = workflow["jobs"]["ci"]["steps"][1:]
+    assert setup["with"]["python-version"] == "3.11"
+    assert run == {"run": ".ci/run"}

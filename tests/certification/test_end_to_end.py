@@ -13,8 +13,8 @@ from wellposed.models import (
     WellposedForCausalLM,
     WellposedForSequenceClassification,
     WellposedModel,
+    embedding_radius,
 )
-from wellposed.models._certification import embedding_radius
 
 NORMS = ("tok", "inf", 2)
 TOKENS = 5

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from wellposed.cli import main
-from wellposed.recipes import _recipe
-from wellposed.recipes.reproduce import RECIPES, Reproduction, Request
+from wellposed.recipes.charts import Panel
+from wellposed.recipes.reproduce import RECIPES, Recipe, Reproduction, Request
 
 
 def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,12 +56,12 @@ def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, capsys: pytest.Ca
 def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made(recipe: _recipe.Recipe, request: Request) -> Reproduction:
+    def made(recipe: Recipe, request: Request) -> Reproduction:
         request.announce("half way")
-        panel = _recipe.Panel("t", "x", "y")
-        return Reproduction([{"a": 1}], [panel], got="nothing", holds=recipe.function != "_kim2021_bounds:figure_7")
+        panel = Panel("t", "x", "y")
+        return Reproduction([{"a": 1}], [panel], got="nothing", holds=recipe.function != "kim2021_bounds:figure_7")
 
-    monkeypatch.setattr(_recipe.Recipe, "__call__", made)
+    monkeypatch.setattr(Recipe, "__call__", made)
     assert main(["reproduce", "kim2021", "--out", str(tmp_path), "--strict"]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("verdict:    holds") == sum(name.startswith("kim2021/") for name in RECIPES) - 1

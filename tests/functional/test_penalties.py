@@ -158,7 +158,7 @@ def test_orthogonality_error_is_the_largest_off_diagonal_product() -> None:
 def test_orthogonality_error_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(11, 3)
     whole = orthogonality_error(weight)
-    monkeypatch.setattr("wellposed.functional._penalties._BLOCK", 4)
+    monkeypatch.setattr("wellposed.functional.penalties._BLOCK", 4)
     assert torch.equal(orthogonality_error(weight), whole)
 
 

@@ -19,7 +19,6 @@ from wellposed.linalg import (
     singular_values,
     stable_rank,
 )
-from wellposed.linalg._singular import MAX_STEPS
 
 WIDTH = 256
 
@@ -93,7 +92,7 @@ def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights() -> None:
 def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance() -> None:
     values = torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64) + torch.linspace(0, 0.2, WIDTH).double() ** 2
     found = lanczos_singular_value(with_spectrum(values, WIDTH, WIDTH), tol=1e-300)
-    assert found.steps == MAX_STEPS
+    assert found.steps == 200, "the most steps that are tried"
     assert found.value == pytest.approx(values.max().item(), rel=1e-13)
 
 

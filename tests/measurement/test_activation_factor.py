@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.measurement import activation_factor, hidden_states, token_distances
-from wellposed.measurement._token_distances import Metric
+from wellposed.measurement import DistanceMetric, activation_factor, hidden_states, token_distances
 
 
 def distance(first: Tensor, second: Tensor, metric: str) -> float:
@@ -40,7 +39,7 @@ def written_out(states: list[Tensor], lengths: list[int], metric: str) -> list[f
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
-def test_eq_5_with_padding(metric: Metric) -> None:
+def test_eq_5_with_padding(metric: DistanceMetric) -> None:
     torch.manual_seed(0)
     states = [torch.randn(2, 6, 4) for _ in range(3)]
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
@@ -96,7 +95,7 @@ def test_pairs_without_a_ratio_are_counted() -> None:
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
 @pytest.mark.parametrize("pairs", [None, 5])
-def test_divergence_is_named_and_not_left_out(metric: Metric, pairs: int | None) -> None:
+def test_divergence_is_named_and_not_left_out(metric: DistanceMetric, pairs: int | None) -> None:
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
     diverged = x.clone()
     diverged[1, 0] = math.inf

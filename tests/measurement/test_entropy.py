@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.measurement import differential_entropy, layer_entropy
-from wellposed.measurement._entropy import Estimator
+from wellposed.measurement import EntropyEstimator, differential_entropy, layer_entropy
 
 
 @pytest.mark.parametrize("estimator", ["knn", "histogram"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
-def test_closed_forms(estimator: Estimator, scale: float) -> None:
+def test_closed_forms(estimator: EntropyEstimator, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     count = 20_000
     gaussian = scale * torch.randn(count, generator=generator, dtype=torch.float64)
@@ -55,7 +54,7 @@ def test_histogram_written_out() -> None:
 
 @pytest.mark.parametrize("estimator", ["knn", "histogram"])
 @pytest.mark.parametrize("standardize", [False, True])
-def test_equal_values_have_no_density(estimator: Estimator, standardize: bool) -> None:
+def test_equal_values_have_no_density(estimator: EntropyEstimator, standardize: bool) -> None:
     x = torch.stack([torch.ones(10), torch.linspace(0, 1, 10)])
     found = differential_entropy(x, estimator, standardize=standardize)
     assert found[0].item() == -math.inf

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.models import build_model
-from wellposed.models._lstm import LSTMForCausalLM
+from wellposed.models import LSTMForCausalLM, build_model
 
 SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
 

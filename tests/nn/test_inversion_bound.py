@@ -19,7 +19,7 @@ from wellposed.nn import (
     TransJectOutput,
     TransJectStack,
 )
-from wellposed.nn._inversion_bound import _evaluated
+from wellposed.nn.inversion_bound import evaluated
 
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble
@@ -194,7 +194,7 @@ def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width: int) -> Non
             freeze = f.frozen() if isinstance(f, L2SelfAttention) else torch.no_grad()
             with freeze:
                 narrow = f(moved)
-                exact, measured_in, _ = _evaluated(f, moved, {}, "tok")
+                exact, measured_in, _ = evaluated(f, moved, {}, "tok")
             assert measured_in is torch.float64
             allowed = (math.sqrt(width) + 8) * eps * (block.contraction(16) * wider.norm(dim=-1) + exact.norm(dim=-1))
             lost = (narrow - exact).norm(dim=-1)

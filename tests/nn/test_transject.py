@@ -24,7 +24,7 @@ from wellposed.nn import (
     orthogonal_patterns,
     transject_parameter_count,
 )
-from wellposed.nn._transject_inference import elu_
+from wellposed.nn.transject_inference import elu_
 
 D, L, N = 6, 3, 7
 KINDS: list[dict[str, Any]] = [
@@ -342,15 +342,15 @@ def test_gates_are_convex_and_follow_the_sample() -> None:
 
 
 def test_batched_experts_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wellposed.nn import _experts
+    from wellposed.nn import experts
 
     mixture, x = make(num_experts=3).layers[0].attention, tokens(2, N, D)
     sigma = torch.rand(2, D, dtype=torch.float64)
     loop = mixture.expert_outputs(x, sigma)  # pyright: ignore
     calls: list[int] = []
-    real = _experts.gram_attention
-    monkeypatch.setattr(_experts, "gram_attention", lambda *a: (calls.append(1), real(*a))[1])
-    monkeypatch.setattr(_experts, "prefers_loop", lambda _: False)
+    real = experts.gram_attention
+    monkeypatch.setattr(experts, "gram_attention", lambda *a: (calls.append(1), real(*a))[1])
+    monkeypatch.setattr(experts, "prefers_loop", lambda _: False)
     for one, other in zip(mixture.expert_outputs(x, sigma), loop, strict=True):  # pyright: ignore
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
     assert calls == [1]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotContractiveError
-from wellposed.nn import GramAttention, GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack, _experts
-from wellposed.nn._plain import is_plain
+from wellposed.nn import GramAttention, GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack, experts
+from wellposed.nn.plain import is_plain
 
 D, L, N = 6, 2, 5
 MAPS = [
@@ -63,7 +63,7 @@ def passes(stack: TransJectStack, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     with torch.no_grad():
         yield "without", stack(x).last_hidden_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_experts, "prefers_loop", lambda _: False)
+        patch.setattr(experts, "prefers_loop", lambda _: False)
         yield "batched", stack(x).last_hidden_state
 
 

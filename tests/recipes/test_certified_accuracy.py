@@ -13,8 +13,7 @@ from torch import Tensor
 from wellposed.certification import Certificate, certify, perturbation_size
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.linalg import Norm
-from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
-from wellposed.models._certification import embedding_radius
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, embedding_radius, input_vectors
 from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii
 
 

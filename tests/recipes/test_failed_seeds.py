@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from wellposed.recipes import _mcgrath2024 as mcgrath
-from wellposed.recipes import _mcgrath2024_output as output
-from wellposed.recipes import _mcgrath2024_sweep as sweep
-from wellposed.recipes import _zhang2021_tables as tables
-from wellposed.recipes._huang2020_depth import sizes, summarise, train_depth
+from wellposed.recipes import mcgrath2024 as mcgrath
+from wellposed.recipes import mcgrath2024_output as output
+from wellposed.recipes import mcgrath2024_sweep as sweep
+from wellposed.recipes import zhang2021_tables as tables
 from wellposed.recipes.compare import compare
+from wellposed.recipes.huang2020_depth import sizes, summarise, train_depth
 from wellposed.recipes.multitask_options import MultiTaskOptions
 from wellposed.recipes.reproduce import Request
 from wellposed.report import aggregate, build_report

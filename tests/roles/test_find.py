@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
-from wellposed.roles import find_roles
-from wellposed.roles._views import joined
+from wellposed.roles import find_roles, joined_views
 
 D, HEADS = 8, 2
 
@@ -220,9 +219,9 @@ def test_our_cross_attention_is_cross() -> None:
 
 def test_neighbouring_rows_of_a_fused_weight_join_into_one_view() -> None:
     (role,) = find_roles(nn.MultiheadAttention(D, HEADS)).attention
-    whole, output = joined((role.query, role.key, role.value, role.output))
+    whole, output = joined_views((role.query, role.key, role.value, role.output))
     assert (whole.rows, whole.shape) == (None, (3 * D, D))
     assert whole.tensor() is role.query.parameter
     assert output is role.output
-    assert [view.rows for view in joined((role.key, role.value))] == [(D, 3 * D)]
-    assert [view.rows for view in joined((role.query, role.value))] == [(0, D), (2 * D, 3 * D)]
+    assert [view.rows for view in joined_views((role.key, role.value))] == [(D, 3 * D)]
+    assert [view.rows for view in joined_views((role.query, role.value))] == [(0, D), (2 * D, 3 * D)]

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks import TASKS, build_task
-from wellposed.tasks._dailydialog import Dialogue, parse_dailydialog
-from wellposed.tasks._dialogue import DialogueOptions, DialogueTask
-from wellposed.tasks._dialogue_sources import detect_format, load_dialogues, read_synonyms, repeated
-from wellposed.tasks._personachat import parse_personachat
-from wellposed.tasks._sources import TextFile
+from wellposed.tasks import TASKS, DialogueOptions, DialogueTask, build_task
+from wellposed.tasks.dailydialog import Dialogue, parse_dailydialog
+from wellposed.tasks.dialogue_sources import detect_format, load_dialogues, read_synonyms, repeated
+from wellposed.tasks.personachat import parse_personachat
+from wellposed.tasks.sources import TextFile
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (

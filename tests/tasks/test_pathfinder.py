@@ -12,8 +12,17 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, PathfinderTask, build_task
-from wellposed.tasks._pathfinder import RULES
-from wellposed.tasks._pathfinder_draw import DASH, GAP, RADIUS, SEPARATION, Drawing, PathfinderRules, draw_image, render
+from wellposed.tasks.pathfinder_draw import (
+    DASH,
+    GAP,
+    RADIUS,
+    RULES,
+    SEPARATION,
+    Drawing,
+    PathfinderRules,
+    draw_image,
+    render,
+)
 
 FEW = {"num_train": 6, "num_valid": 2, "num_test": 2}
 

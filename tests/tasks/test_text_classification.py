@@ -183,7 +183,7 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, row: str, problem: str) -
 def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text(as_tsv(ROWS) + "short\n" * 15)
-    with pytest.raises(DataError, match="15 rows that cannot be used; mend or remove them") as caught:
+    with pytest.raises(DataError, match="15 rows that cannot be used; correct or remove them") as caught:
         build(path)
     assert f"{path}:41: " in str(caught.value)
     assert "... and 5 more" in str(caught.value)
@@ -295,7 +295,7 @@ def test_hub_data_with_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path: Path) -> None:
-    from wellposed.tasks._tokenizers import CharacterEncoder
+    from wellposed.tasks.tokenizers import CharacterEncoder
 
     folder = tmp_path / "tokenizer"
     CharacterEncoder("abc ").tokenizer(max_length=9).save_pretrained(folder)

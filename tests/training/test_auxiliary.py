@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from wellposed.training import TrainOptions, read_metrics
-from wellposed.training._batches import MicroBatches, token_count
-from wellposed.training._step import compute_gradients
+from wellposed.training.batches import MicroBatches, token_count
+from wellposed.training.step import compute_gradients
 
 STRENGTH = 3.0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.training._batches import MicroBatches, check_target_count, target_count, token_count
+from wellposed.training.batches import MicroBatches, check_target_count, target_count, token_count
 
 
 def ids(batches: list[dict[str, torch.Tensor]]) -> list[list[list[int]]]:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from wellposed.errors import CheckpointError
-from wellposed.training import _checkpoint, _files
-from wellposed.training._state import TrainerState
-from wellposed.training._tensors import load_random_tensors, random_tensors
+from wellposed.training import checkpoints, durable_files
+from wellposed.training.state import TrainerState
+from wellposed.training.tensors import load_random_tensors, random_tensors
 
 
 class Held:
@@ -34,8 +34,8 @@ class Held:
 
     def save(self, step: int) -> Path:
         state = TrainerState(step=step, best_value=0.1 + 0.2, best_step=1)
-        snapshot = _checkpoint.take_snapshot(self.model, self.optimizer, state, [_checkpoint.random_snapshot()])
-        return _checkpoint.write_checkpoint(self.folder, snapshot)
+        snapshot = checkpoints.take_snapshot(self.model, self.optimizer, state, [checkpoints.random_snapshot()])
+        return checkpoints.write_checkpoint(self.folder, snapshot)
 
     def numbers(self) -> list[torch.Tensor]:
         state = self.optimizer.state_dict()["state"]
@@ -60,7 +60,7 @@ def test_a_checkpoint_brings_back_every_bit(held: Held, stub: ModuleType, tmp_pa
     held.step()
     straight = held.numbers()
     other = Held(stub, tmp_path)
-    state = _checkpoint.load_checkpoint(folder, other.model, other.optimizer, rank=0)
+    state = checkpoints.load_checkpoint(folder, other.model, other.optimizer, rank=0)
     assert (state.step, state.best_value) == (3, 0.1 + 0.2)
     assert same(other.numbers(), before)
     assert other.model.head.weight is other.model.embedding.weight
@@ -108,11 +108,11 @@ def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) 
     if name == "manifest.json" and damage == "altered":
         # One changed bit may leave valid JSON; then a digest or a size no longer fits, or a name is not there.
         with pytest.raises(CheckpointError):
-            _checkpoint.verify(folder)
+            checkpoints.verify(folder)
     else:
         with pytest.raises(CheckpointError, match=name):
-            _checkpoint.verify(folder)
-    found, notes = _checkpoint.newest_complete(held.folder)
+            checkpoints.verify(folder)
+    found, notes = checkpoints.newest_complete(held.folder)
     assert found == older
     assert len(notes) == 1
     assert "checkpoint-2" in notes[0]
@@ -121,7 +121,7 @@ def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     held.step()
     old = held.save(1)
-    write = _files.write_synced
+    write = durable_files.write_synced
     for broken in range(5):
         count = 0
 
@@ -133,13 +133,13 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(held: Held, monkeyp
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(path, data)
 
-        monkeypatch.setattr(_files, "write_synced", full)
+        monkeypatch.setattr(durable_files, "write_synced", full)
         with pytest.raises(
             CheckpointError, match=r"checkpoint-2: cannot write .* No space left .*checkpoint-1 is intact"
         ):
             held.save(2)
         assert [path.name for path in held.folder.iterdir()] == ["checkpoint-1"]
-    _checkpoint.verify(old)
+    checkpoints.verify(old)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -157,13 +157,13 @@ def test_a_crash_before_the_rename_leaves_the_old_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(_files.shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing up
+        patch.setattr(durable_files.shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing up
         patch.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
             held.save(2)
     assert len(list(held.folder.iterdir())) == 2
-    assert _checkpoint.newest_complete(held.folder) == (old, [])
-    _files.remove_litter(held.folder)
+    assert checkpoints.newest_complete(held.folder) == (old, [])
+    durable_files.remove_litter(held.folder)
     assert list(held.folder.iterdir()) == [old]
 
 
@@ -186,8 +186,8 @@ def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(held: Held, m
         with pytest.raises(Killed):
             held.save(2)
     assert not old.exists()
-    _files.remove_litter(held.folder)
-    assert _checkpoint.newest_complete(held.folder) == (old, [])
+    durable_files.remove_litter(held.folder)
+    assert checkpoints.newest_complete(held.folder) == (old, [])
 
 
 def test_the_newest_and_the_best_stay(held: Held) -> None:
@@ -195,8 +195,8 @@ def test_the_newest_and_the_best_stay(held: Held) -> None:
     for step in (1, 2, 3, 4, 9):
         held.save(step)
     # 9 is later than the present step: a damaged one, or of a course that was given up
-    _checkpoint.prune(held.folder, step=4, keep=2, best_step=1)
-    assert [path.name for path in _checkpoint.all_checkpoints(held.folder)] == [
+    checkpoints.prune(held.folder, step=4, keep=2, best_step=1)
+    assert [path.name for path in checkpoints.all_checkpoints(held.folder)] == [
         "checkpoint-1", "checkpoint-3", "checkpoint-4",
     ]  # fmt: skip
     assert len(list(held.folder.iterdir())) == 3
@@ -206,15 +206,15 @@ def test_a_checkpoint_of_another_model_or_other_processes_is_refused(held: Held)
     held.step()
     folder = held.save(1)
     with pytest.raises(CheckpointError, match="does not fit this run"):
-        _checkpoint.load_checkpoint(folder, nn.Linear(2, 2))
+        checkpoints.load_checkpoint(folder, nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="written by 1 processes; continue with as many"):
-        _checkpoint.load_checkpoint(folder, held.model, held.optimizer, rank=1)
+        checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)
     with pytest.raises(CheckpointError, match=r"expected a folder named checkpoint-<step>"):
-        _checkpoint.step_of(Path("somewhere/final"))
+        checkpoints.step_of(Path("somewhere/final"))
 
 
 def test_numbers_that_json_lacks_become_null() -> None:
-    assert json.loads(_files.to_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {
+    assert json.loads(durable_files.to_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {
         "a": [None, 1.5],
         "b": [None],
     }

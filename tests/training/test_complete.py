@@ -13,10 +13,10 @@ import torch
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.training import read_metrics, result_schema
-from wellposed.training._average import WeightHistory, choose_weights, mean_tensors
-from wellposed.training._evaluate import Evaluation
-from wellposed.training._tensors import decode
+from wellposed.training.average import WeightHistory, choose_weights, mean_tensors
 from wellposed.training.config import ConstrainOptions
+from wellposed.training.evaluate import Evaluation
+from wellposed.training.tensors import decode
 
 
 def final(out: Path) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def test_averaging_survives_an_interruption(stub: ModuleType, tmp_path: Path, mo
     asked = iter(range(1000))
     with monkeypatch.context() as patch:
         patch.setattr(
-            "wellposed.training._signals.StopRequest.requested",
+            "wellposed.training.signals.StopRequest.requested",
             property(lambda _: next(asked) >= 9, lambda *_: None),
             raising=False,
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wellposed.training._divergence import find_blame
+from wellposed.training.divergence import find_blame
 
 
 class Attention(nn.Module):
@@ -157,7 +157,7 @@ def test_a_bad_validation_loss_stops_the_run_too(stub: ModuleType, tmp_path: Any
 
 
 def test_logits_may_be_a_plain_tensor(stub: ModuleType) -> None:
-    from wellposed.training._batches import forward
+    from wellposed.training.batches import forward
 
     logits = torch.zeros(1, 2, 3)
     batch = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "labels": torch.zeros(1, 2, dtype=torch.long)}

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from wellposed.errors import CheckpointError, DataError
-from wellposed.training import _files, read_metrics, read_result, result_schema
-from wellposed.training._signals import StopRequest
+from wellposed.training import durable_files, read_metrics, read_result, result_schema
+from wellposed.training.signals import StopRequest
 
 TIMING = ("seconds", "tokens_per_second")
 
@@ -186,7 +186,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 ) -> None:
     config = stub.make_config(dropout=0.3)
     stub.run(config, tmp_path / "straight")
-    write, count = _files.write_synced, 0
+    write, count = durable_files.write_synced, 0
 
     def full(path: Path, data: bytes) -> None:
         nonlocal count
@@ -197,7 +197,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "write_synced", full)
+        patch.setattr(durable_files, "write_synced", full)
         with pytest.raises(CheckpointError, match=r"checkpoint-8: .*No space left.*checkpoint-4 is intact; free space"):
             stub.run(config, out)
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-4"]
@@ -209,7 +209,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 def test_a_disk_that_fills_up_at_the_very_end(
     stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = _files.write_synced
+    write = durable_files.write_synced
 
     def full(path: Path, data: bytes) -> None:
         if path.name.endswith("result.json"):
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_at_the_very_end(
         write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "write_synced", full)
+        patch.setattr(durable_files, "write_synced", full)
         with pytest.raises(CheckpointError, match=r"result\.json: cannot be written: No space left on device"):
             stub.run(stub.make_config(), tmp_path / "run")
     result = stub.run(stub.make_config(), tmp_path / "run", resume="auto")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wellposed.training._progress import Progress
+from wellposed.training.progress import Progress
 
 TRAIN = {
     "step": 5, "split": "train", "loss": 1.25, "penalty": 0.5, "grad_norm": 2.0, "learning_rate": 1e-3,
@@ -66,7 +66,7 @@ def test_quiet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])
 def test_the_time_that_remains(monkeypatch: pytest.MonkeyPatch, done: int, began: float, expected: str) -> None:
     clock: Any = iter([began, 10.0])
-    monkeypatch.setattr("wellposed.training._progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("wellposed.training.progress.time.monotonic", lambda: next(clock))
     progress = Progress(enabled=False, steps=10, description="")
     progress.start(0)
     assert progress._remaining(done) == expected

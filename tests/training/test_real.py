@@ -21,7 +21,7 @@ from wellposed.training import (
     result_schema,
     train,
 )
-from wellposed.training._signals import StopRequest
+from wellposed.training.signals import StopRequest
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 SHORT = TrainOptions(steps=4, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import CheckpointError, ConfigError
-from wellposed.training import RunConfig, TrainOptions, _run_folder, read_config, read_metrics
-from wellposed.training._metrics import MetricsFile
+from wellposed.training import RunConfig, TrainOptions, read_config, read_metrics, run_folder
+from wellposed.training.metrics import MetricsFile
 
 
 @settings(max_examples=25, deadline=None)
@@ -30,7 +30,7 @@ def test_a_configuration_survives_the_file(
 ) -> None:
     config = RunConfig("listops", data, train=TrainOptions(learning_rate=rate, patience=patience))
     folder = tmp_path_factory.mktemp("run")
-    _run_folder.write_config(folder, config)
+    run_folder.write_config(folder, config)
     assert read_config(folder) == config
 
 
@@ -83,8 +83,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, stub: ModuleType
 
 
 def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:
-    _run_folder.write_environment(tmp_path, _run_folder.environment(["wellposed", "train", "x"]), 0)
-    _run_folder.write_environment(tmp_path, _run_folder.environment(["wellposed", "again"]), 7)
+    run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "train", "x"]), 0)
+    run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "again"]), 7)
     values = json.loads((tmp_path / "env.json").read_text())
     assert {"python", "platform", "packages", "cpu", "threads", "git_hash", "command", "date"} <= set(values)
     assert {"torch", "transformers", "accelerate"} <= set(values["packages"])

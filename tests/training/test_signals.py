@@ -14,8 +14,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from wellposed.training import _checkpoint, result_schema
-from wellposed.training._signals import StopRequest
+from wellposed.training import checkpoints, result_schema
+from wellposed.training.signals import StopRequest
 
 SCRIPT = Path(__file__).with_name("stub.py")
 
@@ -60,10 +60,10 @@ def check_cancelled(out: Path, code: int, stdout: str, stderr: str) -> None:
     result = json.loads((out / "result.json").read_text())
     jsonschema.validate(result, result_schema())
     assert result["train_info"]["status"] == "cancelled"
-    newest, damaged = _checkpoint.newest_complete(out)
+    newest, damaged = checkpoints.newest_complete(out)
     assert newest is not None
     assert not damaged
-    assert _checkpoint.step_of(newest) == result["train_info"]["steps"]
+    assert checkpoints.step_of(newest) == result["train_info"]["steps"]
 
 
 def test_the_second_signal_ends_the_run_at_once() -> None:

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from wellposed.training import TrainOptions
-from wellposed.training._batches import Batch, MicroBatches
-from wellposed.training._optimizer import build_optimizer, decay_groups
-from wellposed.training._step import compute_gradients
+from wellposed.training.batches import Batch, MicroBatches
+from wellposed.training.optimizer import build_optimizer, decay_groups
+from wellposed.training.step import compute_gradients
 
 
 @pytest.fixture(scope="module")

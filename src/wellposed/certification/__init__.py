@@ -13,13 +13,7 @@ from wellposed.certification._cosine import cosine_cross_attention_bounds as cos
 from wellposed.certification._directions import perturbation_size as perturbation_size
 from wellposed.certification._directions import steepest_direction as steepest_direction
 from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
-from wellposed.certification._dot_product import local_dot_product_bound as local_dot_product_bound
 from wellposed.certification._heads import AttentionWeights as AttentionWeights
-from wellposed.certification._inverse_d import inverse_d_attention_bound as inverse_d_attention_bound
-from wellposed.certification._l2 import kim2021_bound as kim2021_bound
-from wellposed.certification._l2 import kim2021_mixing as kim2021_mixing
-from wellposed.certification._perturbation import affinity_perturbation_bound as affinity_perturbation_bound
-from wellposed.certification._perturbation import softmax_jacobian_bound as softmax_jacobian_bound
 from wellposed.certification._rules import LayerBound as LayerBound
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes
@@ -27,3 +21,9 @@ from wellposed.certification._rules import inherit_rule as inherit_rule
 from wellposed.certification._rules import register_rule as register_rule
 from wellposed.certification._transformer import mean_pooling as mean_pooling
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds
+from wellposed.certification.theory import affinity_perturbation_bound as affinity_perturbation_bound
+from wellposed.certification.theory import inverse_d_attention_bound as inverse_d_attention_bound
+from wellposed.certification.theory import kim2021_bound as kim2021_bound
+from wellposed.certification.theory import kim2021_mixing as kim2021_mixing
+from wellposed.certification.theory import local_dot_product_bound as local_dot_product_bound
+from wellposed.certification.theory import softmax_jacobian_bound as softmax_jacobian_bound

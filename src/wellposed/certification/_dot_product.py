@@ -1,4 +1,4 @@
-"""Dot-product attention: no global Lipschitz constant, one on a ball, and one at a point (theory note B5)."""
+"""Dot-product attention: no global Lipschitz constant, one on a ball (theory note B5)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from wellposed.certification._heads import (
     weights_of,
 )
 from wellposed.certification._rules import LayerBound, Site, register_rule
-from wellposed.errors import ShapeError
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention
 
@@ -104,57 +103,6 @@ def qk_norm_ball_bound(
     mass = row_mass(seq_len, mask, size_q * size_k / root)
     key_mass = min(mass, math.sqrt(seq_len / 2))
     return join_heads(mass + query + key_mass * key, weights, "qk norm, ball R, norm 2 (B5, B6)")
-
-
-def local_dot_product_bound(
-    x: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    query_bias: Tensor | None = None,
-    allowed: Tensor | None = None,
-) -> Tensor:
-    """Return ``|W_V| (|P|_2 + max_i |Cov_i A|_2 + |S|_2) >= |D f(X)|_2`` for one head at one input (B5).
-
-    A *pointwise* bound of the Jacobian in norm 2, with ``S_ij = P_ij |x_j - xbar_i| |A x_i|``: a diagnostic or a
-    regulariser, **not** a certificate around X (that would need its supremum over a ball).
-
-    Args:
-        x: ``(N, D)`` input.
-        query, key, value: ``(D, d)``, row convention ``x @ W``.
-        query_bias: ``(d,)``.
-        allowed: bool ``(N, N)``, True = may attend.
-
-    Returns:
-        0-dim tensor, differentiable.
-
-    Raises:
-        ShapeError: the shapes do not fit, or a row allows no key.
-
-    Cost: O(N D^2 + N^2 D) and one eigenvalue problem per token.
-
-    >>> x, w = torch.zeros(3, 2), torch.eye(2)
-    >>> round(float(local_dot_product_bound(x, w, w, w)), 4)
-    1.0
-    """
-    if x.ndim != 2 or query.shape != key.shape or query.shape[0] != x.shape[1] or value.shape[0] != x.shape[1]:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (x, query, key, value))
-        raise ShapeError(f"local bound: expected x (N, D) and query, key, value (D, d); received {shapes}")
-    pull = (x @ query + (0 if query_bias is None else query_bias)) @ key.mT / math.sqrt(query.shape[1])
-    logits = pull @ x.mT
-    if allowed is not None:
-        if not bool(allowed.any(-1).all()):
-            raise ShapeError("local bound: a row of the mask allows no key; let each token attend to itself")
-        logits = logits.masked_fill(~allowed, -math.inf)
-    weights = logits.softmax(-1)
-    deviation = x[None] - (weights @ x)[:, None]
-    covariance = torch.einsum("ij,ijk,ijl->ikl", weights, deviation, deviation)
-    affinity = key @ query.mT / math.sqrt(query.shape[1])
-    spread = weights * deviation.norm(dim=-1) * pull.norm(dim=-1, keepdim=True)
-    parts = (weights, covariance @ affinity, spread, value)
-    averaging, by_query, by_key, out = (certified_spectral_norm(part) for part in parts)
-    return out * (averaging + by_query.amax() + by_key)
 
 
 @register_rule(DotProductAttention)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from wellposed.certification._blocks import function_bound
@@ -70,9 +68,6 @@ def _stack(module: TransformerStack, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
     layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
     return site.chain([*layers, ("final_norm", module.final_norm)])
-
-
-PoolingBound = Callable[[Site], LayerBound]
 
 
 def mean_pooling(site: Site) -> LayerBound:

@@ -59,9 +59,9 @@ def run(words: Sequence[str]) -> int:
     options = tyro.cli(CertifyArguments, args=list(words), prog="wellposed certify", description=__doc__)
     radii = _radii(options.radii)
 
-    import wellposed.models._certification
     from wellposed.certification import certify
-    from wellposed.cli._load import load_model
+    from wellposed.cli.load import load_model
+    from wellposed.models import embedding_radius
 
     model = load_model(options.model)
     norm: Norm = 2 if options.norm == "2" else options.norm
@@ -74,7 +74,7 @@ def run(words: Sequence[str]) -> int:
     )
     print(certificate.table())
     if math.isinf(certificate.total):
-        _say_why(certificate, wellposed.models._certification.embedding_radius(model), options)
+        _say_why(certificate, embedding_radius(model), options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(certificate.to_dict(), indent=2)
@@ -143,7 +143,7 @@ def _classifier_task(model: Any, options: CertifyArguments) -> Task | None:
 
 
 def _refuse_other_vocabulary(task: Task, options: CertifyArguments) -> None:
-    from wellposed.cli._load import load_tokenizer
+    from wellposed.cli.load import load_tokenizer
 
     if load_tokenizer(options.model).get_vocab() != task.tokenizer.get_vocab():
         raise ConfigError(

@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     """Print the table, write the files and return the exit status."""
     options = tyro.cli(MeasureArguments, args=list(words), prog="wellposed measure")
 
-    from wellposed.cli._load import load_model, load_tokenizer
+    from wellposed.cli.load import load_model, load_tokenizer
     from wellposed.measurement import measure
 
     model = load_model(options.model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from wellposed.cli._lines import LineSource
+from wellposed.cli.lines import LineSource
 from wellposed.errors import ConfigError, DataError, ShapeError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
     options = tyro.cli(PredictArguments, args=list(words), prog="wellposed predict")
     _check(options)
 
-    from wellposed.cli._load import load_model, load_tokenizer
+    from wellposed.cli.load import load_model, load_tokenizer
 
     model, tokenizer = load_model(options.model), load_tokenizer(options.model)
     if model.config.is_encoder_decoder:
@@ -97,7 +97,7 @@ def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str
 
 
 def _translate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments) -> int:
-    from wellposed.cli._predict_translate import Translator, build_decoding, translate_lines
+    from wellposed.cli.predict_translate import Translator, build_decoding, translate_lines
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
     if options.n_best > 1 and options.long == "split":

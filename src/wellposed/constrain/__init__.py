@@ -8,3 +8,4 @@ from wellposed.constrain._orthogonal import orthogonal as orthogonal
 from wellposed.constrain._report import ConstrainedWeight as ConstrainedWeight
 from wellposed.constrain._report import ConstraintReport as ConstraintReport
 from wellposed.constrain._report import OrthogonalityErrors as OrthogonalityErrors
+from wellposed.constrain._select import select_weights as select_weights

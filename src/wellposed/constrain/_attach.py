@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from wellposed.constrain._handle import Constraint, decay_error, handles_of, owns, reads_weight_size
 from wellposed.constrain._report import ConstrainedWeight, ConstraintReport
-from wellposed.constrain._select import Candidate, Where, select, unwrap_model
+from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._sharded import read, write_
 from wellposed.constrain._weight import TOLERANCES, Weight
 from wellposed.errors import ConfigError, ShapeError, listed
@@ -110,7 +110,7 @@ def constrain_(
         raise ConfigError(f"constrain_: embeddings must be 'refuse' or 'fit', received {embeddings!r}")
     model = unwrap_model(model)
     optimizers = _optimizers(optimizer)
-    chosen = _merge_tied(model, select(model, where))
+    chosen = _merge_tied(model, select_weights(model, where))
     tables = frozenset(id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding))
     owners = _check(chosen, optimizers, refused=tables if embeddings == "refuse" else frozenset())
     _check_decay(chosen, owners, weight_decay)

@@ -1,4 +1,4 @@
-"""Many weights of one shape as one batched product: worth its copies on an accelerator, not on a CPU."""
+"""Many weights of one shape as one batched product: faster on an accelerator despite its copies, slower on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object that keeps weights orthogonal while an optimizer trains them, and that lets go of them again."""
+"""The handle that keeps weights orthogonal while an optimizer trains them, until it is removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOST = "wellposed_lost_constraint"
 
 
 class ConstraintWarning(UserWarning):
-    """Training goes on, but something about a constrained weight deserves a look; each kind is said once a handle."""
+    """Training goes on, but a constrained weight needs attention; each handle warns once of each kind."""
 
 
 class Constraint:

@@ -71,11 +71,6 @@ class OrthogonalityErrors:
         """The largest error of all weights."""
         return max(self.by_path.values())
 
-    @property
-    def worst_path(self) -> str:
-        """The weight that has it."""
-        return max(self.by_path, key=lambda path: self.by_path[path])
-
     def table(self) -> str:
         """Return the errors as aligned text, largest first.
 

@@ -49,7 +49,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
-def select(model: nn.Module, where: Where) -> list[Candidate]:
+def select_weights(model: nn.Module, where: Where) -> list[Candidate]:
     """Return what ``where`` matches, in the order of ``named_modules``; every part of it must match something."""
     candidates = list(_candidates(model))
     parts = _parts(where)

@@ -43,4 +43,5 @@ from wellposed.linalg._singular import lanczos_singular_value as lanczos_singula
 from wellposed.linalg._singular import largest_singular_value as largest_singular_value
 from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._spectral import condition_number as condition_number
+from wellposed.linalg._spectral import condition_of as condition_of
 from wellposed.linalg._spectral import stable_rank as stable_rank

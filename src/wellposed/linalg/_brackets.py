@@ -98,10 +98,6 @@ class L2Constants:
             raise ConfigError("the inf-norm bracket of L2 attention depends on the head width: pass head_dim")
         return 1 + 2 * self.c * (1 + math.sqrt(head_dim))
 
-    def bracket_many_heads_tok(self, num_heads: int) -> float:
-        """Return ``sqrt(H)(1 + 2c) + 2c``, the tok factor that goes with ``|[W_1..W_H]| max_h |R_h|`` (B3)."""
-        return math.sqrt(num_heads) * (1 + 2 * self.c) + 2 * self.c
-
 
 def l2_constants(seq_len: int, *, mask: MaskKind = "any", extra_keys: int = 0) -> L2Constants:
     """Return ``c``, ``colP``, ``colT`` for at most ``seq_len`` tokens under a 0/1 mask that keeps the diagonal (B3).

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from wellposed.measurement._correlations import Correlation as Correlation
     from wellposed.measurement._correlations import correlate as correlate
     from wellposed.measurement._correlations import correlations as correlations
+    from wellposed.measurement._entropy import EntropyEstimator as EntropyEstimator
     from wellposed.measurement._entropy import differential_entropy as differential_entropy
     from wellposed.measurement._entropy import layer_entropy as layer_entropy
     from wellposed.measurement._isomap import IsomapPoints as IsomapPoints
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
     from wellposed.measurement._measure import measure as measure
     from wellposed.measurement._monitor import Monitor as Monitor
     from wellposed.measurement._states import hidden_states as hidden_states
+    from wellposed.measurement._token_distances import DistanceMetric as DistanceMetric
     from wellposed.measurement._token_distances import token_distances as token_distances
 
 # Imported on first use, so that a report can read a measurement without torch.
 _LAZY = {
     "ActivationFactor": "_activation_factor",
     "Correlation": "_correlations",
+    "DistanceMetric": "_token_distances",
+    "EntropyEstimator": "_entropy",
     "IsomapPoints": "_isomap",
     "Monitor": "_monitor",
     "activation_factor": "_activation_factor",

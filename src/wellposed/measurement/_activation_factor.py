@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.measurement._states import States, read_states, real_tokens, refuse_non_finite, sequences
-from wellposed.measurement._token_distances import Metric, between, check_metric, paired
+from wellposed.measurement._token_distances import DistanceMetric, between, check_metric, paired
 
 _BLOCK = 512  # tokens whose distances to all others are held at once
 
@@ -63,7 +63,7 @@ class ActivationFactor:
 def activation_factor(
     states: States,
     *,
-    metric: Metric = "euclidean",
+    metric: DistanceMetric = "euclidean",
     attention_mask: Tensor | None = None,
     pairs: int | None = None,
     seed: int = 0,
@@ -167,7 +167,7 @@ class _Tally:
         return int(usable.numel()) - ratios.shape[1]
 
 
-def _all_pairs(sequence: Sequence[Tensor], metric: Metric) -> Iterator[list[Tensor]]:
+def _all_pairs(sequence: Sequence[Tensor], metric: DistanceMetric) -> Iterator[list[Tensor]]:
     """Yield the distances of all pairs i < j, a block of i at a time; they are symmetric."""
     tokens = sequence[0].shape[0]
     for start in range(0, tokens - 1, _BLOCK):
@@ -177,7 +177,7 @@ def _all_pairs(sequence: Sequence[Tensor], metric: Metric) -> Iterator[list[Tens
 
 
 def _drawn_pairs(
-    sequence: Sequence[Tensor], metric: Metric, pairs: int, generator: torch.Generator
+    sequence: Sequence[Tensor], metric: DistanceMetric, pairs: int, generator: torch.Generator
 ) -> Iterator[list[Tensor]]:
     tokens = sequence[0].shape[0]
     if tokens < 2:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wellposed.functional._diagnostics import attention_entropy, softmax_sensitivity
+from wellposed.functional import attention_entropy, softmax_sensitivity
 
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 

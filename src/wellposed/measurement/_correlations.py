@@ -42,7 +42,7 @@ def correlate(first: Sequence[float], second: Sequence[float], *, names: tuple[s
         ShapeError: different numbers of values, or fewer than three. ConfigError: a quantity that does not vary or is
         not finite, or scipy is not installed.
 
-    Cost: none to speak of. When not to use: to claim a cause, or to test many pairs without a correction.
+    Cost: O(n log n) for n models. When not to use: to claim a cause, or to test many pairs without a correction.
 
     >>> found = correlate([1, 2, 3, 4], [2, 4, 6, 9])
     >>> round(found.pearson, 4), found.n, round(found.spearman, 4)
@@ -79,7 +79,7 @@ def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]
     Raises:
         ConfigError: models with other quantities than the first, or fewer than two. Those of `correlate`.
 
-    Cost: none to speak of. When not to use: see `correlate`.
+    Cost: that of `correlate` for each two quantities. When not to use: see `correlate`.
 
     >>> rows = {"a": {"factor": 1.0, "accuracy": 0.9}, "b": {"factor": 2.0, "accuracy": 0.8}}
     >>> [round(c.pearson, 9) for c in correlations({**rows, "c": {"factor": 3.0, "accuracy": 0.7}})]

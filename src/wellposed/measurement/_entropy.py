@@ -11,12 +11,12 @@ from torch import Tensor
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, unknown_name
 from wellposed.measurement._states import States, read_states, real_tokens
 
-Estimator = Literal["knn", "histogram"]
+EntropyEstimator = Literal["knn", "histogram"]
 
 
 def differential_entropy(
     x: Tensor,
-    estimator: Estimator = "knn",
+    estimator: EntropyEstimator = "knn",
     *,
     standardize: bool = False,
     neighbors: int = 3,
@@ -67,7 +67,7 @@ def differential_entropy(
 
 def layer_entropy(
     states: States,
-    estimator: Estimator = "knn",
+    estimator: EntropyEstimator = "knn",
     *,
     heads: int = 1,
     attention_mask: Tensor | None = None,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.functional import orthogonality_error
-from wellposed.linalg import largest_singular_value, singular_values
-from wellposed.linalg._spectral import condition_of
+from wellposed.linalg import condition_of, largest_singular_value, singular_values
 from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
 from wellposed.roles import RoleWeight, find_roles

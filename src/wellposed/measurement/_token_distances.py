@@ -10,12 +10,12 @@ from torch import Tensor
 from wellposed.errors import unknown_name
 from wellposed.measurement._states import States, read_states, real_tokens
 
-Metric = Literal["euclidean", "cosine", "dot"]
+DistanceMetric = Literal["euclidean", "cosine", "dot"]
 METRICS = ("euclidean", "cosine", "dot")
 
 
 def token_distances(
-    states: States, *, metric: Metric = "euclidean", attention_mask: Tensor | None = None
+    states: States, *, metric: DistanceMetric = "euclidean", attention_mask: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return ``|x_i^l - x_j^l|`` for all tokens i, j of each sequence and every layer l.
 
@@ -56,7 +56,7 @@ def check_metric(metric: str) -> None:
         raise unknown_name("metric", str(metric), METRICS)
 
 
-def between(first: Tensor, second: Tensor, metric: Metric) -> Tensor:
+def between(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
     """Return the (n, m) distances of the rows of two matrices."""
     if metric == "dot":
         return first @ second.mT
@@ -67,7 +67,7 @@ def between(first: Tensor, second: Tensor, metric: Metric) -> Tensor:
     return torch.cdist(_unit(first), _unit(second), compute_mode=exact).square() / 2  # 1 - u.v = |u - v|^2 / 2
 
 
-def paired(first: Tensor, second: Tensor, metric: Metric) -> Tensor:
+def paired(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
     """Return the distance of each row of one matrix to the same row of another."""
     if metric == "dot":
         return (first * second).sum(-1)

@@ -7,7 +7,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra("transformers", "hf", "wellposed.models") from error
 
-from wellposed.models import _lstm as _lstm
+
 from wellposed.models._auto import AUTO_CLASSES as AUTO_CLASSES
 from wellposed.models._auto import auto_class as auto_class
 from wellposed.models._build import ARCHITECTURES as ARCHITECTURES
@@ -20,6 +20,8 @@ from wellposed.models._config import WellposedConfig as WellposedConfig
 from wellposed.models._init import INITS as INITS
 from wellposed.models._init import Initializer as Initializer
 from wellposed.models._init import xavier_ as xavier_
+from wellposed.models._lstm import LSTMConfig as LSTMConfig
+from wellposed.models._lstm import LSTMForCausalLM as LSTMForCausalLM
 from wellposed.models._pooling import POOLINGS as POOLINGS
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM

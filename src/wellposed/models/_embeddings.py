@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wellposed.errors import ShapeError
 from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.nn import POSITIONS, SinusoidalPositions, check_length
-from wellposed.nn._plain import on_host
+from wellposed.nn.plain import on_host
 
 
 class Embeddings(nn.Module):

@@ -17,7 +17,7 @@ from wellposed.models._config_checks import (
     token_problems,
 )
 from wellposed.models._pooling import POOLINGS
-from wellposed.nn._sizes import LEAST_EPS
+from wellposed.nn.sizes import LEAST_EPS
 
 _SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_experts")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")

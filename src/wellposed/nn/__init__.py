@@ -13,7 +13,6 @@ from wellposed.nn._cross_attention import cross_attention_name as cross_attentio
 from wellposed.nn._cross_attention import memory_mask as memory_mask
 from wellposed.nn._decoder_block import DecoderBlock as DecoderBlock
 from wellposed.nn._dot_product import DotProductAttention as DotProductAttention
-from wellposed.nn._experts import ExpertMixture as ExpertMixture
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
 from wellposed.nn._gram_attention import GramAttention as GramAttention
@@ -63,3 +62,4 @@ from wellposed.nn._transject_block import transject_parameter_count as transject
 from wellposed.nn._transject_cache import TransJectCache as TransJectCache
 from wellposed.nn._transject_stack import TransJectOutput as TransJectOutput
 from wellposed.nn._transject_stack import TransJectStack as TransJectStack
+from wellposed.nn.experts import ExpertMixture as ExpertMixture

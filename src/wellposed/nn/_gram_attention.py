@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.functional._gram_attention import gram_attention, per_token, spectrum_fits
+from wellposed.functional.gram import gram_attention, per_token, spectrum_fits
 from wellposed.nn._orthogonal_linear import OrthogonalLinear, transposed_weight
-from wellposed.nn._plain import is_plain
+from wellposed.nn.plain import is_plain
 
 
 class GramAttention(nn.Module):

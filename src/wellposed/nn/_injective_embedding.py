@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
-from wellposed.nn._plain import is_plain, on_host
 from wellposed.nn._positions import LearnedPositions, SinusoidalPositions, check_length
-from wellposed.nn._sizes import check_sizes
+from wellposed.nn.plain import is_plain, on_host
+from wellposed.nn.sizes import check_sizes
 
 PositionKind = Literal["sinusoidal", "learned"]
 _KINDS: tuple[str, ...] = ("sinusoidal", "learned")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import unknown_name
-from wellposed.nn._sizes import check_sizes
+from wellposed.nn.sizes import check_sizes
 
 ResidualStart = Literal["rezero", "sigmoid"]
 _STARTS: tuple[str, ...] = ("rezero", "sigmoid")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, listed
 from wellposed.linalg import Norm, check_norm
-from wellposed.nn._inversion_bound import with_error_bound
 from wellposed.nn._invertible_solver import Acceleration, Inversion, solve_residual
+from wellposed.nn.inversion_bound import with_error_bound
 
 
 @runtime_checkable

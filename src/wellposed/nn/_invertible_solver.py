@@ -28,7 +28,7 @@ class Inversion:
     x* is the inverse in exact arithmetic, with these weights, of y as given. The bound is a-posteriori: the residual
     `y - f(x) - x` of the x that is returned is evaluated in float64, where it holds all that the working dtype rounded
     away, and divided by `1 - c`; the rounding of that evaluation is added, and that of logits, which are quadratic in
-    the tokens. `wellposed.nn._inversion_bound` and `_logit_rounding` have the derivation and what is allowed for f.
+    the tokens. `wellposed.nn.inversion_bound` and `_logit_rounding` have the derivation and what is allowed for f.
     For a stack, errors of later blocks are carried through the earlier ones. If y itself is a computed `x_0 + f(x_0)`,
     its rounding, divided by the product of `1 - c`, is a further distance to x_0.
     """

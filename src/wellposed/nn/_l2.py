@@ -262,7 +262,7 @@ class L2SelfAttention(nn.Module):
 
     @torch.no_grad()
     def at_zero(self, num_tokens: int) -> Tensor:
-        """Return the token (D,) that `num_tokens` zero tokens all become, in float64 without rounding to speak of.
+        """Return the token (D,) that `num_tokens` zero tokens all become, computed in float64.
 
         Raises:
             NotLipschitzError: as `lipschitz_bound`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from wellposed.nn._sizes import check_sizes
+from wellposed.nn.sizes import check_sizes
 
 ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
 """Patterns of every weight of a TransJect model that `constrain_` is to hold; see `orthogonal_patterns`."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
-from wellposed.nn._inversion_bound import carried, unmeasured
 from wellposed.nn._invertible import refuse_randomness
 from wellposed.nn._invertible_solver import Inversion, sample_norms
+from wellposed.nn.inversion_bound import carried, unmeasured
 
 
 class ReversibleSequential(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from wellposed.errors import ShapeError, unknown_name
 from wellposed.nn._orthogonal_linear import OrthogonalLinear, transposed_weight
-from wellposed.nn._plain import is_plain, on_host
-from wellposed.nn._sizes import check_eps, check_sizes
 from wellposed.nn._transject_cache import TransJectCache
+from wellposed.nn.plain import is_plain, on_host
+from wellposed.nn.sizes import check_eps, check_sizes
 
 Normalization = Literal["max", "trace"]
 _NORMALIZATIONS: tuple[str, ...] = ("max", "trace")

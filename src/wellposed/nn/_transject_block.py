@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
-from wellposed.functional._gram_attention import spectrum_fits
+from wellposed.functional.gram import spectrum_fits
 from wellposed.linalg import Workspace
-from wellposed.nn._experts import ExpertMixture, Gating, check_gates
 from wellposed.nn._gram_attention import GramAttention
 from wellposed.nn._injective_residual import InjectiveResidual, ResidualStart
 from wellposed.nn._invertible import InvertibleResidual
 from wellposed.nn._orthogonal_feedforward import OrthogonalFeedForward
 from wellposed.nn._orthogonal_linear import OrthogonalLinear, transposed_weight
-from wellposed.nn._plain import is_plain
 from wellposed.nn._transject_cache import TransJectCache
-from wellposed.nn._transject_inference import LayerWeights, run_layer
+from wellposed.nn.experts import ExpertMixture, Gating, check_gates
+from wellposed.nn.plain import is_plain
+from wellposed.nn.transject_inference import LayerWeights, run_layer
 
 
 class TransJectBlock(nn.Module):

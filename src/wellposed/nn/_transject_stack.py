@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
 from wellposed.linalg import Workspace
-from wellposed.nn._experts import Gating
 from wellposed.nn._injective_residual import ResidualStart
 from wellposed.nn._invertible_solver import Inversion
 from wellposed.nn._reversible import ReversibleSequential
-from wellposed.nn._sizes import check_sizes
 from wellposed.nn._spectrum import GramSpectrum, LearnedSpectrum, Normalization, check_padding
 from wellposed.nn._transject_block import TransJectBlock
 from wellposed.nn._transject_cache import TransJectCache
+from wellposed.nn.experts import Gating
+from wellposed.nn.sizes import check_sizes
 
 SpectrumKind = Literal["gram", "random"]
 _SPECTRA: tuple[str, ...] = ("gram", "random")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, listed
-from wellposed.functional._penalties import accumulate_gram_penalty_, is_distributed
+from wellposed.functional.penalties import accumulate_gram_penalty_, is_distributed
 from wellposed.penalize._terms import How, Term
 from wellposed.roles import WeightView
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import gram_penalty, qr_penalty
-from wellposed.functional._penalties import Side, check_weights
-from wellposed.roles import AttentionRole, Roles, WeightView
-from wellposed.roles._views import joined
+from wellposed.functional.penalties import Side, check_weights
+from wellposed.roles import AttentionRole, Roles, WeightView, joined_views
 
 FORMS = ("gram_squared", "gram", "qr")
 SINGLE_ROLES = ("query", "key", "value")
@@ -156,7 +155,7 @@ def _counted_once(terms: Sequence[Term], notes: list[str]) -> list[Term]:
             else:
                 fresh.append(view)
         if fresh:
-            kept.append(Term(term.strength, term.label, joined(fresh), term.side))
+            kept.append(Term(term.strength, term.label, joined_views(fresh), term.side))
     return kept
 
 

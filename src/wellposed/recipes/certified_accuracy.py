@@ -74,7 +74,7 @@ class CertifiedAccuracy:
 
     def plot(self, path: Path) -> None:
         """Draw both curves over the radius, as SVG."""
-        from wellposed.recipes._charts import Panel, Series, draw
+        from wellposed.recipes.charts import Panel, Series, draw
 
         radii = [row.radius for row in self.rows]
         draw(

@@ -1,4 +1,4 @@
-"""Train several variants on the same batches, seed by seed, and say what the difference is worth."""
+"""Train several variants on the same batches, seed by seed, and test whether they differ."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from wellposed.errors import ConfigError, ConvergenceError, missing_extra
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.recipes.multitask_options import SETS, MultiTaskOptions, overall_score
-from wellposed.tasks._minbert import EncodedRows, MinBertSet, encode_rows, train_word_pieces
-from wellposed.training._optimizer import decay_groups
+from wellposed.tasks.minbert import EncodedRows, MinBertSet, encode_rows, train_word_pieces
+from wellposed.training.optimizer import decay_groups
 
 WARMUP_SHARE = 0.1
 PROBE_ROWS = 16

@@ -182,6 +182,6 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
 
 
 from wellposed.recipes import (  # noqa: E402  (they register their variants)
-    _variants_seq2seq,  # noqa: F401
-    _variants_transject,  # noqa: F401
+    variants_seq2seq,  # noqa: F401
+    variants_transject,  # noqa: F401
 )

@@ -121,7 +121,7 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
     return WeightView(view.owner_path, view.owner, view.attribute, (index * size, (index + 1) * size), view.transposed)
 
 
-def joined(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
+def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
     """Return views of the same rows in the same order, those that follow each other in one fused parameter as one."""
     result: list[WeightView] = []
     for view in views:

@@ -11,9 +11,6 @@ from wellposed.tasks._char_lm import CharLMOptions as CharLMOptions
 from wellposed.tasks._char_lm import CharLMTask as CharLMTask
 from wellposed.tasks._dialogue import DialogueOptions as DialogueOptions
 from wellposed.tasks._dialogue import DialogueTask as DialogueTask
-from wellposed.tasks._dialogue_metrics import DIALOGUE_METRICS as DIALOGUE_METRICS
-from wellposed.tasks._dialogue_metrics import DialogueScores as DialogueScores
-from wellposed.tasks._dialogue_metrics import dialogue_scores as dialogue_scores
 from wellposed.tasks._image_classification import ImageOptions as ImageOptions
 from wellposed.tasks._image_classification import ImageTask as ImageTask
 from wellposed.tasks._listops import ListOpsOptions as ListOpsOptions
@@ -28,3 +25,6 @@ from wellposed.tasks._translation import TranslationOptions as TranslationOption
 from wellposed.tasks._translation import TranslationTask as TranslationTask
 from wellposed.tasks._word_lm import WordLMOptions as WordLMOptions
 from wellposed.tasks._word_lm import WordLMTask as WordLMTask
+from wellposed.tasks.dialogue_metrics import DIALOGUE_METRICS as DIALOGUE_METRICS
+from wellposed.tasks.dialogue_metrics import DialogueScores as DialogueScores
+from wellposed.tasks.dialogue_metrics import dialogue_scores as dialogue_scores

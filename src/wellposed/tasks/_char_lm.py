@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import ConfigError, DataError
 from wellposed.tasks._base import SPLITS, TASKS, Example, Kind, Split, Task, TaskSpec
-from wellposed.tasks._batching import bucketed_batches, shuffle_key
+from wellposed.tasks.batching import bucketed_batches, shuffle_key
+from wellposed.tasks.spaced_text import looks_spaced, unspace
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-    from wellposed.tasks._blocks import BlockDataset
-    from wellposed.tasks._sources import TextFile
+    from wellposed.tasks.blocks import BlockDataset
+    from wellposed.tasks.sources import TextFile
 
 SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md")
 VALID_SHARE = TEST_SHARE = 0.05
-_SPACED_PROBE_LINES, _SPACED_MEAN_TOKENS = 50, 4
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class CharLMTask(Task):
     higher_is_better: ClassVar[bool] = False
 
     def __init__(self, options: CharLMOptions) -> None:
-        from wellposed.tasks._blocks import BlockDataset
-        from wellposed.tasks._tokenizers import CharacterEncoder
+        from wellposed.tasks.blocks import BlockDataset
+        from wellposed.tasks.tokenizers import CharacterEncoder
 
         self.options = options
         texts, self._source = _load(options)
@@ -101,7 +101,7 @@ class CharLMTask(Task):
         return self._blocks[split]
 
     def lengths(self, split: Split) -> Sequence[int]:
-        from wellposed.tasks._blocks import BlockLengths
+        from wellposed.tasks.blocks import BlockLengths
 
         return BlockLengths(self._blocks[split])
 
@@ -111,19 +111,19 @@ class CharLMTask(Task):
         return bucketed_batches(self.lengths(split), batch_size, shuffle=key, indices=blocks.indices(offset))
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks._collate import collate_causal_lm
+        from wellposed.tasks.collate import collate_causal_lm
 
         return collate_causal_lm(examples, pad_id=self._encoder.pad_id)
 
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks._objectives import causal_cross_entropy_sum
+        from wellposed.tasks.objectives import causal_cross_entropy_sum
 
         return causal_cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        from wellposed.tasks._objectives import causal_cross_entropy_sum
+        from wellposed.tasks.objectives import causal_cross_entropy_sum
 
         total, count = causal_cross_entropy_sum(logits.detach(), batch["labels"])
         return {"nats_per_char": (float(total), float(count))}
@@ -162,7 +162,7 @@ def _load(options: CharLMOptions) -> tuple[dict[Split, str], dict[str, Any]]:
         return _load_builtin(options)
     if options.data.startswith("hf:"):
         return _load_hub(options)
-    from wellposed.tasks._sources import find_split_files, read_text
+    from wellposed.tasks.sources import find_split_files, read_text
 
     found = find_split_files(options.data, valid=options.valid, test=options.test, suffixes=SUFFIXES)
     files: dict[Split, TextFile] = {split: read_text(path) for split, path in found.paths.items()}
@@ -186,7 +186,7 @@ def _load_builtin(options: CharLMOptions) -> tuple[dict[Split, str], dict[str, A
     given = [name for name in ("valid", "test") if getattr(options, name) is not None]
     if given:
         raise ConfigError(f"option {' and '.join(given)} needs data=FILE; builtin prose brings its own splits")
-    from wellposed.tasks._prose import GENERATOR_VERSION, gather_prose
+    from wellposed.tasks.prose import GENERATOR_VERSION, gather_prose
 
     prose = gather_prose()
     described: dict[str, Any] = {
@@ -201,7 +201,7 @@ def _load_builtin(options: CharLMOptions) -> tuple[dict[Split, str], dict[str, A
 
 
 def _load_hub(options: CharLMOptions) -> tuple[dict[Split, str], dict[str, Any]]:
-    from wellposed.tasks._sources import load_hub_dataset
+    from wellposed.tasks.sources import load_hub_dataset
 
     texts: dict[Split, str] = {}
     fingerprints: dict[Split, Any] = {}
@@ -232,32 +232,6 @@ def _cut_missing(
     if missing:
         described = {**described, "cut_from_train": {split: f"contiguous {shares[split]:.0%}" for split in missing}}
     return texts, described
-
-
-def looks_spaced(text: str) -> bool:
-    """Return whether the first 50 lines are single characters separated by spaces, at least four to a line."""
-    lines = text.split("\n", _SPACED_PROBE_LINES)[:_SPACED_PROBE_LINES]
-    tokens = [line.split() for line in lines if line.strip()]
-    count = sum(map(len, tokens))
-    return count >= _SPACED_MEAN_TOKENS * len(tokens) > 0 and all(len(token) == 1 for line in tokens for token in line)
-
-
-def unspace(text: str, where: str) -> str:
-    r"""Map characters separated by single spaces, ``_`` for a space, back to plain text; line ends stay.
-
-    >>> unspace("n o _ i t\n a _ b \n ", "file")
-    'no it\na b\n'
-    """
-    problems = []
-    lines = [line.strip(" ") for line in text.split("\n")]
-    for number, line in enumerate(lines, 1):
-        if line[1::2].strip(" ") or " " in line[::2]:
-            problems.append(f"{where}:{number}: expected single characters separated by single spaces: {line[:40]!r}")
-    if problems:
-        raise DataError(
-            "the text is not in the spaced format; give format='plain' to read it as it is:\n" + listed(problems)
-        )
-    return "\n".join(line[::2].replace("_", " ") for line in lines)
 
 
 TASKS.register("char_lm")(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError
-from wellposed.tasks._sources import read_text
 from wellposed.tasks._text_columns import AUTO
+from wellposed.tasks.sources import read_text
 
 CLASSES_FILE = "classes.txt"
 

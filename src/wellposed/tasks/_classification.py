@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks._base import SPLITS, Example, Kind, Split, Task
-from wellposed.tasks._batching import bucketed_batches, shuffle_key
 from wellposed.tasks._rows import Rows
 from wellposed.tasks._tables import LabelledTexts
+from wellposed.tasks.batching import bucketed_batches, shuffle_key
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from wellposed.tasks._pair_collate import PairExamples
     from wellposed.tasks._ragged import Ragged
-    from wellposed.tasks._tokenizers import TextEncoder
+    from wellposed.tasks.tokenizers import TextEncoder
 
 MIN_ROWS_TO_CUT = 20
 CUT_SHARE = 0.05
@@ -101,19 +101,19 @@ class ClassificationTask(Task):
         return bucketed_batches(self._lengths[split], batch_size, shuffle=shuffle_key(split, seed, epoch))
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks._collate import collate_classification
+        from wellposed.tasks.collate import collate_classification
 
         return collate_classification(examples, pad_id=self._encoder.pad_id)
 
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks._objectives import cross_entropy_sum
+        from wellposed.tasks.objectives import cross_entropy_sum
 
         return cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        from wellposed.tasks._objectives import accuracy_sums
+        from wellposed.tasks.objectives import accuracy_sums
 
         return {"accuracy": accuracy_sums(logits, batch["labels"])}
 
@@ -198,7 +198,7 @@ def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDA
     if problems:
         raise DataError(
             f"{split} has labels that train does not have; known: {', '.join(map(repr, known))}; "
-            "mend the rows, or give another train file:\n" + listed(problems)
+            "correct the rows, or give another train file:\n" + listed(problems)
         )
     return np.array([index[label] for label in table.labels], dtype=np.int64)
 
@@ -207,7 +207,7 @@ def refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:
     """Raise `DataError` naming every row without a token."""
     problems = [f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0]
     if problems:
-        raise DataError("rows without a token cannot be classified; mend or remove them:\n" + listed(problems))
+        raise DataError("rows without a token cannot be classified; correct or remove them:\n" + listed(problems))
 
 
 def refuse_longer(table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
-from wellposed.tasks._dialogue_sources import load_dialogues, read_synonyms, repeated
 from wellposed.tasks._seq2seq import Seq2SeqTask, check_pair_options
+from wellposed.tasks.dialogue_sources import load_dialogues, read_synonyms, repeated
 
 if TYPE_CHECKING:
-    from wellposed.tasks._dailydialog import Dialogue
-    from wellposed.tasks._metric_embedding import WordVectors
     from wellposed.tasks._ragged import Ragged
+    from wellposed.tasks.dailydialog import Dialogue
+    from wellposed.tasks.metric_embedding import WordVectors
 
 LATER: tuple[Split, Split] = ("valid", "test")
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
@@ -88,7 +88,7 @@ class DialogueTask(Seq2SeqTask):
     report_headline: ClassVar[str] = "bleu_4"
 
     def __init__(self, options: DialogueOptions) -> None:
-        from wellposed.tasks._seq2seq_tokenizers import build_pair_encoder
+        from wellposed.tasks.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
         check_pair_options("dialogue", options, context=options.context, limit_dialogues=options.limit_dialogues)
@@ -151,24 +151,24 @@ class DialogueTask(Seq2SeqTask):
 
     @functools.cached_property
     def _vectors(self) -> WordVectors | None:
-        from wellposed.tasks._metric_embedding import read_word_vectors
+        from wellposed.tasks.metric_embedding import read_word_vectors
 
         return read_word_vectors(Path(self.options.vectors)) if self.options.vectors else None
 
     @functools.cached_property
     def _sentence_encoder(self) -> Callable[[Sequence[str]], Any] | None:
-        from wellposed.tasks._metric_sentence import hf_sentence_encoder
+        from wellposed.tasks.metric_sentence import hf_sentence_encoder
 
         return hf_sentence_encoder(self.options.sentence_encoder) if self.options.sentence_encoder else None
 
     def _decoding(self) -> Any:
-        from wellposed.tasks._generate import Decoding
+        from wellposed.tasks.generate import Decoding
 
         return Decoding(beams=self.options.generate_beams, length_penalty=self.options.generate_length_penalty)
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
-        from wellposed.tasks._dialogue_metrics import dialogue_scores
-        from wellposed.tasks._text_metrics import TextScores
+        from wellposed.tasks.dialogue_metrics import dialogue_scores
+        from wellposed.tasks.text_metrics import TextScores
 
         found = dialogue_scores(
             hypotheses,
@@ -212,7 +212,7 @@ class DialogueTask(Seq2SeqTask):
         }
 
     def _not_computed(self) -> dict[str, str]:
-        from wellposed.tasks._dialogue_metrics import SENTENCE_METRIC, VECTOR_METRICS
+        from wellposed.tasks.dialogue_metrics import SENTENCE_METRIC, VECTOR_METRICS
 
         missing = {} if self.options.sentence_encoder else {SENTENCE_METRIC: "give sentence_encoder=FOLDER"}
         return missing | ({} if self.options.vectors else dict.fromkeys(VECTOR_METRICS, "give vectors=FILE"))

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
-from wellposed.tasks._cifar_pickles import read_cifar_names, read_cifar_pickle
 from wellposed.tasks._classification import ClassificationTask, LabelledExamples, require_positive
 from wellposed.tasks._image_shapes import GENERATOR_VERSION, SHAPES, draw_shapes
 from wellposed.tasks._images import (
@@ -20,7 +19,8 @@ from wellposed.tasks._images import (
     to_gray,
 )
 from wellposed.tasks._npz import cut_missing_images, read_npz_splits
-from wellposed.tasks._sources import missing_file
+from wellposed.tasks.cifar_pickles import read_cifar_names, read_cifar_pickle
+from wellposed.tasks.sources import missing_file
 
 BUILTIN_SIZES: dict[Split, int] = {"train": 1000, "valid": 200, "test": 200}
 _BUILTIN_SIDE = 32

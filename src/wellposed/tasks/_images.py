@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from wellposed.tasks._ragged import Ragged
-    from wellposed.tasks._tokenizers import WordEncoder
+    from wellposed.tasks.tokenizers import WordEncoder
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm")
 _LUMA = (0.299, 0.587, 0.114)
@@ -44,7 +44,7 @@ class Images:
         import numpy as np
 
         from wellposed.tasks._ragged import Ragged
-        from wellposed.tasks._tokenizers import NUM_SPECIAL
+        from wellposed.tasks.tokenizers import NUM_SPECIAL
 
         flat = self.pixels.reshape(-1).astype(np.int16) + NUM_SPECIAL
         return Ragged(flat, np.full(len(self), self.pixels[0].size))
@@ -52,7 +52,7 @@ class Images:
 
 def pixel_encoder() -> WordEncoder:
     """Return the vocabulary of pixel values; as text, an image is its values between spaces."""
-    from wellposed.tasks._tokenizers import WordEncoder
+    from wellposed.tasks.tokenizers import WordEncoder
 
     return WordEncoder([str(value) for value in range(256)])
 
@@ -178,7 +178,7 @@ def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: l
             if image.shape[:2] != shape
         ]
     if problems:
-        raise DataError(f"{len(problems)} images that cannot be used; mend or remove them:\n" + listed(problems))
+        raise DataError(f"{len(problems)} images that cannot be used; correct or remove them:\n" + listed(problems))
     if len({image.ndim for image in decoded}) > 1:
         decoded = [np.repeat(image[..., None], 3, -1) if image.ndim == 2 else image for image in decoded]
     return Images(np.stack(decoded), np.array([label for _, label in kept], np.int64))

@@ -14,7 +14,10 @@ from wellposed.tasks._classification import (
     refuse_longer,
     require_positive,
 )
-from wellposed.tasks._listops_rules import (
+from wellposed.tasks._tables import LabelledTexts
+from wellposed.tasks._text_classification import load_tables
+from wellposed.tasks._text_columns import TableOptions
+from wellposed.tasks.listops_rules import (
     DIGITS,
     GENERATED_OPERATORS,
     GENERATOR_VERSION,
@@ -24,10 +27,7 @@ from wellposed.tasks._listops_rules import (
     ListOpsRules,
     evaluate,
 )
-from wellposed.tasks._tables import LabelledTexts
-from wellposed.tasks._text_classification import load_tables
-from wellposed.tasks._text_columns import TableOptions
-from wellposed.tasks._tokenizers import NUM_SPECIAL, WordEncoder
+from wellposed.tasks.tokenizers import NUM_SPECIAL, WordEncoder
 
 RULES: Mapping[str, ListOpsRules] = {
     "short": ListOpsRules(max_depth=4, max_args=5, min_length=5, max_length=50),
@@ -166,7 +166,7 @@ def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[dict[Split, La
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
     if problems:
         raise DataError(
-            f"{len(problems)} rows that are not label and expression; mend or remove them:\n" + listed(problems)
+            f"{len(problems)} rows that are not label and expression; correct or remove them:\n" + listed(problems)
         )
     examples: dict[Split, LabelledExamples] = {}
     for split in SPLITS:

@@ -9,7 +9,7 @@ from wellposed.errors import ConfigError
 from wellposed.tasks._base import SPLITS, Split
 from wellposed.tasks._classification import cut_rows
 from wellposed.tasks._images import Images, read_npz
-from wellposed.tasks._sources import find_split_files
+from wellposed.tasks.sources import find_split_files
 
 
 def read_npz_splits(

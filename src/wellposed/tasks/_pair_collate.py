@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wellposed.tasks._base import Example
-from wellposed.tasks._collate import pad_inputs
 from wellposed.tasks._rows import Rows
+from wellposed.tasks.collate import pad_inputs
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,16 +12,18 @@ from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
 from wellposed.tasks._classification import ClassificationTask, LabelledExamples, cut_rows, require_positive
 from wellposed.tasks._images import Images, describe_file, pixel_encoder, read_image_files, shrink, to_gray
 from wellposed.tasks._npz import read_npz_splits
-from wellposed.tasks._pathfinder_draw import GENERATOR_VERSION, MATCHED_LENGTH, PathfinderRules, draw_image, render
-from wellposed.tasks._sources import missing_file, read_text
 from wellposed.tasks._tables import _lines as numbered_lines
+from wellposed.tasks.pathfinder_draw import (
+    GENERATOR_VERSION,
+    MATCHED_LENGTH,
+    RULES,
+    PathfinderRules,
+    draw_image,
+    render,
+)
+from wellposed.tasks.sources import missing_file, read_text
 
 LABELS = ("apart", "connected")
-RULES: Mapping[str, PathfinderRules] = {
-    "easy": PathfinderRules(32, 6, 5, 2, 0.6),
-    "medium": PathfinderRules(32, 9, 5, 3, 0.7),
-    "hard": PathfinderRules(32, 14, 5, 4, 0.8),
-}
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
 _CUT_SHARE = 0.1
 _SHORT_TURN = 3.6
@@ -203,7 +205,7 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
             labels.append(int(fields[3]))
     if problems or not paths:
         raise DataError(
-            f"{folder}: not the pathfinder release; mend the lines, or give unreadable='skip' for images that are "
+            f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip' for images that are "
             "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
         )
     everything = read_image_files(paths, labels, skipped=skipped if skip else None)

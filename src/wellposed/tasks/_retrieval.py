@@ -12,10 +12,10 @@ from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks._base import SPLITS, TASKS, Example, Kind, Split, TaskSpec
 from wellposed.tasks._classification import ClassificationTask, refuse_empty, refuse_longer, require_positive
 from wellposed.tasks._pair_collate import PairExamples
-from wellposed.tasks._retrieval_sources import BUILTIN_SIZES, PairTable, builtin_passages, is_pair_file, read_pairs
 from wellposed.tasks._tables import LabelledTexts
 from wellposed.tasks._text_classification import load_tables
 from wellposed.tasks._text_columns import TableOptions
+from wellposed.tasks.retrieval_sources import BUILTIN_SIZES, PairTable, builtin_passages, is_pair_file, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class RetrievalTask(ClassificationTask):
     kind: ClassVar[Kind] = "sequence_pair_classification"
 
     def __init__(self, options: RetrievalOptions) -> None:
-        from wellposed.tasks._tokenizers import build_encoder
+        from wellposed.tasks.tokenizers import build_encoder
 
         require_positive(
             "retrieval", num_train=options.num_train, num_valid=options.num_valid, num_test=options.num_test,

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from wellposed.errors import ConfigError
 from wellposed.tasks._base import Example, Kind, Split, Task
-from wellposed.tasks._batching import bucketed_batches, shuffle_key, token_batches
 from wellposed.tasks._classification import require_positive
 from wellposed.tasks._rows import Rows
+from wellposed.tasks.batching import bucketed_batches, shuffle_key, token_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from wellposed.tasks._generate import Decoding
     from wellposed.tasks._ragged import Ragged
-    from wellposed.tasks._seq2seq_tokenizers import PairEncoder
-    from wellposed.tasks._text_metrics import TextScores
+    from wellposed.tasks.generate import Decoding
+    from wellposed.tasks.seq2seq_tokenizers import PairEncoder
+    from wellposed.tasks.text_metrics import TextScores
 
 
 class PairOptions(Protocol):
@@ -107,7 +107,7 @@ class Seq2SeqTask(Task):
         return self._encoder.tokenizer(max_length=self._max_tokens)
 
     def model_kwargs(self) -> dict[str, Any]:
-        from wellposed.tasks._seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
+        from wellposed.tasks.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
 
         return {
             "vocab_size": self._encoder.vocab_size,
@@ -135,15 +135,15 @@ class Seq2SeqTask(Task):
         return bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks._collate import collate_seq2seq
-        from wellposed.tasks._seq2seq_tokenizers import BOS_ID, PAD_ID
+        from wellposed.tasks.collate import collate_seq2seq
+        from wellposed.tasks.seq2seq_tokenizers import BOS_ID, PAD_ID
 
         return collate_seq2seq(examples, pad_id=PAD_ID, bos_id=BOS_ID)
 
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks._objectives import cross_entropy_sum
+        from wellposed.tasks.objectives import cross_entropy_sum
 
         return cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
 
@@ -175,7 +175,7 @@ class Seq2SeqTask(Task):
             batch_size: most sources at a time.
             max_examples: how many sources; the task's own limit, by default all, where not given.
         """
-        from wellposed.tasks._generate import generate_texts
+        from wellposed.tasks.generate import generate_texts
 
         source = self._examples[split].source
         limit = max_examples or self._generate_max_examples or len(source)

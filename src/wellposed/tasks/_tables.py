@@ -28,7 +28,7 @@ from wellposed.errors import DataError, listed
 from wellposed.tasks._text_columns import TableOptions, describe_names, find_columns, find_keys, join_text
 
 if TYPE_CHECKING:
-    from wellposed.tasks._sources import TextFile
+    from wellposed.tasks.sources import TextFile
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 
@@ -210,7 +210,7 @@ def _blank_labels(table: LabelledTexts) -> list[str]:
 def _refuse(file: TextFile, problems: list[str]) -> None:
     if problems:
         raise DataError(
-            f"{file.path}: {len(problems)} rows that cannot be used; mend or remove them:\n" + listed(problems)
+            f"{file.path}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)
         )
 
 

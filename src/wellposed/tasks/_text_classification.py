@@ -65,7 +65,7 @@ class TextClassificationTask(ClassificationTask):
     name: ClassVar[str] = "text_classification"
 
     def __init__(self, options: TextClassificationOptions) -> None:
-        from wellposed.tasks._tokenizers import build_encoder
+        from wellposed.tasks.tokenizers import build_encoder
 
         require_positive("text_classification", max_length=options.max_length, max_words=options.max_words)
         tables, self._source = load_tables(options, _table_options(options))
@@ -128,7 +128,7 @@ def load_tables(options: Any, table_options: TableOptions) -> tuple[dict[Split, 
         options: has ``data``, ``valid`` and ``test``.
         table_options: how the files are read.
     """
-    from wellposed.tasks._sources import find_split_files, load_hub_dataset, read_text
+    from wellposed.tasks.sources import find_split_files, load_hub_dataset, read_text
 
     tables: dict[Split, LabelledTexts] = {}
     files: dict[str, Any] = {}

@@ -10,8 +10,8 @@ from typing import Any
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks._base import Split
-from wellposed.tasks._sources import SPLIT_WORDS
 from wellposed.tasks._tables import LabelledTexts
+from wellposed.tasks.sources import SPLIT_WORDS
 
 UNLABELLED = ("unsup",)
 

@@ -11,8 +11,8 @@ from wellposed.tasks._base import SPLITS, TASKS, Split, TaskSpec
 from wellposed.tasks._seq2seq import Seq2SeqTask, check_pair_options
 
 if TYPE_CHECKING:
-    from wellposed.tasks._parallel import ParallelTexts
     from wellposed.tasks._ragged import Ragged
+    from wellposed.tasks.parallel import ParallelTexts
 
 REPEATED: tuple[Split, Split] = ("valid", "test")
 
@@ -70,8 +70,8 @@ class TranslationTask(Seq2SeqTask):
     name: ClassVar[str] = "translation"
 
     def __init__(self, options: TranslationOptions) -> None:
-        from wellposed.tasks._parallel import Languages, load_parallel
-        from wellposed.tasks._seq2seq_tokenizers import build_pair_encoder
+        from wellposed.tasks.parallel import Languages, load_parallel
+        from wellposed.tasks.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
         check_pair_options("translation", options, limit_pairs=options.limit_pairs)
@@ -155,12 +155,12 @@ class TranslationTask(Seq2SeqTask):
         }
 
     def _decoding(self) -> Any:
-        from wellposed.tasks._generate import Decoding
+        from wellposed.tasks.generate import Decoding
 
         return Decoding(beams=self.options.generate_beams, length_penalty=self.options.generate_length_penalty)
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
-        from wellposed.tasks._text_metrics import score_texts
+        from wellposed.tasks.text_metrics import score_texts
 
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)
 

@@ -66,8 +66,8 @@ class WordLMTask(CharLMTask):
     options: WordLMOptions  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, options: WordLMOptions) -> None:
-        from wellposed.tasks._blocks import BlockDataset
-        from wellposed.tasks._tokenizers import WordEncoder
+        from wellposed.tasks.blocks import BlockDataset
+        from wellposed.tasks.tokenizers import WordEncoder
 
         require_positive("word_lm", max_words=options.max_words)
         if options.limit_words is not None and options.limit_words < 2:
@@ -128,7 +128,7 @@ def _metrics(nats: float) -> dict[str, float]:
 
 def _words(text: str, *, pieces: bool, paragraphs: bool, eos: bool) -> list[str]:
     """Return the words of a text, with ``<eos>`` after every line that holds one."""
-    from wellposed.tasks._tokenizers import split_words
+    from wellposed.tasks.tokenizers import split_words
 
     lines = _BLANK_LINES.split(text) if paragraphs else text.split("\n")
     words: list[str] = []

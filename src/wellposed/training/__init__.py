@@ -9,11 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed.training._metrics import read_metrics as read_metrics
     from wellposed.training._result import RunResult as RunResult
     from wellposed.training._result import read_result as read_result
     from wellposed.training._result import result_schema as result_schema
-    from wellposed.training._run_folder import read_config as read_config
     from wellposed.training._save import load_run_model as load_run_model
     from wellposed.training._schedules import SCHEDULES as SCHEDULES
     from wellposed.training._schedules import learning_rate as learning_rate
@@ -24,15 +22,17 @@ if TYPE_CHECKING:
     from wellposed.training.config import RunConfig as RunConfig
     from wellposed.training.config import TrainOptions as TrainOptions
     from wellposed.training.config import config_difference as config_difference
+    from wellposed.training.metrics import read_metrics as read_metrics
+    from wellposed.training.run_folder import read_config as read_config
 
 # public name -> module that defines it
 _EXPORTS = {
     "train": "_train",
-    "read_metrics": "_metrics",
+    "read_metrics": "metrics",
     "RunResult": "_result",
     "read_result": "_result",
     "result_schema": "_result",
-    "read_config": "_run_folder",
+    "read_config": "run_folder",
     "load_run_model": "_save",
     "SCHEDULES": "_schedules",
     "learning_rate": "_schedules",

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from wellposed.errors import ConfigError
-from wellposed.training._average import WeightHistory, choose_weights
-from wellposed.training._divergence import Divergence
-from wellposed.training._evaluate import Evaluation
-from wellposed.training._loop import Run
 from wellposed.training._result import RunResult, Status
-from wellposed.training._signals import Cancelled
+from wellposed.training.average import WeightHistory, choose_weights
 from wellposed.training.config import RunConfig
+from wellposed.training.divergence import Divergence
+from wellposed.training.evaluate import Evaluation
+from wellposed.training.loop import Run
+from wellposed.training.signals import Cancelled
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task

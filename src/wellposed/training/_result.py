@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from wellposed.errors import CheckpointError
-from wellposed.training import _files
-from wellposed.training._divergence import Divergence
-from wellposed.training._evaluate import Evaluation
-from wellposed.training._run_folder import now
-from wellposed.training._state import TrainerState
+from wellposed.training import durable_files
 from wellposed.training.config import RunConfig
+from wellposed.training.divergence import Divergence
+from wellposed.training.evaluate import Evaluation
+from wellposed.training.run_folder import now
+from wellposed.training.state import TrainerState
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -71,7 +71,7 @@ def read_result(run_folder: Path) -> RunResult | None:
 
 def write_result(result: RunResult) -> RunResult:
     """Write ``result.json`` in one step and return ``result``."""
-    _files.replace_file(result.out / NAME, _files.to_json(result.result, indent=2))
+    durable_files.replace_file(result.out / NAME, durable_files.to_json(result.result, indent=2))
     return result
 
 

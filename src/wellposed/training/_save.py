@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError
-from wellposed.training import _checkpoint, _files
-from wellposed.training._build import build_run_model
-from wellposed.training._run_folder import read_config
-from wellposed.training._tensors import encode, model_tensors
+from wellposed.training import checkpoints, durable_files
+from wellposed.training.build import build_run_model
+from wellposed.training.run_folder import read_config
+from wellposed.training.tensors import encode, model_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,10 +31,10 @@ def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
     """
     folder = run_folder / FINAL
     try:
-        with _files.replace_folder(folder) as temporary:
+        with durable_files.replace_folder(folder) as temporary:
             _save_into(temporary, model, task)
             for path in temporary.iterdir():
-                _files.sync_file(path)
+                durable_files.sync_file(path)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are intact; free space on "
@@ -46,7 +46,7 @@ def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
 def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
-        _files.write_synced(folder / _checkpoint.MODEL, encode(model_tensors(model)[0]))
+        durable_files.write_synced(folder / checkpoints.MODEL, encode(model_tensors(model)[0]))
         return
     from safetensors import SafetensorError
 
@@ -117,7 +117,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
         return _load_final(final)
     from wellposed.tasks import build_task
 
-    newest, damaged = _checkpoint.newest_complete(run_dir)
+    newest, damaged = checkpoints.newest_complete(run_dir)
     if newest is None:
         raise CheckpointError(
             f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
@@ -125,11 +125,11 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
         )
     task = build_task(config.task, config.task_options)
     model: Any = build_run_model(config, task)
-    state = _checkpoint.load_checkpoint(newest, model)
+    state = checkpoints.load_checkpoint(newest, model)
     if state.best_step not in (None, state.step):
         best = run_dir / f"checkpoint-{state.best_step}"
-        _checkpoint.verify(best)
-        _checkpoint.load_checkpoint(best, model)
+        checkpoints.verify(best)
+        checkpoints.load_checkpoint(best, model)
     return model.eval(), task.tokenizer
 
 

@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError
-from wellposed.training import _run_folder
-from wellposed.training._build import ModelFactory, build_run_model
+from wellposed.training import run_folder
 from wellposed.training._complete import CompleteRun
-from wellposed.training._progress import Progress
 from wellposed.training._result import RunResult, read_result
-from wellposed.training._signals import StopRequest
+from wellposed.training.build import ModelFactory, build_run_model
 from wellposed.training.config import RunConfig
+from wellposed.training.progress import Progress
+from wellposed.training.signals import StopRequest
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -83,7 +83,7 @@ def train(
     resume = str(resume)
     accelerator = Accelerator(mixed_precision="no")  # bf16 is an explicit autocast in the step
     if accelerator.is_main_process:
-        _run_folder.check_run_folder(out, config, resume)
+        run_folder.check_run_folder(out, config, resume)
     finished = read_result(out) if resume == "auto" else None
     if finished is not None and finished.status == "success" and (out / "final").is_dir():
         return finished

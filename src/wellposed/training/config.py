@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from wellposed.errors import ConfigError, listed
 from wellposed.options import option_problems
-from wellposed.training._ranges import (
+from wellposed.training.ranges import (
     OutOfRangeError,
     constrain_problems,
     model_problems,

@@ -1,0 +1,176 @@
+"""``wellposed predict`` for an encoder-decoder: one output line per input line, in order, whatever the lines hold."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from wellposed.cli.lines import LineProgress, LineSource, line_writer
+from wellposed.errors import ConfigError, DataError, listed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from wellposed.tasks.generate import Decoding, Hypothesis
+
+CHUNK_BATCHES = 16
+LongLines = Literal["refuse", "truncate", "split"]
+# Where a long line is cut, best first: after a sentence, after a clause, between words.
+CUTS = (re.compile(r"(?<=[.!?…。])\s+"), re.compile(r"(?<=[,;:])\s+"), re.compile(r"\s+"))
+
+
+@dataclass(frozen=True)
+class Translator:
+    """Model, tokenizer and search of one call."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    decoding: Decoding
+    batch_size: int
+    long: LongLines
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a source, or None where the model has no positions to run out of."""
+        return int(getattr(self.model.config, "max_position_embeddings", 0) or 0) or None
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of lines, ends included, with no truncation and no warning about length."""
+        return self.tokenizer(list(lines), verbose=False)["input_ids"] if lines else []  # type: ignore[return-value]
+
+    def pieces(self, line: str, ids: list[int]) -> list[list[int]]:
+        """Return what is generated from for one line: nothing if it is blank, its cut or its parts if it is long."""
+        if not line.strip():
+            return []
+        if self.limit is None or len(ids) <= self.limit:
+            return [ids]
+        if self.long == "truncate":
+            return [[*ids[: self.limit - 1], ids[-1]]]
+        parts = split_text(line, lambda part: len(self.encode([part])[0]) <= (self.limit or 0))
+        return self.encode(parts)
+
+    def translate(self, lines: Sequence[str]) -> list[list[Hypothesis]]:
+        """Return the hypotheses of every line, best first; parts of a line are joined by a space."""
+        from wellposed.tasks.generate import Hypothesis, generate_texts
+
+        parts = [self.pieces(line, ids) for line, ids in zip(lines, self.encode(lines), strict=True)]
+        rows = [row for pieces in parts for row in pieces]
+        found = dict(generate_texts(self.model, self.tokenizer, rows, self.decoding, batch_size=self.batch_size))
+        numbers = itertools.count()
+        answers = []
+        for pieces in parts:
+            mine = [found[next(numbers)] for _ in pieces]
+            joined = [Hypothesis(" ".join(best[0].text for best in mine), None)]
+            answers.append(mine[0] if len(mine) == 1 else joined)
+        return answers
+
+
+def translate_lines(source: LineSource, output: Path | None, translator: Translator, *, n_best: int) -> None:
+    """Translate every line of ``source`` to ``output`` or standard output, which holds as many lines in their order.
+
+    With ``n_best`` above 1 a line of the output is ``line number, rank, score, text``, separated by tabs.
+
+    Raises:
+        DataError: lines longer than the positions where they are refused, all of them named; text that is not UTF-8.
+    """
+    total, long_lines = _survey(source, translator)
+    if long_lines and translator.long == "refuse":
+        raise DataError(
+            f"{len(long_lines)} lines have more tokens than the positions of the model, {translator.limit}; give "
+            "--long truncate to keep their start, or --long split to translate them in parts:\n"
+            + listed([f"{source.name}:{number}: {count} tokens" for number, count in long_lines])
+        )
+    number = itertools.count(1)
+    with line_writer(output) as file, LineProgress(total) as progress:
+        for chunk in _chunks(source, CHUNK_BATCHES * translator.batch_size):
+            for hypotheses in translator.translate(chunk):
+                file.write(_rendered(next(number), hypotheses, n_best))
+            file.flush()
+            progress.advance(len(chunk))
+    if long_lines:
+        what = "cut to their start" if translator.long == "truncate" else "translated in parts"
+        shown = ", ".join(str(line) for line, _ in long_lines[:10]) + (", ..." if len(long_lines) > 10 else "")
+        print(f"{len(long_lines)} lines of more than {translator.limit} tokens were {what}: {shown}", file=sys.stderr)
+    print(f"{total} lines translated" + (f", written: {output}" if output else ""), file=sys.stderr)
+
+
+def _survey(source: LineSource, translator: Translator) -> tuple[int, list[tuple[int, int]]]:
+    """Return how many lines there are, and the number and length of those that are too long."""
+    total, long_lines = 0, []
+    for chunk in _chunks(source, 1024):
+        if translator.limit is not None:
+            # A token is at least a character, but for the end token: short lines need not be cut into tokens.
+            suspects = [i for i, line in enumerate(chunk) if len(line.encode()) >= translator.limit - 2]
+            rows = translator.encode([chunk[i] for i in suspects])
+            long_lines += [
+                (total + i + 1, len(row)) for i, row in zip(suspects, rows, strict=True) if len(row) > translator.limit
+            ]
+        total += len(chunk)
+    if not total:
+        raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
+    return total, long_lines
+
+
+def _chunks(source: LineSource, size: int) -> Iterator[list[str]]:
+    lines = iter(source)
+    while chunk := list(itertools.islice(lines, size)):
+        yield chunk
+
+
+def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
+    # A line feed inside an output would shift every line after it.
+    texts = [" ".join(hypothesis.text.splitlines()) for hypothesis in hypotheses]
+    if n_best == 1:
+        return texts[0] + "\n"
+    scores = ["" if h.score is None else f"{h.score:.6f}" for h in hypotheses]
+    rows = zip(itertools.count(1), scores, texts)
+    return "".join(f"{number}\t{rank}\t{score}\t{text.replace(chr(9), ' ')}\n" for rank, score, text in rows)
+
+
+def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """Return parts of ``text`` that each fit, cut near the middle after a sentence, else a clause, else a word.
+
+    >>> split_text("one two. three four", lambda part: len(part) <= 10)
+    ['one two.', 'three four']
+    """
+    if fits(text) or len(text) < 2:
+        return [text]
+    for pattern in CUTS:
+        places = [match.span() for match in pattern.finditer(text) if match.start() and match.end() < len(text)]
+        if places:
+            left, right = min(places, key=lambda place: abs(place[0] - len(text) // 2))
+            break
+    else:
+        left = right = len(text) // 2
+    return split_text(text[:left], fits) + split_text(text[right:], fits)
+
+
+def build_decoding(*, beams: int, length_penalty: float, gnmt: bool, n_best: int, max_new_tokens: int | None) -> Any:
+    """Return the search that the options of the command describe.
+
+    Raises:
+        ConfigError: beams or texts below 1, more texts than beams, a length penalty without beams.
+    """
+    from wellposed.tasks.generate import Decoding
+
+    problems = []
+    if beams < 1 or n_best < 1:
+        problems.append(f"--beams {beams} and --n-best {n_best}: expected at least 1 each")
+    if n_best > beams:
+        problems.append(f"--n-best {n_best}: expected at most --beams {beams}; raise --beams")
+    if beams == 1 and (gnmt or length_penalty != 1.0):
+        problems.append("--length-penalty and --gnmt: greedy search (--beams 1) compares no lengths; raise --beams")
+    if problems:
+        raise ConfigError("wellposed predict:\n" + listed(problems))
+    penalty = length_penalty
+    if gnmt:
+        from wellposed.models import GNMTLengthPenalty
+
+        penalty = GNMTLengthPenalty(length_penalty)
+    options = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    return Decoding(beams=beams, length_penalty=penalty, num_return=n_best, options=options)

@@ -1,0 +1,107 @@
+"""From a `RunConfig` to the objects of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed
+from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from wellposed.constrain import Constraint
+    from wellposed.tasks import Task
+
+# A value that asks for nothing, beside the default: one head is no heads.
+NEUTRAL: dict[str, object] = {"num_attention_heads": 1}
+
+ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
+
+
+def build_run_model(config: RunConfig, task: Task) -> nn.Module:
+    """Return the model that ``config.model`` describes, with the vocabulary, labels and positions of ``task``.
+
+    Raises:
+        ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad combination.
+    """
+    from wellposed.models import build_model
+
+    given = {**_chosen_options(config.model), **task.model_kwargs()}
+    return build_model(config.model.architecture, task.kind, **given)
+
+
+def _chosen_options(options: ModelOptions) -> dict[str, Any]:
+    """Return the options that the architecture's configuration has; one it lacks must be left at its default."""
+    from wellposed.models import ARCHITECTURES
+
+    known = ARCHITECTURES.get(options.architecture).config.__dataclass_fields__
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name != "architecture"}
+    defaults = dataclasses.asdict(ModelOptions())
+    foreign = [
+        name
+        for name, value in values.items()
+        if name not in known and value not in (defaults[name], NEUTRAL.get(name, defaults[name]))
+    ]
+    if foreign:
+        lines = [f"model.{name}: received {values[name]!r}; leave it {defaults[name]!r}" for name in foreign]
+        raise ConfigError(f"architecture {options.architecture!r} has no such option:\n" + listed(lines))
+    return {name: value for name, value in values.items() if name in known and value is not None}
+
+
+def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
+    """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None when all strengths are zero.
+
+    ``every`` is left to the loop, which counts optimizer steps where the penalty would count micro-batches.
+
+    Raises:
+        RoleNotFoundError: the model has no weight in a role that the penalty names.
+    """
+    if not options.active:
+        return None
+    from wellposed.penalize import OrthogonalityPenalty
+
+    return OrthogonalityPenalty(model, **{**dataclasses.asdict(options), "every": 1})
+
+
+def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of ``model`` that ``options`` names, for an optimizer that must not decay them.
+
+    Raises:
+        ConfigError: a pattern that matches nothing; near names are listed.
+    """
+    if not options.where:
+        return []
+    from wellposed.constrain import select_weights
+
+    try:
+        found = select_weights(model, options.patterns)
+    except RoleNotFoundError as error:
+        raise _unusable(options, error) from error
+    return [candidate.parameter for candidate in found if candidate.parameter is not None]
+
+
+def build_constraint(options: ConstrainOptions, model: nn.Module, optimizer: Optimizer) -> Constraint | None:
+    """Return the handle that holds the weights of ``options`` orthogonal, or None where it names none.
+
+    Everything that a resumed run needs is in the weights and in the state of the optimizer.
+
+    Raises:
+        ConfigError: weights that cannot be held orthogonal, each with the reason.
+    """
+    if not options.where:
+        return None
+    from wellposed.constrain import constrain_
+
+    try:
+        return constrain_(model, optimizer, options.patterns, embeddings=options.embeddings)
+    except ShapeError as error:
+        raise _unusable(options, error) from error
+
+
+def _unusable(options: ConstrainOptions, error: Exception) -> ConfigError:
+    return ConfigError(f"constrain.where = {options.where!r} cannot be used for this model: {error}")

@@ -1,0 +1,194 @@
+"""The folder of a run: its configuration, its environment, and whether it may be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import wellposed
+from wellposed.errors import CheckpointError, ConfigError, listed
+from wellposed.training import checkpoints, durable_files
+from wellposed.training.config import RunConfig, config_difference
+
+CONFIG = "config.toml"
+ENVIRONMENT = "env.json"
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
+
+
+def read_config(run_folder: Path) -> RunConfig:
+    """Return the configuration a run was started with.
+
+    Raises:
+        ConfigError: there is no ``config.toml``, or it cannot be read (all problems named).
+    """
+    path = run_folder / CONFIG
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{run_folder}: not a run folder (no {CONFIG})") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return RunConfig.from_dict(values, where=str(path))
+
+
+def write_config(run_folder: Path, config: RunConfig) -> None:
+    """Write ``config`` as ``config.toml``."""
+    import tomli_w
+
+    durable_files.replace_file(run_folder / CONFIG, tomli_w.dumps(config.to_dict()).encode())
+
+
+def check_run_folder(out: Path, config: RunConfig, resume: str) -> None:
+    """Refuse a run folder that cannot be used, before any work is done; nothing is written.
+
+    Args:
+        out: the run folder.
+        config: the configuration of this start.
+        resume: ``"never"``, ``"auto"`` or the path of a checkpoint in ``out``.
+
+    Raises:
+        ConfigError: ``out`` is in use without resume, is not a run folder, was made by another configuration (every
+            differing field is listed), or ``resume`` names a checkpoint of another run or none at all.
+    """
+    if _is_used(out) and resume == "never":
+        raise ConfigError(
+            f"{out}: already holds files; name another --out, or continue the run in it with --resume auto"
+        )
+    if resume not in ("never", "auto") and Path(resume).resolve().parent != out.resolve():
+        raise ConfigError(
+            f"--resume {resume}: not a checkpoint of {out}; a run continues in its own folder, "
+            f"so give --out {Path(resume).parent}"
+        )
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
+        raise ConfigError(f"--resume {resume}: no such checkpoint; in {out} there are: {there}")
+    if not _is_used(out):
+        return
+    if not (out / CONFIG).is_file():
+        raise ConfigError(f"{out}: holds files but no {CONFIG}, so it is not a run to resume; name another --out")
+    difference = config_difference(read_config(out), config)
+    if difference:
+        raise ConfigError(
+            f"{out}: the run was started with another configuration:\n{listed(difference)}\n"
+            "resume with the same options, or train in another folder"
+        )
+
+
+def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
+    """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what to tell the user.
+
+    Raises:
+        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+    """
+    if not _is_used(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(out, config)
+        return None, []
+    durable_files.remove_litter(out)
+    return find_checkpoint(out, resume)
+
+
+def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """Return the verified checkpoint that ``resume`` means, and what to tell the user; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+    """
+    if resume == "never":
+        return None, []
+    if resume != "auto":
+        checkpoint = Path(resume)
+        checkpoints.step_of(checkpoint)
+        checkpoints.verify(checkpoint)
+        return checkpoint, [f"resuming from {checkpoint}"]
+    checkpoint, damaged = checkpoints.newest_complete(out)
+    if checkpoint is None and damaged:
+        raise CheckpointError(f"{out}: no checkpoint can be used:\n" + listed(damaged))
+    notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
+    notes.append(f"resuming from {checkpoint}" if checkpoint else f"{out}: no checkpoint yet; starting from step 0")
+    return checkpoint, notes
+
+
+def _is_used(out: Path) -> bool:
+    return out.exists() and (not out.is_dir() or any(not durable_files.is_litter(path) for path in out.iterdir()))
+
+
+def environment(command: Sequence[str] | None) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run: versions, hardware, threads, source and the exact command."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": now(),
+        "command": list(command) if command is not None else list(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "git_hash": git_hash(),
+    }
+
+
+def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> None:
+    """Append this start to ``env.json``; a resumed run has one entry per start."""
+    path = run_folder / ENVIRONMENT
+    starts: list[Any] = []
+    if path.is_file():
+        starts = json.loads(path.read_bytes()).get("starts", [])
+    entry = {"from_step": step, "date": values["date"], "command": values["command"]}
+    durable_files.replace_file(path, durable_files.to_json({**values, "starts": [*starts, entry]}, indent=2))
+
+
+def versions() -> dict[str, str]:
+    """Return the installed version of every package that can change a result."""
+    found = {"python": platform.python_version(), "wellposed": wellposed.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_hash() -> str | None:
+    """Return the commit of the wellposed source in use, or None where it is not a checkout."""
+    here = Path(__file__)
+    tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
+    return _git(here.parent, "rev-parse", "HEAD") if tracked else None
+
+
+def now() -> str:
+    """Return the present time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

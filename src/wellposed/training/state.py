@@ -1,0 +1,89 @@
+"""The counters of a run, everything about its position that is not a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from wellposed.training.step import StepNumbers
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last row of ``metrics.jsonl``."""
+
+    loss_sum: float = 0.0
+    targets: int = 0
+    penalty_sum: float = 0.0
+    auxiliary_sum: float | None = None
+    """None where the model has no loss of its own."""
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands; stored as ``trainer_state.json`` in every checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    batch_index: int = 0
+    evaluated_step: int = 0
+    best_step: int | None = None
+    best_value: float | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    best_examples: int = 0
+    evaluations_without_gain: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    metrics_rows: int = 0
+    window: Window = field(default_factory=Window)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain nested values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
+        """Rebuild from `to_dict`; another set of fields is a `CheckpointError`."""
+        known = {item.name for item in dataclasses.fields(cls)}
+        if set(values) != known:
+            raise CheckpointError(
+                f"{where}: fields {sorted(set(values) ^ known)} differ from what this version reads; "
+                "continue with the version of wellposed that wrote it"
+            )
+        return cls(**{**values, "window": Window(**values["window"])})
+
+    def count(self, numbers: StepNumbers, seconds: float) -> None:
+        """Add the numbers of one step."""
+        window = self.window
+        window.loss_sum += numbers.loss_sum
+        window.targets += numbers.targets
+        window.penalty_sum += numbers.penalty
+        if numbers.auxiliary is not None:
+            window.auxiliary_sum = (window.auxiliary_sum or 0.0) + numbers.auxiliary
+        window.steps += 1
+        window.tokens += numbers.tokens
+        window.seconds += seconds
+        self.tokens += numbers.tokens
+        self.train_seconds += seconds
+
+    def record_evaluation(
+        self, value: float, metrics: dict[str, float], examples: int, *, higher_is_better: bool
+    ) -> bool:
+        """Note a validation result at the present step; return whether it is the best so far."""
+        self.evaluated_step = self.step
+        better = self.best_value is None or (value > self.best_value if higher_is_better else value < self.best_value)
+        if better:
+            self.best_step, self.best_value, self.best_metrics = self.step, value, metrics
+            self.best_examples, self.evaluations_without_gain = examples, 0
+        else:
+            self.evaluations_without_gain += 1
+        return better
