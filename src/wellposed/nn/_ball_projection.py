@@ -14,7 +14,8 @@ from wellposed.nn._sizes import check_sizes
 def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
     """Return ``pi(x) = x / max(1, |x| / radius)`` of each token, the nearest point of the ball.
 
-    Norms are taken in float32 at least; in the dtype of ``x`` the result may lie outside by the rounding of a division.
+    Computed in float32 at least; rounded to the dtype of ``x`` it may lie outside by a unit in the last place. A token
+    whose square overflows (longer than 1e19 in float32) goes to zero.
 
     Args:
         x: (..., D).
@@ -25,7 +26,7 @@ def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
-    return x * (radius / length.clamp_min(radius)).to(x.dtype)
+    return (x * (radius / length.clamp_min(radius))).to(x.dtype)
 
 
 class BallProjection(nn.Module):
