@@ -26,7 +26,12 @@ from wellposed.models import (
 from wellposed.nn import (
     MLP,
     AdditiveCoupling,
+    BallAttention,
+    BallCrossAttention,
+    BallProjection,
     Block,
+    BudgetResidual,
+    ConvexResidual,
     CosineCrossAttention,
     CosineSelfAttention,
     DecoderBlock,
@@ -34,6 +39,8 @@ from wellposed.nn import (
     InjectiveResidual,
     InvertibleResidual,
     L2SelfAttention,
+    MaxMin,
+    MaxMinFeedForward,
     OrthogonalFeedForward,
     OrthogonalLinear,
     PostNorm,
@@ -42,6 +49,7 @@ from wellposed.nn import (
     ReZeroResidual,
     TransformerStack,
     TransJectStack,
+    UnitEmbedding,
 )
 
 ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
@@ -161,6 +169,13 @@ def _shared_twice(width: int) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
+def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> Block:
+    block = Block(_config(width, norm="none"), 0)
+    block.attention, block.feedforward = BallAttention(width, 2, **options), MaxMinFeedForward(width, 2 * width)
+    block.attention_residual, block.feedforward_residual = residual(), residual()
+    return block
+
+
 _TRANSJECT: dict[str, dict[str, Any]] = {
     "gram by its trace": {},
     "gram by its maximum": {"spectrum_norm": "max"},
@@ -251,7 +266,29 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _attention(DotProductAttention, needs_ball=True, qk_norm=True, eps=0.1),
         _attention(DotProductAttention, heads=4, needs_ball=True, dropout=0.1),
     ],
+    BallProjection: [_plain(BallProjection), _plain(lambda width: BallProjection(width, radius=0.3))],
+    MaxMin: [_plain(lambda width: MaxMin())],
+    MaxMinFeedForward: [
+        _plain(lambda width: MaxMinFeedForward(width, 2 * width)),
+        _plain(lambda width: MaxMinFeedForward(width, 4, bias=False)),
+    ],
+    UnitEmbedding: [_plain(lambda width: UnitEmbedding(11, width), certifiable=False, two_inputs=True)],
+    BallAttention: [
+        _attention(BallAttention),
+        _attention(BallAttention, heads=1, temperature=0.3),
+        _attention(BallAttention, heads=4, temperature=5.0, unit_lipschitz=False),
+        _attention(BallAttention, temperature=1.0, unit_lipschitz=False, bias=True),
+    ],
+    BallCrossAttention: [
+        _plain(lambda width: BallCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)
+    ],
     Block: [
+        *(_plain(lambda width, residual=residual, options=options: _ball_block(width, residual, **options),
+                 takes_mask=True, takes_causal=True)
+          for residual, options in (
+              (lambda: ConvexResidual(0.7, divisor=0.5), {"bias": True}),
+              (lambda: BudgetResidual(4.0, blocks=2), {}),
+          )),  # type: ignore[misc]
         *(_block(Block, **options) for options in _BLOCKS),
         *(_block(Block, needs_ball=True, **options) for options in _BALL),
     ],

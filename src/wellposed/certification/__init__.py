@@ -3,6 +3,7 @@
 from wellposed.certification import _reversible as _reversible
 from wellposed.certification._attack import LowerBound as LowerBound
 from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_lower_bound
+from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
 from wellposed.certification._certificate import Certificate as Certificate

@@ -58,7 +58,8 @@ class _Pair:
 
     def rounding(self, bound: float, norm: Norm, dtype: torch.dtype) -> Tensor:
         """What rounding in ``dtype`` may add to the slope of a map with this bound."""
-        total = sum(_size(y, norm) for y in self.outputs) + bound * sum(_size(x, norm) for x in self.inputs)
+        (x, aside), (first, other) = self.inputs, self.outputs
+        total = _size(first, norm) + _size(other, norm) + bound * (_size(x, norm) + _size(aside, norm))
         return self._ratio(_ULPS * torch.finfo(dtype).eps * total, norm)
 
     def _ratio(self, change: Tensor, norm: Norm) -> Tensor:

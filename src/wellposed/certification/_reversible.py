@@ -13,9 +13,9 @@ from wellposed.nn import AdditiveCoupling, InvertibleResidual, ReversibleSequent
 def _invertible_residual(module: InvertibleResidual, site: Site) -> LayerBound:
     branch = site.child(module.f, "f")
     given = module.lipschitz
-    vouched = given is not None and module.norm == site.norm and given < branch.lipschitz
     # What was vouched for is the module without the hooks and adapters that it was given since.
-    if vouched and first_deviation(module.f) is None:
+    holds = module.norm == site.norm and first_deviation(module.f) is None
+    if given is not None and holds and given < branch.lipschitz:
         branch = LayerBound(given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius)
     return residual_of(1.0, 1.0, branch, radius=site.radius)
 

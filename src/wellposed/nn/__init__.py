@@ -1,9 +1,15 @@
 """Building blocks of Transformers: attentions, feed-forwards, residuals, positions and the stack made from them."""
 
+from wellposed.nn._ball_attention import BallAttention as BallAttention
+from wellposed.nn._ball_attention import BallCrossAttention as BallCrossAttention
+from wellposed.nn._ball_projection import BallProjection as BallProjection
+from wellposed.nn._ball_projection import project_to_ball as project_to_ball
 from wellposed.nn._block import Block as Block
 from wellposed.nn._block import TransformerStack as TransformerStack
 from wellposed.nn._block import build_layers as build_layers
 from wellposed.nn._block import run_block as run_block
+from wellposed.nn._budget_residual import BudgetResidual as BudgetResidual
+from wellposed.nn._budget_residual import ConvexResidual as ConvexResidual
 from wellposed.nn._cosine import CosineCrossAttention as CosineCrossAttention
 from wellposed.nn._cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn._cross_attention import CROSS_ATTENTIONS as CROSS_ATTENTIONS
@@ -31,6 +37,8 @@ from wellposed.nn._l2_refusal import l2_attention_refusal as l2_attention_refusa
 from wellposed.nn._masks import AttentionMask as AttentionMask
 from wellposed.nn._masks import PaddingMask as PaddingMask
 from wellposed.nn._masks import attention_mask as attention_mask
+from wellposed.nn._maxmin import MaxMin as MaxMin
+from wellposed.nn._maxmin import MaxMinFeedForward as MaxMinFeedForward
 from wellposed.nn._norm_placement import NoNorm as NoNorm
 from wellposed.nn._norm_placement import PostNorm as PostNorm
 from wellposed.nn._norm_placement import PreNorm as PreNorm
@@ -62,4 +70,5 @@ from wellposed.nn._transject_block import transject_parameter_count as transject
 from wellposed.nn._transject_cache import TransJectCache as TransJectCache
 from wellposed.nn._transject_stack import TransJectOutput as TransJectOutput
 from wellposed.nn._transject_stack import TransJectStack as TransJectStack
+from wellposed.nn._unit_embedding import UnitEmbedding as UnitEmbedding
 from wellposed.nn.experts import ExpertMixture as ExpertMixture

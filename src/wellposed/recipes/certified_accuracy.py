@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from wellposed.certification import Certificate, perturbation_size, steepest_direction
 from wellposed.errors import ConfigError, DataError, listed
+from wellposed.linalg import Norm
 from wellposed.models import input_vectors
 
 Batch = Mapping[str, Tensor]
@@ -222,7 +223,7 @@ class _Attack:
     """Projected gradient descent on the margin."""
 
     model: Any
-    norm: object
+    norm: Norm
     steps: int
     restarts: int
     generator: torch.Generator
@@ -265,12 +266,12 @@ def _margin(model: Any, batch: _Prepared, delta: Tensor) -> tuple[Tensor, Tensor
     return own[:, 0] - others.amax(-1), logits.argmax(-1) != batch.labels
 
 
-def _keep(broken_at: Tensor, wrong: Tensor, delta: Tensor, norm: object) -> Tensor:
+def _keep(broken_at: Tensor, wrong: Tensor, delta: Tensor, norm: Norm) -> Tensor:
     found = torch.where(wrong, perturbation_size(delta.detach(), norm), math.inf)
     return torch.minimum(broken_at, found)
 
 
-def _project(delta: Tensor, norm: object, size: float) -> Tensor:
+def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
     if norm == "inf":
         return delta.clamp(-size, size)
     length = delta.norm(dim=-1, keepdim=True) if norm == "tok" else delta.flatten(1).norm(dim=-1)[:, None, None]

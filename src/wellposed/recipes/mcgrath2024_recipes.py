@@ -41,8 +41,8 @@ def figure_1(request: Request) -> Reproduction:
     """Every score by strength for key, query and both."""
     cells = _cells(request, GRAM)
     tested = [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
-    better = [test for test in tested if test.significant and test.mean_difference > 0]
-    worse = [test for test in tested if test.significant and test.mean_difference < 0]
+    better = [test for test in tested if test.significant and (test.mean_difference or 0) > 0]
+    worse = [test for test in tested if test.significant and (test.mean_difference or 0) < 0]
     holds = True if better else False if worse and len(worse) == len(tested) else None
     rows = [sweep_row(result) for result in cells]
     return _reproduction(
@@ -55,7 +55,7 @@ def table_1(request: Request) -> Reproduction:
     cells = _cells(request, GRAM)
     signs = {"key": 1, "query": 1, "key+query": -1}
     tested = [(best.against, sign) for group, sign in signs.items() if (best := best_of(cells, group)) and best.against]
-    agree = [test.mean_difference * sign > 0 for test, sign in tested if test.significant]
+    agree = [(test.mean_difference or 0) * sign > 0 for test, sign in tested if test.significant]
     holds = False if not all(agree) else True if len(agree) == len(signs) else None
     return _reproduction(
         request, cells, rows=table_rows(cells), panels=figures.table_1(cells), got=about_scores(cells), holds=holds

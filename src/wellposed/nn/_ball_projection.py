@@ -1,0 +1,70 @@
+"""The projection onto a ball, which gives a layer a domain on which dot products are Lipschitz."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.nn.sizes import check_sizes
+
+
+def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
+    """Return ``pi(x) = x / max(1, |x| / radius)`` of each token, the nearest point of the ball.
+
+    Computed in float32 at least; rounded to the dtype of ``x`` it may lie outside by a unit in the last place. A token
+    whose square overflows (longer than 1e19 in float32) goes to zero.
+
+    Args:
+        x: (..., D).
+        radius: > 0.
+
+    >>> project_to_ball(torch.tensor([[3.0, 4.0], [0.3, 0.4]])).tolist()
+    [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+    return (x * (radius / length.clamp_min(radius))).to(x.dtype)
+
+
+class BallProjection(nn.Module):
+    r"""`pi(x) = x / max(1, |x| / R)` of each token: `|pi(x) - pi(y)| <= |x - y|` and `|pi(x)| <= R`.
+
+    Exact up to rounding: the projection onto a closed convex set. 1-Lipschitz in norms tok and 2; in norm inf the
+    constant is `(1 + sqrt D) / 2`, which is attained (theory note B12).
+
+    Args:
+        embed_dim: width D of a token.
+        radius: R, finite and > 0.
+
+    Raises:
+        ConfigError: another width or radius. In `forward`, ShapeError: tokens of another width.
+
+    Cost: one norm and one product for each token.
+    When not to use: behind tokens that are inside the ball already; and it keeps directions only of those outside.
+
+    >>> BallProjection(2)(torch.tensor([[0.0, 2.0]])).tolist()
+    [[0.0, 1.0]]
+    """
+
+    def __init__(self, embed_dim: int, *, radius: float = 1.0) -> None:
+        super().__init__()
+        check_sizes("BallProjection", embed_dim=embed_dim)
+        if not (radius > 0 and math.isfinite(radius)):
+            raise ConfigError(f"BallProjection: radius={radius}: expected a finite number > 0; 1.0 suits unit vectors")
+        self.embed_dim = embed_dim
+        self.radius = float(radius)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., D) to the same shape."""
+        if x.shape[-1] != self.embed_dim:
+            raise ShapeError(
+                f"BallProjection: received tokens of width {x.shape[-1]}; expected {self.embed_dim}, the width it was "
+                "built with"
+            )
+        return project_to_ball(x, self.radius)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, radius={self.radius:g}"

@@ -1,0 +1,129 @@
+"""Residuals that keep a Lipschitz budget: a convex mean of skip and branch, or a branch with a share of the budget."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.nn.sizes import check_sizes
+
+
+class _DividedBranch(nn.Module):
+    """A residual with one learnt scalar, whose branch is divided by a stored bound of its Lipschitz constant."""
+
+    divisor: Tensor
+
+    def __init__(self, start: float, divisor: float) -> None:
+        super().__init__()
+        if not (divisor > 0 and math.isfinite(divisor)):
+            raise ConfigError(
+                f"{type(self).__name__}: divisor={divisor}: expected a finite number > 0, an upper bound of the "
+                "branch's Lipschitz constant, for instance wellposed.certify(branch, seq_len=...).total"
+            )
+        self._start = start
+        self.logit = nn.Parameter(torch.empty(1))
+        self.register_buffer("divisor", torch.tensor([float(divisor)]))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scalar to its start value."""
+        nn.init.constant_(self.logit, math.log(self._start) - math.log1p(-self._start))
+
+    def extra_repr(self) -> str:
+        return f"divisor={float(self.divisor):g}"
+
+
+class ConvexResidual(_DividedBranch):
+    r"""`(1 - a) x + a g(x) / m` with `a = sigmoid(s)` learnt: `|f(x) - f(y)| <= ((1 - a) + a Lip(g)/m) |x - y|`.
+
+    So 1-Lipschitz in any norm, at any depth, where `m >= Lip(g)` (theory note B12). Proved; m is a constant that the
+    module stores and does not check: `wellposed.certify` measures `Lip(g)` and counts what is beyond m. A branch that
+    is 1-Lipschitz by itself (`BallAttention`, `MaxMinFeedForward` with weights of norm 1) needs m = 1.
+
+    Args:
+        share: a at the start, in (0, 1).
+        divisor: m, > 0; a buffer, saved with the weights.
+
+    Raises:
+        ConfigError: `share` or `divisor` is out of its range.
+
+    Cost: two passes over the tokens.
+    When not to use: in a deep stack with small shares of skip, where the input is forgotten.
+
+    >>> ConvexResidual(0.25)(torch.zeros(2), torch.ones(2)).tolist()
+    [0.25, 0.25]
+    """
+
+    def __init__(self, share: float = 0.5, divisor: float = 1.0) -> None:
+        if not 0 < share < 1:
+            raise ConfigError(f"ConvexResidual: share={share}: expected a number between 0 and 1, both left out")
+        super().__init__(share, divisor)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        share = torch.sigmoid(self.logit)
+        return 1 - share, share / self.divisor
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Join the branch `g(x)` to `x`."""
+        skip, scale = self._weights()
+        return torch.addcmul(x * skip.to(x.dtype), branch, scale.to(branch.dtype))
+
+    def coefficients(self) -> tuple[float, float]:
+        """Return the two numbers that `x` and `g(x)` are multiplied by."""
+        skip, scale = self._weights()
+        return float(skip.detach()), float(scale.detach())
+
+
+class BudgetResidual(_DividedBranch):
+    r"""`x + b g(x) / m` with `1 + b = L^(s / n)`, s in (0, 1) learnt: n of them in a row are L-Lipschitz at most.
+
+    One has the constant `1 + b Lip(g)/m`, so where `m >= Lip(g)` the product over n residuals is `<= L` (theory note
+    B12). Proved; m is a constant that the module stores and does not check: `wellposed.certify` measures `Lip(g)` and
+    counts what is beyond m. A certified radius is then the margin over L.
+
+    Args:
+        budget: L, finite and > 1, of the whole stack: x alone has the constant 1.
+        blocks: n, number of residuals that share the budget (two for each Transformer block).
+        share: s at the start, in (0, 1).
+        divisor: m, > 0; a buffer, saved with the weights.
+
+    Raises:
+        ConfigError: `budget`, `share` or `divisor` is out of its range, or `blocks` is no integer of at least 1.
+
+    Cost: one pass over the tokens.
+    When not to use: where the constant must be 1: take `ConvexResidual`.
+
+    >>> residual = BudgetResidual(4.0, blocks=1, share=0.5)
+    >>> [round(value, 4) for value in residual(torch.ones(1), torch.ones(1)).tolist()]
+    [2.0]
+    """
+
+    def __init__(self, budget: float, blocks: int = 1, *, share: float = 0.5, divisor: float = 1.0) -> None:
+        check_sizes("BudgetResidual", blocks=blocks)
+        if not (budget > 1 and math.isfinite(budget)):
+            raise ConfigError(
+                f"BudgetResidual: budget={budget}: expected a finite number > 1, since x alone has the constant 1; for "
+                "a map of constant 1 take ConvexResidual"
+            )
+        if not 0 < share < 1:
+            raise ConfigError(f"BudgetResidual: share={share}: expected a number between 0 and 1, both left out")
+        super().__init__(share, divisor)
+        self.budget = float(budget)
+        self.blocks = blocks
+
+    def _scale(self) -> Tensor:
+        return torch.expm1(torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks)) / self.divisor
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Join the branch `g(x)` to `x`."""
+        return torch.addcmul(x, branch, self._scale().to(branch.dtype))
+
+    def coefficients(self) -> tuple[float, float]:
+        """Return the two numbers that `x` and `g(x)` are multiplied by."""
+        return 1.0, float(self._scale().detach())
+
+    def extra_repr(self) -> str:
+        return f"budget={self.budget:g}, blocks={self.blocks}, {super().extra_repr()}"

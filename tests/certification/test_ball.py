@@ -1,0 +1,270 @@
+"""Certificates of ball attention and its parts (B12) against ascended slopes, over weights, masks, norms and scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import ball_cross_attention_bounds, certify, lipschitz_lower_bound
+from wellposed.errors import ConfigError
+from wellposed.nn import (
+    BallAttention,
+    BallCrossAttention,
+    BallProjection,
+    Block,
+    BudgetResidual,
+    ConvexResidual,
+    MaxMin,
+    MaxMinFeedForward,
+    UnitEmbedding,
+)
+
+from ..support.samples import ALL_NORMS, SAMPLES
+
+ROUNDING = 1 + 1e-9
+MARGIN = 5e-6
+"""What certified spectral norms add for their own rounding, 1e-6 each, in a product of at most five."""
+
+
+def attention(width: int, heads: int, seed: int = 0, **options: Any) -> BallAttention:
+    """With orthogonal projections, in float64."""
+    torch.manual_seed(seed)
+    layer = BallAttention(width, heads, **{"max_temperature": 1e3, **options}).double().eval()
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+        nn.init.orthogonal_(projection.weight)
+        if projection.bias is not None:
+            nn.init.normal_(projection.bias)
+    nn.init.normal_(layer.mix_logit)
+    return layer
+
+
+def ratio(module: nn.Module, tokens: int, width: int, norm: Any = "tok", radius: float | None = None, **how: Any):
+    """Attacked over certified; the attack is told of the mask and may ascend weights."""
+    mask = "causal" if how.get("forward_kwargs", {}).get("is_causal") else "any"
+    options = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), **how}
+    found = lipschitz_lower_bound(module, (tokens, width), norm=norm, radius=radius, **options)
+    bounded = module if found.module is None else found.module
+    certificate = certify(bounded, seq_len=tokens, norm=norm, mask=mask, radius=radius, cross_check=False)
+    return max(found.ratio(certificate), found.slope / certificate.total)
+
+
+def constant(module: nn.Module) -> Tensor:
+    """The constant of one head in norm tok, where no credit is given for logits that are small."""
+    assert isinstance(module, BallAttention)
+    path = torch.linalg.matrix_norm(module.o_proj.weight @ module.v_proj.weight, 2)
+    affinity = torch.linalg.matrix_norm(module.k_proj.weight.mT @ module.q_proj.weight, 2)
+    return path * (1 + 2 * module.head_scales(torch.float64)[0][0].detach() * affinity.clamp_min(1.0))
+
+
+@pytest.mark.parametrize(("temperature", "tokens", "width"), [(0.1, 2, 2), (1.0, 5, 3), (3.0, 3, 2), (10.0, 3, 2)])
+def test_the_constant_is_nearly_attained(temperature: float, tokens: int, width: int):
+    """Weights and inputs ascended, logits kept as large as those of weights of norm 1: no looser than 10 %."""
+    layer = attention(width, 1, seed=2, temperature=temperature, unit_lipschitz=False)
+    layer.temperature_logit.requires_grad_(False)
+    found = ratio(layer, tokens, width, restarts=16, steps=150, scales=(0.3, 2.0), ascend_weights=constant)
+    assert 0.7 < found <= ROUNDING
+
+
+@pytest.mark.parametrize("norm", ALL_NORMS)
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+@pytest.mark.parametrize("how", ["full", "causal", "padding", "any"])
+def test_heads_masks_and_norms(norm: Any, heads: int, how: str):
+    width, tokens = 2 * heads, 4
+    options: dict[str, Any] = {
+        "full": {},
+        "causal": {"is_causal": True},
+        "padding": {"key_padding_mask": torch.tensor([[False, True, False, False]])},
+        "any": {"key_padding_mask": torch.tensor([[True, False, False, True]]), "is_causal": True},
+    }[how]
+    for unit in (True, False):
+        layer = attention(width, heads, unit_lipschitz=unit, bias=not unit, temperature=1.0)
+        assert ratio(layer, tokens, width, norm, forward_kwargs=options) <= ROUNDING
+
+
+@pytest.mark.parametrize("norm", ALL_NORMS)
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_scales_of_weights_and_temperatures(norm: Any, temperature: float, scale: float):
+    layer = attention(4, 2, temperature=temperature, unit_lipschitz=scale == 1.0)
+    with torch.no_grad():
+        for index, projection in enumerate((layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)):
+            projection.weight.mul_(scale if index % 2 else 1 / scale**0.5)
+    assert ratio(layer, 3, 4, norm) <= ROUNDING
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32])
+@pytest.mark.parametrize("norm", ALL_NORMS)
+def test_lengths(tokens: int, norm: Any):
+    layer = attention(4, 2, temperature=2.0)
+    assert ratio(layer, tokens, 4, norm, steps=15) <= ROUNDING
+    if norm == "tok":
+        totals = [certify(layer, seq_len=n, cross_check=False).total for n in (1, tokens, 10**6)]
+        assert totals[0] == totals[1] == totals[2]
+
+
+@pytest.mark.parametrize("norm", ALL_NORMS)
+def test_a_smaller_ball_gives_a_smaller_constant(norm: Any):
+    layer = attention(4, 1, temperature=3.0, unit_lipschitz=False)
+    totals = [certify(layer, seq_len=4, norm=norm, radius=r, cross_check=False).total for r in (0.2, 0.5, 1.0, 7.0)]
+    assert totals[0] < totals[1] < totals[2] == totals[3]
+    for radius in (0.2, 0.5):
+        assert ratio(layer, 4, 4, norm, radius=radius) <= ROUNDING
+
+
+def test_the_formula():
+    """`sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h| r^2)`, each factor from a singular value decomposition."""
+    layer = attention(6, 2, temperature=2.0, unit_lipschitz=False)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    q, k, v = (p.weight.detach().chunk(2, 0) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    o, (t, w) = layer.o_proj.weight.detach().chunk(2, 1), (s.detach() for s in layer.head_scales(torch.float64))
+    norm = lambda matrix: float(torch.linalg.matrix_norm(matrix, 2))  # noqa: E731
+    for radius in (0.5, 1.0):
+        total = sum(
+            float(w[h]) * norm(o[h] @ v[h]) * (1 + 2 * float(t[h]) * norm(k[h].mT @ q[h]) * radius**2) for h in range(2)
+        )
+        certificate = certify(layer, seq_len=9, radius=radius, cross_check=False)
+        assert certificate.total <= total * (1 + MARGIN)
+        longest = sum(float(w[h]) * norm(o[h] @ v[h]) * radius for h in range(2))
+        tokens = radius / 6**0.5 * torch.ones(1, 9, 6, dtype=torch.float64)
+        assert float(layer(tokens).detach().norm(dim=-1).max()) <= longest
+
+
+def test_one_where_the_weights_have_norm_one():
+    for heads in (1, 2, 4):
+        layer = attention(8, heads, temperature=4.0)
+        assert certify(layer, seq_len=100).total <= 1 + MARGIN
+        layer.q_proj.weight.data.mul_(1.5)
+        assert certify(layer, seq_len=100).total > certify(attention(8, heads, temperature=4.0), seq_len=100).total
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_cross_attention(norm: Any, heads: int):
+    torch.manual_seed(heads)
+    layer = BallCrossAttention(4, heads, memory_dim=3, temperature=1.5, unit_lipschitz=False, bias=True).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    by_query, by_memory = (float(b.value) for b in ball_cross_attention_bounds(layer, num_queries=3, norm=norm))
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    memory = torch.randn(1, 5, 3, dtype=torch.float64)
+    how: dict[str, Any] = {"norm": norm, "restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
+    for fixed in (0.5, 5.0):
+        y, q = fixed * memory, fixed * x
+        moving_x = lipschitz_lower_bound(lambda q, y=y: layer(q, y.expand(len(q), -1, -1)), (3, 4), **how)
+        moving_y = lipschitz_lower_bound(lambda y, q=q: layer(q.expand(len(y), -1, -1), y), (5, 3), **how)
+        assert moving_x.value / by_query <= ROUNDING
+        assert moving_y.value / by_memory <= ROUNDING
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_cross_attention_attains_its_constants(temperature: float):
+    """Two opposite keys, seen alike: the covariance of the values is as large as the ball allows."""
+    layer = BallCrossAttention(2, 1, temperature=temperature, unit_lipschitz=False).double()
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+        nn.init.eye_(projection.weight)
+    memory = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]]).double()
+    bounds = [float(bound.value) for bound in ball_cross_attention_bounds(layer, num_queries=1)]
+    assert bounds == pytest.approx([temperature, 1 + temperature], rel=MARGIN)
+    with torch.no_grad():
+        step = torch.tensor([[[1e-6, 0.0]]]).double()
+        slope = (layer(step, memory) - layer(-step, memory)).norm() / (2 * step.norm())
+    assert float(slope) / bounds[0] == pytest.approx(1.0, rel=2 * MARGIN)
+    query = torch.tensor([[[0.3, 0.0]]]).double()
+    how: dict[str, Any] = {"restarts": 16, "steps": 150, "scales": (0.3, 1.0)}
+    found = max(
+        lipschitz_lower_bound(lambda y, q=q: layer(q.expand(len(y), -1, -1), y), (2, 2), **how).value
+        for q in (query, 3 * query)
+    )
+    assert 0.5 < found / bounds[1] <= ROUNDING
+
+
+@pytest.mark.parametrize("arguments", [{"num_queries": 0}, {"num_queries": 3, "norm": "inf"}])
+def test_cross_attention_bounds_refuse(arguments: dict[str, Any]):
+    with pytest.raises(ConfigError, match="num_queries"):
+        ball_cross_attention_bounds(BallCrossAttention(4, 1), **arguments)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+@pytest.mark.parametrize("norm", ALL_NORMS)
+def test_the_projection_attains_its_constant(norm: Any, width: int):
+    module = BallProjection(width, radius=0.7)
+    assert certify(module, seq_len=2, norm=norm, radius=0.7).total == 1.0
+    total = certify(module, seq_len=2, norm=norm).total
+    assert total == pytest.approx((1 + math.sqrt(width)) / 2 if norm == "inf" else 1.0)
+    # Just outside the ball, one large entry of squared length (1 - 1/sqrt D)/2 beside equal others.
+    x = torch.full((2, 2, width), math.sqrt((1 + width**-0.5) / 2 / max(width - 1, 1)), dtype=torch.float64)
+    x[..., 0] = math.sqrt((1 - width**-0.5) / 2) if width > 1 else 0.5
+    start = 0.7 * (1 + 1e-9) * x
+    found = lipschitz_lower_bound(module, (2, width), norm=norm, restarts=2, steps=0, exact=True, start=start)
+    assert 0.999 < found.value / total <= 1 + 1e-6
+    assert ratio(module, 2, width, norm) <= ROUNDING
+
+
+@pytest.mark.parametrize("norm", ALL_NORMS)
+def test_maxmin_and_its_feed_forward(norm: Any):
+    assert ratio(MaxMin(), 3, 4, norm) == pytest.approx(1.0)
+    torch.manual_seed(0)
+    layer = MaxMinFeedForward(4, 8).double()
+    found = ratio(layer, 3, 4, norm)
+    assert 0.3 < found <= ROUNDING
+    nn.init.orthogonal_(layer.up_proj.weight)
+    nn.init.orthogonal_(layer.down_proj.weight)
+    assert ratio(layer, 3, 4, norm) <= ROUNDING
+    if norm != "inf":
+        assert certify(layer, seq_len=3, norm=norm).total == pytest.approx(1.0, rel=MARGIN)
+
+
+def block(residuals: tuple[nn.Module, nn.Module], width: int = 4) -> Block:
+    made = SAMPLES[Block][0].build(8)
+    assert isinstance(made, Block)
+    made.attention, made.feedforward = attention(width, 2), MaxMinFeedForward(width, 2 * width)
+    for projection in (made.feedforward.up_proj, made.feedforward.down_proj):
+        nn.init.orthogonal_(projection.weight)
+    made.attention_residual, made.feedforward_residual = residuals
+    return made.double().eval()
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_blocks_keep_their_budget(norm: Any):
+    """Depth 6: convex blocks stay at 1 in norm tok, budgeted ones at L; the attack finds most of it."""
+    convex = nn.Sequential(*(block((ConvexResidual(0.3), ConvexResidual(0.6))) for _ in range(3)))
+    spent = nn.Sequential(*(block((BudgetResidual(4.0, 6), BudgetResidual(4.0, 6, share=0.9))) for _ in range(3)))
+    for stack, budget in ((convex, 1.0), (spent, 4.0)):
+        if norm == "tok":
+            assert certify(stack, seq_len=3).total <= budget * (1 + 6 * MARGIN)
+        found = ratio(stack, 3, 4, norm, steps=15)
+        assert 0.1 < found <= ROUNDING
+
+
+def test_a_divisor_that_is_too_small_is_counted():
+    made = block((ConvexResidual(0.5, divisor=0.25), ConvexResidual(0.5)))
+    branch = certify(made.attention, seq_len=3).total
+    assert certify(made, seq_len=3).total == pytest.approx(0.5 + 0.5 * 4 * branch, rel=2 * MARGIN)
+    made.attention_residual.divisor.fill_(1.0)
+    made.attention.v_proj.weight.data.mul_(100)
+    assert certify(made, seq_len=3).total > 10
+
+
+def test_an_embedding_is_refused_with_what_to_do():
+    certificate = certify(nn.Sequential(UnitEmbedding(5, 4)), seq_len=3)
+    assert "radius=1" in certificate.uncertified[0].reason
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_have_no_certificate(name: str, value: float):
+    layer = attention(4, 2)
+    getattr(layer, name).weight.data[0, 0] = value
+    try:
+        total = certify(layer, seq_len=3, cross_check=False).total
+    except Exception as error:
+        assert type(error).__module__ == "wellposed.errors"  # noqa: PT017
+    else:
+        assert math.isinf(total)
