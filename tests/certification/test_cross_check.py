@@ -93,6 +93,12 @@ def test_a_forward_pass_that_overflows_is_no_certificate():
     assert certify(model.double(), seq_len=2).total > 1e60
 
 
+@pytest.mark.parametrize("radius", [1e-6, 1e30, math.inf])
+def test_a_ball_of_any_size_is_tried_at_sizes_that_the_dtype_holds(radius):
+    layer = L2SelfAttention(8, 2)
+    assert "largest slope" in certify(layer, seq_len=4, radius=radius).cross_check
+
+
 def test_a_width_that_no_part_names_is_found():
     coupling = AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
     assert "largest slope" in certify(coupling, seq_len=3).cross_check

@@ -1,6 +1,16 @@
 """Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break them."""
 
-from wellposed.certification import _reversible as _reversible
+# Every file with rules is named, since a rule exists only once its file is imported.
+from wellposed.certification import (  # noqa: F401
+    _ball,
+    _blocks,
+    _cosine,
+    _dot_product,
+    _l2,
+    _reversible,
+    _transformer,
+    _transject,
+)
 from wellposed.certification._attack import LowerBound as LowerBound
 from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_lower_bound
 from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds

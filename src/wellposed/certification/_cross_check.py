@@ -7,6 +7,7 @@ rounding has nothing to do with the real map any more.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def _random_inputs(claim: Claim, width: int, device: torch.device) -> tuple[Tens
 
 def _placed(direction: Tensor, claim: Claim, width: int) -> Tensor:
     """Scale each example to its share of half of the ball: the other half is for what is added to it."""
-    radius = width**0.5 if claim.radius is None else claim.radius
+    radius = min(width**0.5, math.inf if claim.radius is None else claim.radius)
     reach = (0.5 - 1e-3) * radius * torch.tensor(_SCALES, dtype=torch.float64, device=direction.device)
     longest = perturbation_size(direction, "tok")
     scale = torch.where(longest > 0, reach / longest, 0.0)
