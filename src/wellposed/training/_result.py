@@ -16,6 +16,7 @@ from wellposed.errors import CheckpointError
 from wellposed.training import _files
 from wellposed.training._divergence import Divergence
 from wellposed.training._evaluate import Evaluation
+from wellposed.training._manifest import verify_run_file
 from wellposed.training._run_folder import now
 from wellposed.training._state import TrainerState
 from wellposed.training.config import RunConfig
@@ -62,6 +63,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     path = run_folder / NAME
     if not path.is_file():
         return None
+    verify_run_file(path)
     try:
         values = json.loads(path.read_bytes())
         return RunResult(values["train_info"]["status"], run_folder, values, values["train_info"].get("reason", ""))
