@@ -153,7 +153,7 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
             starts = list(json.loads(path.read_bytes()).get("starts", []))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore or remove the file, "
+                f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore or remove it, "
                 "then continue with --resume auto"
             ) from error
     entry = {"from_step": step, "date": values["date"], "command": values["command"]}
