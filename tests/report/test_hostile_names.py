@@ -12,7 +12,7 @@ import pytest
 from wellposed.measurement import write_csv
 from wellposed.report import aggregate, build_report
 
-VARIANTS = ('=HYPERLINK("http://x")', "--><script>alert(1)</script>", "$\\frac{", "@SUM(A1)", "]]></style><img src=x>")
+VARIANTS = ('=HYPERLINK("http://x")', "--><script>alert(1)</script>", "$\\frac{$", "@SUM(A1)", "]]></style><img src=x>")
 
 
 class Seen(HTMLParser):

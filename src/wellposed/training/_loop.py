@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from wellposed.errors import CheckpointError, DataError
+from wellposed.errors import CheckpointError, ConvergenceError, DataError
 from wellposed.training import _checkpoint, _manifest, _run_folder
 from wellposed.training._batches import Batch, MicroBatches, forward_with_auxiliary, to_device
 from wellposed.training._build import build_constraint, build_penalty, constrained_weights
@@ -99,6 +99,9 @@ class Run:
             except Divergence as divergence:
                 self.progress.say(f"stopped: {divergence}", warn=True)
                 return self._end("failed", self._evaluations(), str(divergence), divergence)
+            except ConvergenceError as error:
+                self.progress.say(f"stopped: {error}", warn=True)
+                return self._end("failed", self._evaluations(), str(error))
 
     def close(self) -> None:
         """Detach the penalty and the constraint and let go of the prepared objects."""
