@@ -78,9 +78,13 @@ def commands(run: Path, out: Path, examples: int = 0) -> dict[str, list[str]]:
     }
 
 
-def answers(run: Path, out: Path, capsys: pytest.CaptureFixture[str], examples: int) -> dict[str, tuple[int, str, str]]:
+def answers(
+    run: Path, out: Path, capsys: pytest.CaptureFixture[str], examples: int, file: str
+) -> dict[str, tuple[int, str, str]]:
     found = {}
     for name, words in commands(run, out, examples).items():
+        if not reads(name, file):
+            continue
         out.unlink(missing_ok=True)
         capsys.readouterr()
         status = main(words)

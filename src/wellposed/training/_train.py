@@ -42,10 +42,10 @@ def train(
     ``resume="auto"`` up to 2N steps give the same weights, bit for bit, as 2N steps straight; micro-batches depend on
     task, batch size and seed alone, so that every variant of a seed sees the same ones; k accumulated micro-batches
     give the gradient of one batch to rounding. SIGINT, SIGTERM or SIGHUP finishes the step, saves a checkpoint and
-    ends with status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the layer where
-    it began, before the weights are touched. The test split is read once, at the end, with the best weights, or
-    with the mean of the last ``average_checkpoints`` evaluated ones where that is better on *valid*. A task that
-    generates text is scored on valid and test with the same weights.
+    ends with status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the
+    layer where it began, before the weights are touched. The test split is read once, at the end, with the best
+    weights, or with the mean of the last ``average_checkpoints`` evaluated ones where that is better on *valid*. A task
+    that generates text is scored on valid and test with the same weights.
 
     Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed.training.learning_rate`.
 
