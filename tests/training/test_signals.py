@@ -30,7 +30,7 @@ def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None
 
 
 def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
-    """One process for SIGINT and one for SIGTERM, side by side."""
+    """One process for each signal, side by side."""
     started = {
         number: subprocess.Popen(
             [sys.executable, str(SCRIPT), str(tmp_path / number.name), "100000", "0.01"],
@@ -39,7 +39,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         for number, process in started.items():
@@ -92,3 +92,15 @@ def test_handlers_are_put_back_and_other_threads_left_alone() -> None:
     thread.start()
     thread.join()
     assert not problems
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """`nohup wellposed train ...` outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -64,11 +64,10 @@ def run(words: Sequence[str]) -> int:
     if model.config.is_encoder_decoder:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
-    text = _text(options)
     if model.can_generate():
-        lines: Iterable[str] = [_continuation(model, tokenizer, text, options)]
+        lines: Iterable[str] = [_continuation(model, tokenizer, _text(options), options)]
     else:
-        lines = _labels(model, tokenizer, text.splitlines(), options.batch_size)
+        lines = _labels(model, tokenizer, _lines(options), options.batch_size)
     if options.output is None:
         for line in lines:
             print(line)
@@ -129,6 +128,14 @@ def _text(options: PredictArguments) -> str:
     if not text.strip():
         raise DataError(f"{path}: the file is empty; expected at least one line of text")
     return text
+
+
+def _lines(options: PredictArguments) -> list[str]:
+    with LineSource(text=options.text, path=options.input) as source:
+        lines = list(source)
+    if options.input is not None and not any(map(str.strip, lines)):
+        raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
+    return lines
 
 
 def _continuation(

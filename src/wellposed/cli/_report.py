@@ -26,6 +26,7 @@ def run(words: Sequence[str]) -> int:
 
     from wellposed.report import aggregate, build_report
 
+    page = build_report(options.runs, options.out)  # first, since it reads more files: damage must not follow a table
     print(aggregate(options.runs).table())
-    print(f"report: {build_report(options.runs, options.out)}")
+    print(f"report: {page}")
     return 0

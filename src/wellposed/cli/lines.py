@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -73,7 +74,12 @@ class LineSource:
                 zipped = file.read(2) == _GZIP_MAGIC
                 file.seek(0)
                 with gzip.GzipFile(fileobj=file) if zipped else nullcontext(file) as lines:
-                    yield lines
+                    try:
+                        yield lines
+                    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                        raise DataError(
+                            f"{self.name}: the gzip data is damaged or cut short ({error}); copy the file again"
+                        ) from None
 
 
 @contextmanager

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wellposed.errors import CheckpointError, DataError, nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = ("config.json", "config.toml", "final/config.json")
+
 
 def model_folder(name: str) -> str:
     """Return the folder (or hub name) to load ``name`` from: ``final/`` of a run folder, else the name itself.
 
+    A name is one of the hub only if it has the form ``name`` or ``owner/name`` and no path can have been meant: nothing
+    of that name exists, and there is no folder ``owner`` here.
+
     Raises:
         CheckpointError: a run folder whose run has not finished.
-        DataError: a path that does not exist and cannot be the name of a hub model.
+        DataError: a path that does not exist, with the nearest that do.
     """
     path = Path(name)
     if (path / "final" / "config.json").is_file():
@@ -32,57 +39,60 @@ def model_folder(name: str) -> str:
             f"{name}: expected a run folder or a saved model, found neither config.json nor final/"
             + (f"; runs inside: {', '.join(runs[:5])}" if runs else "")
         )
-    if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest_names(path.name, siblings)
-        raise DataError(f"{name}: no such folder" + (f"; nearest: {', '.join(near)}" if near else ""))
+    if path.exists():
+        raise DataError(f"{name}: is a file, expected a run folder or a saved model; name the folder that holds it")
+    if _is_path(name):
+        raise DataError(f"{name}: no such folder{_nearest(path)}")
     return name
 
 
 def load_model(name: str) -> PreTrainedModel:
     """Load the model with the class it was saved from (our own classes are registered with the Auto classes)."""
-    import transformers
+    from wellposed.models import load_saved_model
 
-    transformers.utils.logging.disable_progress_bar()
-    from wellposed.models import auto_class
-
-    folder = model_folder(name)
-    auto: Any = auto_class(_architecture(folder)) or transformers.AutoModel
+    folder = _verified(name, weights=True)
     try:
-        return auto.from_pretrained(folder).eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{name}: the model cannot be loaded: {_first_line(error)}") from error
+        return load_saved_model(folder)
+    except CheckpointError as error:
+        if Path(name).exists():
+            raise
+        raise DataError(f"{error}; no folder has that name either{_nearest(Path(name))}") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved beside the model."""
     from transformers import AutoTokenizer
 
+    from wellposed.models import load_pretrained
+
+    return load_pretrained(AutoTokenizer, _verified(name, weights=False))
+
+
+def _verified(name: str, *, weights: bool) -> str:
+    """Return the folder to load from, once its files are those that were saved."""
+    from wellposed.training import verify_final, verify_run_file
+
     folder = model_folder(name)
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{name}: no tokenizer can be loaded from {folder}: {_first_line(error)}") from error
+    verify_final(Path(folder), weights=weights)
+    if Path(folder) != Path(name):
+        verify_run_file(Path(name) / "config.toml")
+    return folder
 
 
-def _architecture(folder: str) -> str:
-    config = Path(folder) / "config.json"
-    if config.is_file():
-        try:
-            values = json.loads(config.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{config}: not valid JSON: {error}") from error
-    else:
-        from transformers import AutoConfig
-
-        try:
-            values = AutoConfig.from_pretrained(folder).to_dict()
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder}: neither a folder nor a model of the hub that can be reached: {_first_line(error)}"
-            ) from error
-    return (values.get("architectures") or [""])[0]
+def _is_path(name: str) -> bool:
+    owner = Path(name).parent
+    return (
+        _HUB_NAME.fullmatch(name) is None
+        or (
+            os.sep in name and (owner.is_dir() or name.startswith("runs/"))
+        )  # where runs go, whether or not there is one yet
+    )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _nearest(path: Path) -> str:
+    """Return the nearest folders beside ``path`` that hold a model or a run, as the end of a message."""
+    parent = path.parent
+    there = sorted(parent.iterdir()) if parent.is_dir() else []
+    models = [entry.name for entry in there if any((entry / file).is_file() for file in _FILES)]
+    near = nearest_names(path.name, models or [entry.name for entry in there if entry.is_dir()])
+    return f"; nearest: {', '.join(str(parent / entry) for entry in near)}" if near else ""

@@ -124,7 +124,7 @@ def _chunks(source: LineSource, size: int) -> Iterator[list[str]]:
 
 def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
     # A line feed inside an output would shift every line after it.
-    texts = [" ".join(hypothesis.text.splitlines()) for hypothesis in hypotheses]
+    texts = [" ".join(re.split("[\r\n]+", hypothesis.text.strip("\r\n"))) for hypothesis in hypotheses]
     if n_best == 1:
         return texts[0] + "\n"
     scores = ["" if h.score is None else f"{h.score:.6f}" for h in hypotheses]

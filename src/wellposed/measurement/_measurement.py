@@ -30,6 +30,7 @@ WEIGHT_COLUMNS = (
     "stable_rank",
     "sigma_max_status",
 )
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
 ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm", *PER_HEAD)
 
@@ -150,7 +151,7 @@ class Measurement:
             record = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror}); expected a measurement") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{path}: not valid JSON ({error}); the file is cut off or damaged, measure again"
             ) from error
@@ -175,11 +176,14 @@ class Measurement:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write dictionaries as CSV with ``\\n`` line ends; lists become values joined by a space, ``None`` empty."""
+    """Write dictionaries as CSV with ``\\n`` line ends; lists become values joined by a space, ``None`` empty.
+
+    Text that a spreadsheet would run as a formula gets an apostrophe in front, which spreadsheets do not show.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
+        writer.writerow(map(_cell, columns))
         writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
     return path
 
@@ -192,7 +196,17 @@ def mean_of(values: Sequence[float] | None) -> float | None:
 def _cell(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return " ".join(repr(item) for item in value)
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS) and not _is_number(value):
+        return f"'{value}"
     return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -233,4 +247,19 @@ def _schema_problem(record: Any) -> str | None:
         return f"schema_version is {record.get('schema_version')!r}, this version reads {SCHEMA_VERSION}"
     if not isinstance(record.get("rows"), list) or not all(isinstance(row, dict) for row in record["rows"]):
         return "has no list of rows"
+    for row in record["rows"]:
+        bad = [name for name, value in row.items() if not _fits(name, value)]
+        if bad or not {"role", "path"} <= set(row):
+            return f"a row has no usable {', '.join(bad) or 'role and path'}"
+    if not all(isinstance(record.get(name, []), list) for name in ("activations", "notes")):
+        return "activations and notes are not lists"
     return None
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Return whether ``value`` is of the kind that column ``name`` holds."""
+    if name in (*IDENTITY, "kind", "parameter", "gram", "sigma_max_status"):
+        return value is None or isinstance(value, int if name == "layer" else str)
+    if name == "singular_values":
+        return value is None or (isinstance(value, list) and all(isinstance(item, (int, float)) for item in value))
+    return value is None or isinstance(value, (int, float))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wellposed.errors import DataError
 from wellposed.measurement import text_table, write_csv
 from wellposed.recipes.charts import draw
 from wellposed.recipes.mcgrath2024 import BASELINE, PAPER_TABLE, QR_METHODS, Cell
@@ -227,12 +228,18 @@ def _described(settings: SweepSettings) -> str:
         f"a BERT of {options.num_hidden_layers} layers and width {options.hidden_size}, trained from scratch"
     )
     path = Path(settings.out) / DATA
-    sets = json.loads(path.read_bytes()) if path.exists() else {}
-    rows = "; ".join(
-        f"{name} {data['train_rows']} of {data['train_rows_available']} train rows, {data['valid_rows']} dev rows, "
-        f"{data['rows_cut']} rows cut to {options.max_length} tokens"
-        for name, data in sets.items()
-    )
+    try:
+        sets = json.loads(path.read_bytes()) if path.exists() else {}
+        rows = "; ".join(
+            f"{name} {data['train_rows']} of {data['train_rows_available']} train rows, {data['valid_rows']} dev rows, "
+            f"{data['rows_cut']} rows cut to {options.max_length} tokens"
+            for name, data in sets.items()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not the description of the data of a sweep ({type(error).__name__}: {error}); restore the "
+            "file, or remove it: the page then says nothing about the data"
+        ) from error
     return (
         f"Model: {model}; {options.steps} steps of {options.batch_size} rows from each set; seeds "
         f"{', '.join(map(str, settings.seeds))}. Data: {rows}. Scores are of the dev files, as in the paper; overall = "

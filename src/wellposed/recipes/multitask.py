@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ConvergenceError, missing_extra
+from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, missing_extra
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.recipes.multitask_options import SETS, MultiTaskOptions, overall_score
@@ -324,10 +324,14 @@ def _load(kind: str, name: str) -> Any:
         import transformers
     except ImportError as error:
         raise missing_extra("transformers", "hf", "pretrained encoders") from error
+    from wellposed.models import load_pretrained, load_pretrained_model
+
     try:
-        return getattr(transformers, kind).from_pretrained(name)
-    except Exception as error:
+        if kind == "AutoTokenizer":
+            return load_pretrained(transformers.AutoTokenizer, name)
+        return load_pretrained_model(transformers.AutoModel, name, unread="pooler.")  # the first hidden state is read
+    except CheckpointError as error:
         raise ConfigError(
-            f"encoder {name!r} cannot be loaded ({kind}): {type(error).__name__}: {error}; give a folder that holds "
+            f"encoder {name!r} cannot be loaded ({kind}): {error}; give a folder that holds "
             "config.json, model.safetensors and tokenizer.json, or a hub name that is cached or reachable"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from wellposed.errors import ConfigError, unknown_name
+from wellposed.measurement import write_csv
 from wellposed.recipes.charts import Panel, draw
 from wellposed.registry import Registry
 
@@ -131,18 +131,10 @@ def reproduce(
     stem = out / name.replace("/", "-")
     files = tuple(stem.with_name(stem.name + suffix) for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.says, result, seconds, files)
-    _write_csv(files[0], result.rows)
+    write_csv(files[0], list(dict.fromkeys(name for row in result.rows for name in row)), result.rows)
     draw(result.panels, files[1])
     _write_json(files[2], done)
     return done
-
-
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _write_json(path: Path, done: Reproduced) -> None:

@@ -10,11 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import DataError, listed
+from wellposed.errors import CheckpointError, DataError, listed
 from wellposed.measurement import Measurement
 from wellposed.report.statistics import Failure
+from wellposed.training import verify_run_file
 
 REQUIRED = ("task", "variant", "seed", "results", "headline", "higher_is_better", "config", "train_info", "date")
+TYPES: Mapping[str, type] = {
+    "task": str, "variant": str, "seed": int, "results": dict, "headline": str, "higher_is_better": dict,
+    "config": dict, "train_info": dict, "date": str, "reference": dict, "command": list, "data": dict,
+    "versions": dict,
+}  # fmt: skip
+"""What each entry of ``result.json`` is; those that `REQUIRED` lacks may be null or absent."""
 ORDER_FILE = "compare.json"
 INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 
@@ -122,7 +129,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
             metrics=_read_metrics(run.folder / "metrics.jsonl", problems),
             initial=_read_measurement(run.folder, INITIAL, problems),
             final=_read_measurement(run.folder, FINAL, problems),
-            environment=_read_json(run.folder / "env.json", problems) or {},
+            environment=_read_environment(run.folder / "env.json", problems),
         )
         for run in runs
     ]
@@ -186,13 +193,14 @@ def _read_run(folder: Path, problems: list[str]) -> tuple[Run | None, ExcludedRu
     if not file.exists():
         return _read_unfinished(folder)
     result = _read_json(file, problems)
+    _verify(folder / "config.toml", problems)
     problem = None if result is None else _result_problem(result)
     if problem:
         problems.append(f"{file}: {problem}")
     if result is None or problem:
         return None, None
     if _status(result) != "success":
-        info = result["train_info"] if isinstance(result["train_info"], dict) else {}
+        info = result["train_info"]
         reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
         short, diverged = reason.partition("\n")[0], result.get("failure")
         if isinstance(diverged, dict):
@@ -228,18 +236,23 @@ def _headline_names(result: Mapping[str, Any]) -> list[str]:
 
 
 def _status(result: Mapping[str, Any]) -> str:
-    info = result["train_info"]
-    return str(info.get("status")) if isinstance(info, dict) else "None"
+    return str(result["train_info"].get("status"))
 
 
 def _result_problem(result: Mapping[str, Any]) -> str | None:
     missing = [key for key in REQUIRED if key not in result]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
+    wrong = [
+        f"{key} is a {type(result[key]).__name__}, expected {kind.__name__}"
+        for key, kind in TYPES.items()
+        if not isinstance(result.get(key), kind) and (key in REQUIRED or result.get(key) is not None)
+    ]
+    if wrong:
+        return f"{'; '.join(wrong)}; the file is damaged"
     if _status(result) != "success":
         return None
-    results = result["results"]
-    values = results.get(result["task"]) if isinstance(results, dict) else None
+    values = result["results"].get(result["task"])
     if not isinstance(values, dict) or not values:
         return f"results has no metrics of task {result['task']!r}"
     if not _headline_names(result):
@@ -277,12 +290,24 @@ def _rank(run: Run) -> tuple[bool, str]:
     return ended, str(run.result["date"])
 
 
+def _verify(file: Path, problems: list[str]) -> bool:
+    """Return whether ``file`` is what the run wrote, as far as its manifest says."""
+    try:
+        verify_run_file(file)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return False
+    return True
+
+
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    if not _verify(file, problems):
+        return None
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         problems.append(f"{file}: cannot be read ({error.strerror})")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{file}: not valid JSON ({error}); the file is cut off or damaged")
     else:
         if isinstance(value, dict):
@@ -291,9 +316,18 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
     return None
 
 
+def _read_environment(file: Path, problems: list[str]) -> dict[str, Any]:
+    values = _read_json(file, problems) or {}
+    if not isinstance(values.get("starts", []), list):
+        problems.append(f"{file}: starts is a {type(values['starts']).__name__}, expected list; the file is damaged")
+    return values
+
+
 def _read_measurement(folder: Path, name: str, problems: list[str]) -> Measurement | None:
     """Read one measurement; a model without roles leaves neither, which is no problem."""
     if not any((folder / each).exists() for each in (INITIAL, FINAL)):
+        return None
+    if not _verify(folder / name, problems):
         return None
     try:
         return Measurement.from_json(folder / name)
@@ -303,8 +337,10 @@ def _read_measurement(folder: Path, name: str, problems: list[str]) -> Measureme
 
 
 def _read_metrics(file: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
+    if not _verify(file, problems):
+        return ()
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})")
         return ()
@@ -312,9 +348,13 @@ def _read_metrics(file: Path, problems: list[str]) -> tuple[Mapping[str, Any], .
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
+            if any(isinstance(row[name], (str, list, dict)) for name in row if name != "split"):
+                raise TypeError("a value that is no number")
             # A resumed run may have logged a step twice: the later row is the one the weights went through.
             rows[str(row["split"]), int(row["step"])] = row
-        except (ValueError, KeyError, TypeError):
-            problems.append(f"{file}:{number}: expected a JSON object with step and split, received {line[:60]!r}")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            problems.append(
+                f"{file}:{number}: expected a JSON object with step, split and numbers, received {line[:60]!r}"
+            )
             return ()
     return tuple(rows.values())

@@ -201,7 +201,7 @@ def read_synonyms(path: Path) -> dict[str, str]:
         raise missing_file(path)
     names: dict[str, str] = {}
     problems = []
-    for number, line in enumerate(read_text(path).text.splitlines(), start=1):
+    for number, line in enumerate(read_text(path).text.removesuffix("\n").split("\n"), start=1):
         words = line.lower().split()
         again = [word for word in words if word in names]
         if len(words) < 2 or again:

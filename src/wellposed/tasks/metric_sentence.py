@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError, ShapeError, missing_extra
+from wellposed.errors import CheckpointError, ConfigError, ShapeError, missing_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,12 +70,14 @@ def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 12
         from transformers import AutoModel, AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "hf", "sentence encoders") from error
+    from wellposed.models import load_pretrained, load_pretrained_model
+
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        model: Any = AutoModel.from_pretrained(name).eval()
-    except Exception as error:
+        tokenizer: Any = load_pretrained(AutoTokenizer, name)
+        model: Any = load_pretrained_model(AutoModel, name, unread="pooler.")  # the mean is over hidden states
+    except CheckpointError as error:
         raise ConfigError(
-            f"sentence encoder {name!r} cannot be loaded: {type(error).__name__}: {error}; give the folder of an "
+            f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an "
             "encoder saved with save_pretrained, tokenizer beside it, or a hub name that is cached or reachable"
         ) from error
     if tokenizer.pad_token is None:

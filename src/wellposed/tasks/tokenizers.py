@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError, missing_extra
+from wellposed.errors import CheckpointError, ConfigError, missing_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -199,11 +199,13 @@ class PretrainedEncoder(TextEncoder):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
+        from wellposed.models import load_pretrained
+
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        except Exception as error:
+            self._tokenizer: Any = load_pretrained(AutoTokenizer, name)
+        except CheckpointError as error:
             raise ConfigError(
-                f"tokenizer 'hf:{name}' cannot be loaded: {type(error).__name__}: {error}; "
+                f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
                 "give a folder that holds tokenizer.json, or a hub name that is cached or reachable"
             ) from error
         self.pad_from_eos = self._tokenizer.pad_token is None

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wellposed.training._manifest import verify_final as verify_final
+    from wellposed.training._manifest import verify_run_file as verify_run_file
     from wellposed.training._result import RunResult as RunResult
     from wellposed.training._result import read_result as read_result
     from wellposed.training._result import result_schema as result_schema
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 # public name -> module that defines it
 _EXPORTS = {
     "train": "_train",
+    "verify_final": "_manifest",
+    "verify_run_file": "_manifest",
     "read_metrics": "metrics",
     "RunResult": "_result",
     "read_result": "_result",

@@ -14,6 +14,7 @@ import torch
 
 from wellposed.errors import CheckpointError
 from wellposed.training import durable_files
+from wellposed.training._manifest import verify_run_file
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
 from wellposed.training.evaluate import Evaluation
@@ -62,6 +63,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     path = run_folder / NAME
     if not path.is_file():
         return None
+    verify_run_file(path)
     try:
         values = json.loads(path.read_bytes())
         return RunResult(values["train_info"]["status"], run_folder, values, values["train_info"].get("reason", ""))

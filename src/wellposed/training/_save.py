@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError
-from wellposed.training import checkpoints, durable_files
+from wellposed.errors import CheckpointError, RoleNotFoundError
+from wellposed.training import _manifest, checkpoints, durable_files
 from wellposed.training.build import build_run_model
 from wellposed.training.run_folder import read_config
 from wellposed.training.tensors import encode, model_tensors
@@ -35,6 +33,7 @@ def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
             _save_into(temporary, model, task)
             for path in temporary.iterdir():
                 durable_files.sync_file(path)
+            _manifest.write(temporary, [path.name for path in temporary.iterdir()])
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are intact; free space on "
@@ -50,8 +49,10 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
         return
     from safetensors import SafetensorError
 
+    from wellposed.models import quiet_transformers
+
     try:
-        with _without_bars():
+        with quiet_transformers():
             save(folder)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
@@ -59,20 +60,6 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     readable = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(readable)  # safetensors writes files that other users cannot read
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep the progress bars of transformers off the terminal; the run has its own."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 def measure_model(model: nn.Module, path: Path) -> str | None:
@@ -134,19 +121,9 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    import transformers
+    from transformers import AutoTokenizer
 
-    from wellposed.models import AUTO_CLASSES, auto_class
+    from wellposed.models import load_pretrained, load_saved_model
 
-    try:
-        architecture = (transformers.AutoConfig.from_pretrained(final).architectures or [""])[0]
-        kind = auto_class(architecture)
-        if kind is None:
-            known = ", ".join(AUTO_CLASSES)
-            raise ConfigError(f"{final}/config.json: architecture {architecture!r}, expected one of {known}")
-        with _without_bars():
-            return kind.from_pretrained(final).eval(), transformers.AutoTokenizer.from_pretrained(final)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise CheckpointError(f"{final}: the model cannot be loaded: {error}") from error
+    _manifest.verify_final(final)
+    return load_saved_model(final), load_pretrained(AutoTokenizer, final)

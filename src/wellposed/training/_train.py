@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import errno
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from wellposed.errors import CheckpointError
-from wellposed.training import run_folder
+from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.training import _manifest, run_folder
 from wellposed.training._complete import CompleteRun
-from wellposed.training._result import RunResult, read_result
+from wellposed.training._result import RunResult, describe_result, read_result, write_result
 from wellposed.training.build import ModelFactory, build_run_model
 from wellposed.training.config import RunConfig
 from wellposed.training.progress import Progress
 from wellposed.training.signals import StopRequest
+from wellposed.training.state import TrainerState
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -39,11 +41,11 @@ def train(
     Status: exact in what it promises of the course of a run. On a CPU, N steps, a kill at any moment, and
     ``resume="auto"`` up to 2N steps give the same weights, bit for bit, as 2N steps straight; micro-batches depend on
     task, batch size and seed alone, so that every variant of a seed sees the same ones; k accumulated micro-batches
-    give the gradient of one batch to rounding. SIGINT or SIGTERM finishes the step, saves a checkpoint and ends with
-    status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the layer where
-    it began, before the weights are touched. The test split is read once, at the end, with the best weights, or
-    with the mean of the last ``average_checkpoints`` evaluated ones where that is better on *valid*. A task that
-    generates text is scored on valid and test with the same weights.
+    give the gradient of one batch to rounding. SIGINT, SIGTERM or SIGHUP finishes the step, saves a checkpoint and
+    ends with status ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the
+    layer where it began, before the weights are touched. The test split is read once, at the end, with the best
+    weights, or with the mean of the last ``average_checkpoints`` evaluated ones where that is better on *valid*. A task
+    that generates text is scored on valid and test with the same weights.
 
     Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed.training.learning_rate`.
 
@@ -59,7 +61,8 @@ def train(
         model: makes the model from ``(config, task)``.
 
     Returns:
-        The result: status ``success``, ``cancelled`` or ``failed``, content of ``result.json``, exit code.
+        The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too), content of
+        ``result.json``, exit code.
 
     Raises:
         ConfigError: ``out`` in use, a resume into a changed configuration (every field listed), an unknown name.
@@ -92,9 +95,9 @@ def train(
 
         task = build_task(config.task, config.task_options)
     set_seed(config.train.seed)
-    network = model(config, task)
-    run = CompleteRun(config, out, task, network, accelerator)
+    run = None
     try:
+        run = CompleteRun(config, out, task, model(config, task), accelerator)
         checkpoint, notes = run.enter(resume, command)
         with (
             Progress(
@@ -107,6 +110,11 @@ def train(
             for note in notes:
                 shown.say(note, warn="damaged" in note)
             return run.go(checkpoint, shown, stop)
+    except ConvergenceError as error:
+        # The weights or their constraint could not be made: such a run has failed, as one whose loss is not finite.
+        return _failed_at_start(
+            config, out, task, resume=resume, command=command, message=str(error), write=accelerator.is_main_process
+        )
     except OSError as error:
         if error.errno not in DISK_PROBLEMS:
             raise
@@ -115,4 +123,29 @@ def train(
             "make room or give access, then continue with --resume auto"
         ) from error
     finally:
-        run.close()
+        if run is not None:
+            run.close()
+
+
+def _failed_at_start(
+    config: RunConfig, out: Path, task: Task, *, resume: str, command: list[str] | None, message: str, write: bool
+) -> RunResult:
+    environment = run_folder.environment(command)
+    values = describe_result(
+        status="failed",
+        config=config,
+        task=task,
+        state=TrainerState(),
+        evaluations={},
+        environment=environment,
+        parameters=0,
+        message=message,
+    )
+    result = RunResult("failed", out, values, message)
+    if write:
+        logging.getLogger("wellposed.training").warning("%s: failed: %s", out, message)
+        run_folder.enter_run_folder(out, config, resume)
+        _manifest.remove(out)
+        run_folder.write_environment(out, environment, 0)
+        write_result(result)
+    return result

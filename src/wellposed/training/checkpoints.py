@@ -6,12 +6,10 @@ Accelerate's ``save_state`` is not used, since it pickles the optimizer and the 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 
 from wellposed.errors import CheckpointError
-from wellposed.training import durable_files
+from wellposed.training import _manifest, durable_files
 from wellposed.training.state import TrainerState
 from wellposed.training.tensors import (
     decode,
@@ -32,8 +30,6 @@ from wellposed.training.tensors import (
     random_tensors,
 )
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
@@ -81,11 +77,13 @@ def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
         CheckpointError: the disk is full or cannot be written; older checkpoints are untouched, nothing is left behind.
     """
     folder = run_folder / f"checkpoint-{snapshot.step}"
+    # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
+    manifest = {"format": _manifest.FORMAT, "step": snapshot.step, "files": _manifest.describe(snapshot.files)}
     try:
         with durable_files.replace_folder(folder) as temporary:
             for name, data in snapshot.files.items():
                 durable_files.write_synced(temporary / name, data)
-            durable_files.write_synced(temporary / MANIFEST, durable_files.to_json(_manifest(snapshot), indent=2))
+            durable_files.write_synced(temporary / _manifest.NAME, durable_files.to_json(manifest, indent=2))
     except OSError as error:
         size = sum(map(len, snapshot.files.values()))
         older = newest_complete(run_folder)[0]
@@ -103,16 +101,7 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: all missing, cut or altered files, by name.
     """
-    manifest = _read_manifest(folder)
-    problems = []
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path}: missing")
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{path}: {path.stat().st_size} bytes, expected {expected['bytes']} (cut short)")
-        elif durable_files.digest(path) != expected["sha256"]:
-            problems.append(f"{path}: content differs from its SHA-256 (altered)")
+    problems = _manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE))
     if problems:
         raise CheckpointError(
             "; ".join(problems) + "; the checkpoint cannot be used: remove it, or continue with --resume auto, which "
@@ -191,24 +180,3 @@ def _random_file(folder: Path, rank: int) -> Path:
         count = len(list(folder.glob(random_name(0).replace("0", "*"))))
         raise CheckpointError(f"{folder}: written by {count} processes; continue with as many (no {path.name})")
     return path
-
-
-def _manifest(snapshot: Snapshot) -> dict[str, Any]:
-    files = {
-        name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in sorted(snapshot.files.items())
-    }
-    return {"format": FORMAT, "step": snapshot.step, "files": files}
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        files = manifest["files"]
-        bad = manifest["format"] != FORMAT or not {MODEL, OPTIMIZER, STATE} <= set(files)
-        bad = bad or any(os.sep in name for name in files)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: unreadable manifest ({error}); the checkpoint is incomplete") from error
-    if bad:
-        raise CheckpointError(f"{path}: not a manifest of format {FORMAT}; the checkpoint is incomplete")
-    return manifest

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from wellposed.errors import DataError
-from wellposed.training import checkpoints, run_folder
+from wellposed.errors import CheckpointError, ConvergenceError, DataError
+from wellposed.training import _manifest, checkpoints, run_folder
 from wellposed.training._result import RunResult, Status, describe_result, write_result
 from wellposed.training._save import measure_model, save_final
 from wellposed.training._schedules import learning_rate
@@ -61,6 +61,7 @@ class Run:
             return run_folder.find_checkpoint(self.out, resume)
         checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
         self.environment = run_folder.environment(command)
+        _manifest.remove(self.out)  # of an earlier start: what it describes grows again
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         run_folder.write_environment(self.out, self.environment, step)
         self.accelerator.wait_for_everyone()
@@ -98,6 +99,9 @@ class Run:
             except Divergence as divergence:
                 self.progress.say(f"stopped: {divergence}", warn=True)
                 return self._end("failed", self._evaluations(), str(divergence), divergence)
+            except ConvergenceError as error:
+                self.progress.say(f"stopped: {error}", warn=True)
+                return self._end("failed", self._evaluations(), str(error))
 
     def close(self) -> None:
         """Detach the penalty and the constraint and let go of the prepared objects."""
@@ -218,17 +222,32 @@ class Run:
 
     def _finish(self) -> RunResult:
         """Evaluate the best weights on *test* and leave them in ``final/``."""
-        state = self.state
-        if state.best_step != state.step:
-            best = self.out / f"checkpoint-{state.best_step}"
-            checkpoints.verify(best)
-            checkpoints.load_checkpoint(best, self.model)
+        lost = self._load_best()
         test = self._evaluate("test", None)
-        self._add_row({"step": state.best_step, "split": "test", **test.metrics, "seconds": self._elapsed()})
+        self._add_row({"step": self.state.best_step, "split": "test", **test.metrics, "seconds": self._elapsed()})
         if self.accelerator.is_main_process:
             self._measure("measure-final.json")
             save_final(self.out, self.model, self.task)
-        return self._end("success", {**self._evaluations(), "test": test})
+        return self._end("success", {**self._evaluations(), "test": test}, lost)
+
+    def _load_best(self) -> str:
+        """Load the weights that were best on *valid*; where those are damaged, keep the last ones and return why."""
+        state = self.state
+        if state.best_step == state.step:
+            return ""
+        best = self.out / f"checkpoint-{state.best_step}"
+        try:
+            checkpoints.verify(best)
+        except CheckpointError as error:
+            lost = (
+                f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are used: {error}"
+            )
+            self.progress.say(lost, warn=True)
+            state.best_value = None
+            self._validate()
+            return lost
+        checkpoints.load_checkpoint(best, self.model)
+        return ""
 
     def _cancel(self) -> RunResult:
         self._save()
@@ -257,7 +276,10 @@ class Run:
         )
         values["train_info"].update(self._isometry_error())
         result = RunResult(status, self.out, values, message)
-        return write_result(result) if self.accelerator.is_main_process else result
+        if self.accelerator.is_main_process:
+            write_result(result)
+            _manifest.write(self.out, _manifest.RECORDS)
+        return result
 
     def _evaluations(self) -> dict[str, Evaluation]:
         state = self.state

@@ -142,11 +142,21 @@ def environment(command: Sequence[str] | None) -> dict[str, Any]:
 
 
 def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> None:
-    """Append this start to ``env.json``; a resumed run has one entry per start."""
+    """Append this start to ``env.json``; a resumed run has one entry per start.
+
+    Raises:
+        CheckpointError: the file of earlier starts is damaged.
+    """
     path = run_folder / ENVIRONMENT
     starts: list[Any] = []
     if path.is_file():
-        starts = json.loads(path.read_bytes()).get("starts", [])
+        try:
+            starts = list(json.loads(path.read_bytes()).get("starts", []))
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore or remove it, "
+                "then continue with --resume auto"
+            ) from error
     entry = {"from_step": step, "date": values["date"], "command": values["command"]}
     durable_files.replace_file(path, durable_files.to_json({**values, "starts": [*starts, entry]}, indent=2))
 

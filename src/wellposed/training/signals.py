@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask the run to stop; a second one ends it at once."""
+"""SIGINT, SIGTERM and SIGHUP (a closed terminal) ask the run to stop; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
@@ -14,8 +14,9 @@ class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM sets `requested` and the second raises `KeyboardInterrupt`.
+    """A context in which the first signal of `STOPPING` sets `requested` and the second raises `KeyboardInterrupt`.
 
+    A SIGHUP that is ignored, as under ``nohup``, stays ignored.
     Outside the main thread Python delivers no signals, so there the context changes nothing.
     """
 
@@ -25,7 +26,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in STOPPING}
+            asked = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._handle) for number in asked}
         return self
 
     def __exit__(

@@ -1,0 +1,186 @@
+"""Loading what others saved: none of its code runs, weights come from safetensors alone, and none is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.utils import logging
+
+from wellposed.errors import CheckpointError, WellposedError
+from wellposed.models._auto import auto_class
+
+SHOWN = 10
+
+
+def load_pretrained(kind: Any, name: str | Path) -> Any:
+    """Return ``kind.from_pretrained(name)``; code that comes with the files is refused, never run and never asked for.
+
+    Status: exact. ``trust_remote_code=False`` is passed, so that nothing is read from standard input. A name of the hub
+    is looked up in the cache alone where the hub cannot be reached, with one attempt to reach it.
+
+    Args:
+        kind: ``AutoTokenizer``, ``AutoConfig``, or another class with ``from_pretrained``; for weights use
+            `load_pretrained_model`.
+        name: a folder, or the name of a hub model.
+
+    Returns:
+        The tokenizer or configuration.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or needs code of its own.
+
+    Cost: reading the files. When not to use: for a model whose code you trust, call Hugging Face yourself.
+
+    >>> load_pretrained(transformers.AutoTokenizer, "/no/such/folder")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    return _load(kind, str(name))
+
+
+def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = None) -> Any:
+    """Return the model ``kind.from_pretrained(name)`` of which every weight is the one that was saved.
+
+    Status: exact. As `load_pretrained`, and weights are read from safetensors files only (a pickle can run code), every
+    tensor of the model must be there, and a model of wellposed must use every tensor of the file. Hugging Face alone
+    draws missing tensors at random.
+
+    Args:
+        kind: an Auto class, or a model class.
+        name: a folder, or the name of a hub model.
+        unread: start of the names of tensors that may be missing, since the caller never reads what they give.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: it cannot be loaded, needs code of its own, has pickled weights alone (the message says how to
+            convert them), or lacks tensors (they are named).
+
+    Cost: reading the weights. When not to use: to start a new head on a trained body, which lacks tensors on purpose.
+
+    >>> load_pretrained_model(transformers.AutoModel, "/no/such/folder")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    _refuse_pickles(Path(name), kind)
+    model, found = _load(kind, str(name), use_safetensors=True, output_loading_info=True)
+    missing = sorted(key for key in found["missing_keys"] if unread is None or not key.startswith(unread))
+    ours = type(model).__module__.startswith("wellposed.")
+    unexpected = sorted(found["unexpected_keys"]) if ours else []
+    problems = [f"lacks {_shown(missing)}"] if missing else []
+    problems += [f"has {_shown(unexpected)}, which {type(model).__name__} does not use"] if unexpected else []
+    if problems:
+        raise CheckpointError(
+            f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another architecture: copy the "
+            "folder again from where it was whole, or save the model again"
+        )
+    return model.eval()
+
+
+def load_saved_model(name: str | Path) -> Any:
+    """Return the model in ``name``, of the class it was saved from: `load_pretrained_model` with that class.
+
+    Args:
+        name: a folder, or the name of a hub model.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: ``config.json`` cannot be read, or as `load_pretrained_model`.
+
+    Cost: reading the weights. When not to use: for another head than the saved one, use `load_pretrained_model`.
+
+    >>> load_saved_model("/no/such/folder")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    named = load_pretrained(transformers.AutoConfig, name).architectures
+    first = named[0] if isinstance(named, list) and named else None
+    return load_pretrained_model(_saved_class(first), name)
+
+
+def _saved_class(architecture: Any) -> Any:
+    """Return what loads ``architecture``, one that transformers or this package has.
+
+    >>> [_saved_class(name).__name__ for name in ("BertForMaskedLM", "WellposedForCausalLM", 7)]
+    ['BertForMaskedLM', 'AutoModelForCausalLM', 'AutoModel']
+    """
+    name = architecture if isinstance(architecture, str) else ""
+    known = getattr(transformers, name, None) if name else None
+    is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
+    return auto_class(name) or (known if is_model else transformers.AutoModel)
+
+
+def _load(kind: Any, name: str, **options: Any) -> Any:
+    folder = Path(name)
+    if folder.is_absolute() and not folder.exists():
+        raise CheckpointError(f"{name}: no such folder")
+    try:
+        with quiet_transformers():
+            return kind.from_pretrained(
+                name, trust_remote_code=False, local_files_only=folder.is_dir() or not _hub_answers(), **options
+            )
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its parser does, bare Exception included
+        text = str(error)
+        if "trust_remote_code" in text or "custom code" in text:
+            raise CheckpointError(
+                f"{name}: needs Python code that comes with it, which wellposed never runs; if you trust it, load it "
+                "in Python with trust_remote_code=True and pass the model to wellposed"
+            ) from error
+        said = " ".join(text.split()) if isinstance(error, WellposedError) else text.strip().partition("\n")[0]
+        raise CheckpointError(f"{name}: cannot be loaded: {said or type(error).__name__}") from error
+
+
+def _refuse_pickles(folder: Path, kind: Any) -> None:
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin")) if folder.is_dir() else []
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder}: the weights are pickled ({', '.join(pickled)}), which can run code; expected safetensors; "
+            f"if you trust the file, convert it once: model = transformers.{kind.__name__}.from_pretrained("
+            f"{str(folder)!r}, use_safetensors=False), then model.save_pretrained({str(folder)!r})"
+        )
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+@cache
+def _hub_answers() -> bool:
+    """Try once whether the hub can be reached; Hugging Face tries every file six times, for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of whichever HTTP library the session uses
+        return False
+    return True
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep progress bars and notices of transformers off the terminal: what matters is raised."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,193 @@
+"""Every file of a finished run, damaged in several ways: each command ends with one line, or with the true numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from wellposed.cli import main
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(place: float) -> Callable[[bytes], bytes]:
+    def flipped(data: bytes) -> bytes:
+        index = min(len(data) - 1, int(place * len(data)))
+        return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
+
+    return flipped
+
+
+def list_of(data: bytes) -> bytes:
+    return b"[" + data.rstrip() + b"]\n"
+
+
+def words_for_numbers(data: bytes) -> bytes:
+    """Turn every value of a JSON object into one of another type; other files lose their line feeds."""
+
+    def other(value: Any) -> Any:
+        return [] if isinstance(value, str | dict) else {"a": "b"}
+
+    try:
+        values = json.loads(data)
+    except ValueError:
+        return data.replace(b"\n", b"")
+    return json.dumps({key: other(value) for key, value in values.items()}).encode()
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": cut,
+    "emptied": lambda _: b"",
+    "flipped at the start": flip(0.02),
+    "flipped in the middle": flip(0.5),
+    "flipped at the end": flip(0.98),
+    "a list": list_of,
+    "other types": words_for_numbers,
+    "null": lambda _: b"null\n",
+    "not UTF-8": lambda data: data[:9] + b"\xff\xfe" + data[9:],
+    "deep": lambda _: b"[" * 100_000,
+}
+FILES = (
+    "config.toml", "env.json", "metrics.jsonl", "result.json", "measure-initial.json", "measure-final.json",
+    "manifest.json", "final/config.json", "final/model.safetensors", "final/tokenizer.json",
+    "final/tokenizer_config.json", "final/manifest.json",
+)  # fmt: skip
+
+
+def reads(command: str, file: str) -> bool:
+    """Return whether ``command`` reads ``file``; the others are run once, to see that they do not."""
+    both = file in ("config.toml", "manifest.json")
+    return both or file.startswith("final/") != (command == "report")
+
+
+def commands(run: Path, out: Path, examples: int = 0) -> dict[str, list[str]]:
+    return {
+        "measure": ["measure", str(run)],
+        "certify": ["certify", str(run), "--examples", str(examples), "--attack-steps", "1"],
+        "predict": ["predict", str(run), "--text", "a good film x"],
+        "report": ["report", str(run), "--out", str(out)],
+    }
+
+
+def answers(
+    run: Path, out: Path, capsys: pytest.CaptureFixture[str], examples: int, file: str
+) -> dict[str, tuple[int, str, str]]:
+    found = {}
+    for name, words in commands(run, out, examples).items():
+        if not reads(name, file):
+            continue
+        out.unlink(missing_ok=True)
+        capsys.readouterr()
+        status = main(words)
+        captured = capsys.readouterr()
+        page = out.read_text(encoding="utf-8") if name == "report" and out.exists() else ""
+        found[name] = (status, captured.out + page, captured.err)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(small_run, tmp_path_factory.mktemp("damage") / "run"))
+
+
+@pytest.mark.parametrize(
+    ("file", "manifests"),
+    [(file, True) for file in FILES] + [(file, False) for file in FILES if not file.endswith("manifest.json")],
+)
+def test_damage_is_one_line_or_changes_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, manifests: bool
+) -> None:
+    """Without manifests a changed digit cannot be told from a true one, but nothing may end in a traceback."""
+    whole = (run / file).read_bytes()
+    kept = {path: path.read_bytes() for path in (run / "manifest.json", run / "final/manifest.json")}
+    examples = 4 if file == "config.toml" else 0  # certified accuracy reads the configuration of the data
+    before = answers(run, tmp_path / "page.html", capsys, examples, "config.toml")
+    assert {name: status for name, (status, _, _) in before.items()} == dict.fromkeys(before, 0)
+    try:
+        if not manifests:
+            for path in kept:
+                path.unlink()
+        for what, damage in DAMAGE.items():
+            (run / file).write_bytes(damage(whole))
+            refused = 0
+            read = "config.toml" if what == "cut" else file
+            for name, (status, out, err) in answers(run, tmp_path / "page.html", capsys, examples, read).items():
+                where = f"{name} with {file} {what}"
+                refused += status != 0
+                if status:
+                    assert status in (1, 2), where
+                    assert (status, out) == (1, "") or not manifests, where
+                    assert Path(file).name in err or not manifests or file.endswith("manifest.json"), where
+                    assert err.count("\n") == 1 or name == "report" or file == "config.toml", f"{where}: {err}"
+                    assert len(err) < 2000, where
+                elif manifests:
+                    assert out == before[name][1], where
+            assert refused or not manifests, f"{file} {what}: every command went on"
+    finally:
+        (run / file).write_bytes(whole)
+        for path, data in kept.items():
+            path.write_bytes(data)
+
+
+def test_a_missing_tensor_is_named_with_and_without_a_manifest(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hugging Face draws it at random, and the certificate was one of random weights."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    file = folder / "final/model.safetensors"
+    tensors = load_file(file)
+    lost = "model.layers.0.feedforward.up_proj.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
+    assert main(["certify", str(folder), "--examples", "0"]) == 1
+    message = capsys.readouterr().err
+    assert "model.safetensors" in message
+    assert "expected" in message
+    (folder / "final/manifest.json").unlink()
+    for name, words in commands(folder, tmp_path / "page.html").items():
+        if name != "report":
+            assert main(words) == 1
+            captured = capsys.readouterr()
+            assert lost in captured.err
+            assert captured.out == ""
+    save_file({**tensors, "model.foreign": torch.ones(2)}, file, metadata={"format": "pt"})
+    assert main(["measure", str(folder)]) == 1
+    assert "model.foreign" in capsys.readouterr().err
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main(["measure", str(folder)]) == 0
+
+
+def test_a_flipped_bit_is_said_with_both_digests(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hashlib import sha256
+
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    file = folder / "final/model.safetensors"
+    before = sha256(file.read_bytes()).hexdigest()
+    file.write_bytes(flip(0.9)(file.read_bytes()))
+    assert main(["measure", str(folder)]) == 1
+    message = capsys.readouterr().err
+    assert f"SHA-256 is {sha256(file.read_bytes()).hexdigest()}, expected {before}" in message
+    assert "--resume auto" in message
+
+
+def test_a_copy_of_final_and_a_folder_without_manifests_load(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    assert main(["measure", str(folder)]) == 0
+    table = capsys.readouterr().out
+    assert main(["measure", str(folder / "final")]) == 0
+    assert capsys.readouterr().out == table
+    (folder / "final/manifest.json").unlink()
+    (folder / "manifest.json").unlink()
+    assert main(["measure", str(folder)]) == 0
+    assert capsys.readouterr().out == table
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0

@@ -1,0 +1,138 @@
+"""The manifests of final/ and of a run: written with it, true until the run goes on; and a damaged best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import pytest
+from safetensors.torch import load_file
+
+from wellposed.errors import CheckpointError
+from wellposed.training import (
+    ModelOptions,
+    RunConfig,
+    TrainOptions,
+    load_run_model,
+    read_result,
+    result_schema,
+    train,
+    verify_final,
+    verify_run_file,
+)
+
+
+def flip(path: Path) -> None:
+    data = path.read_bytes()
+    middle = len(data) // 2
+    path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+
+
+def test_manifests_hold_size_and_digest_of_every_file(stub: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stub.run(stub.make_config(), out)
+    for folder in (out, out / "final"):
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        del there["manifest.json"]
+        assert files == {name: {"bytes": len(d), "sha256": sha256(d).hexdigest()} for name, d in there.items()}
+    verify_final(out / "final")
+    for name in ("result.json", "metrics.jsonl", "env.json", "config.toml"):
+        verify_run_file(out / name)
+        flip(out / name)
+        with pytest.raises(CheckpointError, match=rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"):
+            verify_run_file(out / name)
+    flip(out / "final" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256 is \w+, expected \w+"):
+        verify_final(out / "final")
+    verify_final(out / "final", weights=False)
+
+
+def test_a_result_that_was_altered_is_not_taken_for_one(stub: ModuleType, tmp_path: Path) -> None:
+    stub.run(stub.make_config(), tmp_path / "run")
+    assert read_result(tmp_path / "run") is not None
+    flip(tmp_path / "run" / "result.json")
+    with pytest.raises(CheckpointError, match=r"result\.json: SHA-256"):
+        read_result(tmp_path / "run")
+
+
+def test_a_run_that_goes_on_has_no_manifest_until_it_ends(
+    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files grow while a run goes on, and a kill must leave no manifest that they contradict."""
+    out = tmp_path / "run"
+    config = stub.make_config()
+    stub.run(config, out)
+    shutil.rmtree(out / "final")
+    there = []
+
+    class Watching(stub.StubTask):
+        def collate(self, examples: Any) -> Any:
+            there.append((out / "manifest.json").exists())
+            return super().collate(examples)
+
+    stub.run(config, out, resume="auto", task=Watching())
+    assert there
+    assert not any(there)
+    for name in json.loads((out / "manifest.json").read_text())["files"]:
+        verify_run_file(out / name)
+
+
+@pytest.mark.parametrize("average", [0, 2])
+def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
+    stub: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], average: int
+) -> None:
+    """One flipped bit in the best checkpoint made a run impossible to finish, however often it was resumed."""
+    out = tmp_path / "run"
+    config = stub.make_config(learning_rate=2.0, average_checkpoints=average)
+    best = stub.run(config, out).result["train_info"]["best_step"]
+    assert best < 12
+    last = load_file(out / "checkpoint-12" / "model.safetensors")
+    shutil.rmtree(out / "final")
+    (out / "result.json").unlink()
+    flip(out / f"checkpoint-{best}" / "model.safetensors")
+    result = stub.run(config, out, resume="auto", progress=True)
+    assert result.status == "success"
+    reason = result.result["train_info"]["reason"]
+    assert reason in capsys.readouterr().err
+    assert f"of step {best}, are lost; those of step 12 are used" in reason
+    assert f"checkpoint-{best}/model.safetensors: SHA-256" in reason
+    assert result.result["train_info"]["best_step"] == 12
+    jsonschema.validate(result.result, result_schema())
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().split("\n") if line]
+    # The numbers on valid are those of the weights that are left.
+    of_last = [row for row in rows if row["split"] == "valid" and row["step"] == 12]
+    if not average:
+        assert result.result["results"]["stub"]["nats,valid"] == pytest.approx(of_last[0]["nats"], rel=1e-6)
+        final = load_file(out / "final" / "model.safetensors")
+        assert all(final[name].equal(value) for name, value in last.items())
+
+
+def test_a_damaged_record_of_starts_is_one_message(stub: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    config = stub.make_config()
+    stub.run(config, out)
+    shutil.rmtree(out / "final")
+    for content in ("", "[]", '{"starts": 5}', "{", "null", "[" * 100_000):
+        (out / "manifest.json").unlink(missing_ok=True)
+        (out / "env.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"env\.json: not the record of earlier starts"):
+            stub.run(config, out, resume="auto")
+    (out / "env.json").unlink()
+    assert stub.run(config, out, resume="auto").status == "success"
+
+
+def test_the_loader_of_python_checks_too(tmp_path: Path) -> None:
+    options = TrainOptions(steps=2, batch_size=64, eval_batches=1)
+    model = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    config = RunConfig("char_lm", {"limit_chars": 9000, "seq_len": 64}, model=model, train=options)
+    train(config, tmp_path / "run", progress=False)
+    load_run_model(tmp_path / "run")
+    flip(tmp_path / "run" / "final" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256"):
+        load_run_model(tmp_path / "run")
