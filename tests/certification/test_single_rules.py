@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wellposed.certification import LayerBound, certify, register_rule
-from wellposed.nn import Block, ReZeroResidual, TransformerStack
+from wellposed.nn import ReZeroResidual, TransformerStack
 
 from ..support.samples import SAMPLES
 
@@ -104,7 +104,7 @@ def test_a_residual_of_another_class_says_what_it_computes_or_is_refused():
         def forward(self, x, branch):
             return x + 100 * branch
 
-    block = SAMPLES[Block][0].build(8)
+    block = SAMPLES[TransformerStack][0].build(8).layers[0]
     plain = certify(block, seq_len=4).total
     for residual, refused in ((Silent(), True), (Inherited(), True), (Half(), False)):
         block.attention_residual = residual

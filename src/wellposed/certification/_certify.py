@@ -55,7 +55,8 @@ def certify(
         NotLipschitzError: a parameter holds NaN or infinity (all are named), or the cross-check's forward pass does.
         UnsoundBoundError: the cross-check found a slope above a bound, so a rule is wrong; the module is named.
 
-    Cost: a few factorisations per weight matrix in float64, about 0.1 s for a layer of width 512 on one core.
+    Cost: a few factorisations per weight matrix in float64, about 0.1 s for a layer of width 512 on one core. The
+    cross-check adds about 10 % from width 512 on, some milliseconds below, and to contractive layers one more bound.
     Rounding of the forward pass is not covered. Buffers, weights and random state are left as they were.
 
     >>> import torch

@@ -73,6 +73,7 @@ def run(words: Sequence[str]) -> int:
         min_tokens=options.min_tokens,
     )
     print(certificate.table())
+    print(f"tried out: {certificate.cross_check}")
     if math.isinf(certificate.total):
         _say_why(certificate, embedding_radius(model), options)
     if options.out is not None:
