@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wellposed.certification import LayerBound, certify, register_rule
-from wellposed.nn import ReZeroResidual, TransformerStack
+from wellposed.nn import L2SelfAttention, ReZeroResidual, TransformerStack
 
 from ..support.samples import SAMPLES
 
@@ -110,6 +110,13 @@ def test_a_residual_of_another_class_says_what_it_computes_or_is_refused():
         block.attention_residual = residual
         total = certify(block, seq_len=4).total
         assert math.isinf(total) if refused else total < plain
+
+
+def test_a_projection_of_another_make_is_refused_in_words():
+    layer = SAMPLES[L2SelfAttention][0].build(8)
+    layer.q_proj = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8))
+    (row,) = certify(layer, seq_len=4).uncertified
+    assert "a part lacks what the rule of L2SelfAttention reads" in row.reason
 
 
 def test_a_rule_may_read_a_part_of_another_class_by_itself():

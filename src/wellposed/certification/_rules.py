@@ -340,9 +340,11 @@ def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
         return site.refuse(differs)
     try:
         bound = rule(module, site)
-    except Exception:
+    except Exception as error:
         # A rule may stumble over a part that is not what it should be: without values, or of another class.
         differs = _differing_part(module, site, reached[before:])
+        if differs is None and isinstance(error, AttributeError):
+            differs = f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own part back"
         if differs is None:
             raise
         return site.refuse(differs)
