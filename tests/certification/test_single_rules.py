@@ -119,6 +119,11 @@ def test_a_projection_of_another_make_is_refused_in_words():
     assert "a part lacks what the rule of L2SelfAttention reads" in row.reason
 
 
+def test_a_parametrised_weight_without_values_is_refused_in_words():
+    empty = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)).to("meta")
+    assert "on the meta device" in certify(nn.Sequential(empty), seq_len=2).uncertified[0].reason
+
+
 def test_a_rule_may_read_a_part_of_another_class_by_itself():
     class Gain(nn.Module):
         def __init__(self) -> None:

@@ -133,7 +133,7 @@ def spectra(size: int) -> Iterator[tuple[str, Tensor]]:
     yield "zero", torch.zeros_like(eye)
 
 
-@pytest.mark.parametrize("size", [192, 257])
+@pytest.mark.parametrize("size", [192, 257, 400])
 def test_the_cholesky_norm_is_within_1e_4_for_every_spectrum(size: int):
     for name, matrix in spectra(size):
         true = float(torch.linalg.matrix_norm(matrix, 2))

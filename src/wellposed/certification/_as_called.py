@@ -136,7 +136,7 @@ def _unusual_tensors(module: nn.Module) -> str | None:
     tensors = {**module._parameters, **module._buffers}
     for name in getattr(module, "parametrizations", {}) if class_called(module) is not type(module) else ():
         tensors[name] = getattr(module, name)
-        if not torch.equal(tensors[name], getattr(module, name)):
+        if not tensors[name].is_meta and not torch.equal(tensors[name], getattr(module, name)):
             return (
                 f"its {name} changes each time it is read (a parametrisation in train mode, as the power iteration of "
                 "spectral_norm); call eval() and certify again"
