@@ -24,7 +24,7 @@ import torch
 from wellposed.cli.lines import LineSource
 from wellposed.cli.load import load_model, load_tokenizer
 from wellposed.cli.predict_translate import Translator, build_decoding, translate_lines
-from wellposed.tasks.generate import generate_keywords
+from wellposed.tasks.kinds.generate import generate_keywords
 
 ROUNDS = 3
 

@@ -3,7 +3,7 @@
     python benchmarks/sengupta2023_rates.py --data FOLDER --out runs/rates [--studies ag_news imdb] [--jobs 2]
 
 Each model trains once per rate, with the sizes of the recipe and a seed that the recipes do not report. The rate that
-is best on valid goes into `recipes/sengupta2023_studies.py`. Finished runs are kept: a second call goes on where the
+is best on valid goes into `recipes/sengupta2023/studies.py`. Finished runs are kept: a second call goes on where the
 first one stopped.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wellposed.recipes.recipe import Request
-from wellposed.recipes.sengupta2023_runs import VARIANTS, Study, train_variant
-from wellposed.recipes.sengupta2023_studies import arena_study, text_study, words_study
+from wellposed.recipes.sengupta2023.studies import arena_study, text_study, words_study
+from wellposed.recipes.sengupta2023.trained import VARIANTS, Study, train_variant
 from wellposed.tasks import Task, build_task
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

@@ -61,7 +61,7 @@ def test_an_import_from_outside_is_named(tmp_path: Path, where: str, line: str, 
         ("src/wellposed/tasks/a.py", "from wellposed import _version"),
         ("tests/a.py", "from wellposed import __version__"),
         ("tests/a.py", "from torch._dynamo import config"),
-        ("tests/a.py", "from wellposed.tasks.tokenizers import PAD_ID"),
+        ("tests/a.py", "from wellposed.tasks.text.tokenizers import PAD_ID"),
     ],
 )
 def test_the_owner_and_public_names_pass(tmp_path: Path, where: str, line: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from wellposed.charts import Panel
 from wellposed.cli import main
-from wellposed.recipes.charts import Panel
 from wellposed.recipes.reproduce import RECIPES, Recipe, Reproduction, Request
 
 
@@ -59,7 +59,9 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     def made(recipe: Recipe, request: Request) -> Reproduction:
         request.announce("half way")
         panel = Panel("t", "x", "y")
-        return Reproduction([{"a": 1}], [panel], got="nothing", holds=recipe.function != "kim2021_bounds:figure_7")
+        return Reproduction(
+            [{"a": 1}], [panel], got="nothing", holds=recipe.function != "kim2021.figures_2_7_8_bounds:figure_7"
+        )
 
     monkeypatch.setattr(Recipe, "__call__", made)
     assert main(["reproduce", "kim2021", "--out", str(tmp_path), "--strict"]) == 1

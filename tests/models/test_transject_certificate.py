@@ -7,7 +7,7 @@ import torch
 
 from wellposed.certification import certify
 from wellposed.models import TransJectConfig, TransJectForSequenceClassification, input_vectors
-from wellposed.recipes.certified_accuracy import certified_accuracy
+from wellposed.training.certified_accuracy import certified_accuracy
 
 from .transject import IDS, MASK
 

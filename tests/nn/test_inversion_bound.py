@@ -19,7 +19,7 @@ from wellposed.nn import (
     TransJectOutput,
     TransJectStack,
 )
-from wellposed.nn.inversion_bound import evaluated
+from wellposed.nn.invertible.inversion_bound import evaluated
 
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble

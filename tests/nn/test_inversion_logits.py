@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.nn import CosineSelfAttention, Inversion, InvertibleResidual, L2SelfAttention
-from wellposed.nn.inversion_bound import with_error_bound
+from wellposed.nn.invertible.inversion_bound import with_error_bound
 
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble

@@ -24,7 +24,7 @@ from wellposed.nn import (
     orthogonal_patterns,
     transject_parameter_count,
 )
-from wellposed.nn.transject_inference import elu_
+from wellposed.nn.transject.inference import elu_
 
 D, L, N = 6, 3, 7
 KINDS: list[dict[str, Any]] = [
@@ -342,7 +342,7 @@ def test_gates_are_convex_and_follow_the_sample() -> None:
 
 
 def test_batched_experts_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wellposed.nn import experts
+    from wellposed.nn.transject import experts
 
     mixture, x = make(num_experts=3).layers[0].attention, tokens(2, N, D)
     sigma = torch.rand(2, D, dtype=torch.float64)

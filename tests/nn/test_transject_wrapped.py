@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotContractiveError
-from wellposed.nn import GramAttention, GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack, experts
+from wellposed.nn import GramAttention, GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack
 from wellposed.nn.plain import is_plain
+from wellposed.nn.transject import experts
 
 D, L, N = 6, 2, 5
 MAPS = [

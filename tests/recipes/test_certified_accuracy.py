@@ -14,7 +14,7 @@ from wellposed.certification import Certificate, certify, perturbation_size
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.linalg import Norm
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification, embedding_radius, input_vectors
-from wellposed.recipes.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii
+from wellposed.training.certified_accuracy import CertifiedAccuracy, certified_accuracy, default_radii
 
 
 def make_model(attention: str, *, norm: str = "none", seed: int = 0) -> WellposedForSequenceClassification:

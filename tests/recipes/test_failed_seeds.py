@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from wellposed.recipes import mcgrath2024 as mcgrath
-from wellposed.recipes import mcgrath2024_output as output
-from wellposed.recipes import mcgrath2024_sweep as sweep
-from wellposed.recipes import zhang2021_tables as tables
 from wellposed.recipes.compare import compare
-from wellposed.recipes.huang2020_depth import sizes, summarise, train_depth
-from wellposed.recipes.multitask_options import MultiTaskOptions
+from wellposed.recipes.huang2020.depth import sizes, summarise, train_depth
+from wellposed.recipes.mcgrath2024 import output, sweep
+from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.reproduce import Request
+from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.report import aggregate, build_report
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 

@@ -16,10 +16,10 @@ from torch import nn
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
-from wellposed.recipes import kim2021_bounds as bounds
-from wellposed.recipes import kim2021_inverse as inverse
-from wellposed.recipes.kim2021_runs import run_config
-from wellposed.recipes.kim2021_training import depths_learned, figure_4
+from wellposed.recipes.kim2021 import figures_2_7_8_bounds as bounds
+from wellposed.recipes.kim2021 import figures_3_5_6_10_inverse as inverse
+from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import depths_learned, figure_4
+from wellposed.recipes.kim2021.language_models import run_config
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
 
 TRAINING = ("figure-4", "table-2", "figure-9", "figure-11", "table-3", "figure-5", "figure-8", "figure-10")
@@ -129,7 +129,7 @@ def test_random_layers_show_what_figure_3_shows() -> None:
 
 
 def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
-    from wellposed.recipes import kim2021_runs as training
+    from wellposed.recipes.kim2021 import language_models as training
 
     request = Request("paper", tmp_path)
     sizes = training.tuned(request)
@@ -143,14 +143,14 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
 
 
 def test_runs_are_kept_and_a_diverged_run_is_a_row(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wellposed.recipes import kim2021_runs as training
+    from wellposed.recipes.kim2021 import language_models as training
 
     sizes = training.Sizes(16, 16, 4, 3, (1,), fixed_rate=1e30, limit_chars=2000, eval_batches=1)
     request = Request("toy", tmp_path, text)
     (run,) = training.train_grid(request, "diverge", ("dot_product",), sizes)
     assert math.isinf(run.test)
     assert depths_learned([run], "dot_product") == []
-    monkeypatch.setattr("wellposed.recipes.kim2021_training.tuned", lambda request: training.Sizes(
+    monkeypatch.setattr("wellposed.recipes.kim2021.figures_4_9_11_tables_2_3.tuned", lambda request: training.Sizes(
         16, 16, 4, 3, (1,), warmups=(2,), limit_chars=2000, eval_batches=1
     ))  # fmt: skip
     figure_4(request)

@@ -23,12 +23,11 @@ from wellposed.cli import main
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.functional import gram_penalty, orthogonality_error
 from wellposed.recipes import mcgrath2024 as study
-from wellposed.recipes import mcgrath2024_recipes as recipes
-from wellposed.recipes import mcgrath2024_sweep as sweep
-from wellposed.recipes import multitask
-from wellposed.recipes.multitask_options import MultiTaskOptions, overall_score
+from wellposed.recipes.mcgrath2024 import figures_1_3_table_1_qr as recipes
+from wellposed.recipes.mcgrath2024 import multitask, sweep
+from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions, overall_score
 from wellposed.recipes.reproduce import RECIPES, Reproduced, reproduce
-from wellposed.tasks.minbert import read_minbert
+from wellposed.tasks.data.minbert import read_minbert
 
 TINY = MultiTaskOptions(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=120, max_length=16, batch_size=4, steps=3,
@@ -435,7 +434,7 @@ def test_interrupt_then_resume_in_two_processes(data: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     code = (
         "import sys; from wellposed.recipes import mcgrath2024 as study; from wellposed.cli import main\n"
-        "from wellposed.recipes.multitask_options import MultiTaskOptions\n"
+        "from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions\n"
         f"study.SCALES['mini'] = MultiTaskOptions(**{TINY.to_dict()!r} | {{'steps': 60}})\n"
         "if __name__ == '__main__': raise SystemExit(main(sys.argv[1:]))\n"
     )

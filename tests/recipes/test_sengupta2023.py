@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
-from wellposed.recipes import sengupta2023_counts as counts
-from wellposed.recipes import sengupta2023_speed as speed
-from wellposed.recipes import sengupta2023_states as states
-from wellposed.recipes import sengupta2023_tables as tables
-from wellposed.recipes.charts import draw
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
-from wellposed.recipes.sengupta2023_runs import VARIANTS, Run, find_data, mean_and_error, run_config, train_study
-from wellposed.recipes.sengupta2023_studies import arena_studies, text_study, words_study
+from wellposed.recipes.sengupta2023 import states
+from wellposed.recipes.sengupta2023 import table_4_speed as speed
+from wellposed.recipes.sengupta2023 import table_5_parameters as counts
+from wellposed.recipes.sengupta2023 import tables_1_2_3 as tables
+from wellposed.recipes.sengupta2023.studies import arena_studies, text_study, words_study
+from wellposed.recipes.sengupta2023.trained import VARIANTS, Run, find_data, mean_and_error, run_config, train_study
 
 WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
 NAMES = [f"table-{number}" for number in range(1, 6)] + [

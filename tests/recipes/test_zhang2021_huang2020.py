@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError
-from wellposed.recipes import zhang2021_theorem as theorem
-from wellposed.recipes import zhang2021_values as values
-from wellposed.recipes.huang2020_corpus import translation_data
-from wellposed.recipes.huang2020_depth import Run, Sizes, summarise
+from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16
+from wellposed.recipes.huang2020.depth import Run, Sizes, summarise
+from wellposed.recipes.huang2020.pairs import translation_data
 from wellposed.recipes.named import NAMED
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
-from wellposed.recipes.zhang2021_corpora import CHARACTERS, HUANG, SUBWORD, WMT16
+from wellposed.recipes.zhang2021 import printed as values
+from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
 from wellposed.training.config import RunConfig
 
 OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]

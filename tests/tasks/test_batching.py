@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.batching import bucketed_batches
-from wellposed.tasks.collate import collate_causal_lm, collate_classification
-from wellposed.tasks.objectives import accuracy_sums, causal_cross_entropy_sum, cross_entropy_sum
+from wellposed.tasks.batches.batching import bucketed_batches
+from wellposed.tasks.batches.collate import collate_causal_lm, collate_classification
+from wellposed.tasks.kinds.objectives import accuracy_sums, causal_cross_entropy_sum, cross_entropy_sum
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.blocks import BlockDataset, BlockLengths
+from wellposed.tasks.batches.blocks import BlockDataset, BlockLengths
 
 
 @settings(max_examples=150, deadline=None)

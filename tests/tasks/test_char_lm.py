@@ -14,7 +14,7 @@ import torch
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import CharLMTask, build_task
-from wellposed.tasks.spaced_text import looks_spaced, unspace
+from wellposed.tasks.text.spaced import looks_spaced, unspace
 
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
 
@@ -210,7 +210,7 @@ def test_bad_numbers(text_file: Path) -> None:
 
 
 def test_builtin_prose_is_english_deterministic_and_described() -> None:
-    from wellposed.tasks.prose import gather_prose
+    from wellposed.tasks.data.prose import gather_prose
 
     first = gather_prose()
     gather_prose.cache_clear()

@@ -13,7 +13,7 @@ import pytest
 
 from wellposed.errors import DataError
 from wellposed.tasks import SPLITS, ImageTask, build_task
-from wellposed.tasks.cifar_pickles import read_cifar_names, read_cifar_pickle
+from wellposed.tasks.data.cifar_pickles import read_cifar_names, read_cifar_pickle
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 3072), dtype=np.uint8)
 LABELS = [i % 10 for i in range(20)]

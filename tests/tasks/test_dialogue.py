@@ -11,10 +11,10 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import TASKS, DialogueOptions, DialogueTask, build_task
-from wellposed.tasks.dailydialog import Dialogue, parse_dailydialog
-from wellposed.tasks.dialogue_sources import detect_format, load_dialogues, read_synonyms, repeated
-from wellposed.tasks.personachat import parse_personachat
-from wellposed.tasks.sources import TextFile
+from wellposed.tasks.data.dailydialog import Dialogue, parse_dailydialog
+from wellposed.tasks.data.dialogues import detect_format, load_dialogues, read_synonyms, repeated
+from wellposed.tasks.data.files import TextFile
+from wellposed.tasks.data.personachat import parse_personachat
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (

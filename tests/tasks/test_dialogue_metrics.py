@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError, ShapeError
-from wellposed.tasks.dialogue_metrics import DIALOGUE_METRICS, VECTOR_METRICS, dialogue_scores, words_of
-from wellposed.tasks.metric_cider import cider
-from wellposed.tasks.metric_embedding import WordVectors, embedding_scores, read_word_vectors
-from wellposed.tasks.metric_meteor import align, meteor
-from wellposed.tasks.metric_rouge import longest_common_subsequence, rouge_l
-from wellposed.tasks.metric_sentence import hf_sentence_encoder, sentence_cosine
-from wellposed.tasks.metric_stem import porter_stem
+from wellposed.tasks.metrics.cider import cider
+from wellposed.tasks.metrics.dialogue import DIALOGUE_METRICS, VECTOR_METRICS, dialogue_scores, words_of
+from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores, read_word_vectors
+from wellposed.tasks.metrics.meteor import align, meteor
+from wellposed.tasks.metrics.rouge import longest_common_subsequence, rouge_l
+from wellposed.tasks.metrics.sentence import hf_sentence_encoder, sentence_cosine
+from wellposed.tasks.metrics.stem import porter_stem
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 
@@ -284,7 +284,7 @@ def test_sentence_cosine_by_hand() -> None:
 def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel
 
-    from wellposed.tasks.tokenizers import WordEncoder
+    from wellposed.tasks.text.tokenizers import WordEncoder
 
     config = BertConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     BertModel(config).save_pretrained(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wellposed.errors import DataError
-from wellposed.tasks.minbert import encode_rows, read_minbert, train_word_pieces
+from wellposed.tasks.data.minbert import encode_rows, read_minbert, train_word_pieces
 
 HEADERS = {
     "ids-sst": "\tid\tsentence\tsentiment\n",

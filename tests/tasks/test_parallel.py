@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks import parallel
-from wellposed.tasks.parallel import Languages, load_parallel
+from wellposed.tasks.data import parallel
+from wellposed.tasks.data.parallel import Languages, load_parallel
 
 PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
 DE_EN = Languages("de", "en")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID, UNK_ID, build_pair_encoder
+from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID, UNK_ID, build_pair_encoder
 
 TEXTS = [
     "zwei junge männer , die &apos;s lesen .",
@@ -68,7 +68,7 @@ def test_a_vocabulary_below_the_characters_is_refused() -> None:
 def test_equal_texts_give_equal_vocabularies_in_every_process() -> None:
     """The merges of 400 pseudo-words, many of them tied in frequency, under two hash seeds."""
     code = (
-        "import random, hashlib; from wellposed.tasks.seq2seq_tokenizers import build_pair_encoder as b\n"
+        "import random, hashlib; from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder as b\n"
         "r = random.Random(0); t = [' '.join(''.join(r.choice('abcdefgh') for _ in range(5)) for _ in range(8))"
         " for _ in range(50)]\n"
         "print(hashlib.sha256(b('bpe', t, vocab_size=300).inner.to_str().encode()).hexdigest())"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import DataError
-from wellposed.tasks.sources import find_split_files, load_hub_dataset, read_text
+from wellposed.tasks.data.files import find_split_files, load_hub_dataset, read_text
 
 SUFFIXES = (".tsv", ".csv")
 

@@ -295,7 +295,7 @@ def test_hub_data_with_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path: Path) -> None:
-    from wellposed.tasks.tokenizers import CharacterEncoder
+    from wellposed.tasks.text.tokenizers import CharacterEncoder
 
     folder = tmp_path / "tokenizer"
     CharacterEncoder("abc ").tokenizer(max_length=9).save_pretrained(folder)

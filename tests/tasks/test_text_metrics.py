@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from wellposed.errors import DataError
-from wellposed.tasks.text_metrics import score_texts
+from wellposed.tasks.metrics.bleu import score_texts
 
 HYPOTHESES = ["the cat sat on the mat today", "a dog ran across the green field"]
 REFERENCES = ["the cat sat on a mat today .", "a dog ran across the field"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.tokenizers import (
+from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
     UNK_ID,

@@ -91,7 +91,7 @@ def run(words: Sequence[str]) -> int:
 def _accuracy(
     model: Any, task: Task, certificate: Certificate, radii: list[float] | None, options: CertifyArguments
 ) -> None:
-    from wellposed.recipes.certified_accuracy import certified_accuracy
+    from wellposed.training.certified_accuracy import certified_accuracy
 
     order = list(range(min(options.examples, len(task.dataset(options.split)))))
     examples = task.dataset(options.split)

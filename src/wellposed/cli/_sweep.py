@@ -13,7 +13,7 @@ import tyro
 
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.recipes.mcgrath2024 import SCALES, chosen_cells, grid
-from wellposed.recipes.mcgrath2024_sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
+from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
 
 STUDIES = {"mcgrath2024": "orthogonality penalties on key and query weights, three tasks at once"}
 
@@ -75,7 +75,7 @@ def run(words: Sequence[str]) -> int:
         print(f"{len(results)} of {total} trainings are done; another process has the rest and writes the tables")
         return 0
 
-    from wellposed.recipes.mcgrath2024_output import write_outputs
+    from wellposed.recipes.mcgrath2024.output import write_outputs
 
     print(write_outputs(settings))
     print(f"written: {settings.out}/results.md, table-1.csv, figure-1.svg, figure-3.svg, sweep.csv, ...")

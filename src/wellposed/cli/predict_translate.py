@@ -16,7 +16,7 @@ from wellposed.errors import ConfigError, DataError, listed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from wellposed.tasks.generate import Decoding, Hypothesis
+    from wellposed.tasks.kinds.generate import Decoding, Hypothesis
 
 CHUNK_BATCHES = 16
 LongLines = Literal["refuse", "truncate", "split"]
@@ -56,7 +56,7 @@ class Translator:
 
     def translate(self, lines: Sequence[str]) -> list[list[Hypothesis]]:
         """Return the hypotheses of every line, best first; parts of a line are joined by a space."""
-        from wellposed.tasks.generate import Hypothesis, generate_texts
+        from wellposed.tasks.kinds.generate import Hypothesis, generate_texts
 
         parts = [self.pieces(line, ids) for line, ids in zip(lines, self.encode(lines), strict=True)]
         rows = [row for pieces in parts for row in pieces]
@@ -156,7 +156,7 @@ def build_decoding(*, beams: int, length_penalty: float, gnmt: bool, n_best: int
     Raises:
         ConfigError: beams or texts below 1, more texts than beams, a length penalty without beams.
     """
-    from wellposed.tasks.generate import Decoding
+    from wellposed.tasks.kinds.generate import Decoding
 
     problems = []
     if beams < 1 or n_best < 1:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wellposed.nn._masks import AttentionMask, PaddingMask, attention_mask
 from wellposed.nn._registry import ATTENTIONS, FEEDFORWARDS, NORMS, RESIDUALS, LayerCache
+from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_mask
 
 
 class Block(nn.Module):

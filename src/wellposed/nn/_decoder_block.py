@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from wellposed.nn._block import Block
-from wellposed.nn._cross_attention import CROSS_ATTENTIONS, MemoryCache, cross_attention_name
-from wellposed.nn._masks import PaddingMask
 from wellposed.nn._registry import NORMS, RESIDUALS, LayerCache
+from wellposed.nn.attention.cross import CROSS_ATTENTIONS, MemoryCache, cross_attention_name
+from wellposed.nn.attention.masks import PaddingMask
 
 
 class DecoderBlock(Block):

@@ -76,4 +76,4 @@ def multi30k_mini() -> RunConfig:
     )
 
 
-import wellposed.recipes.zhang2021_corpora  # noqa: E402, F401  (registers the papers' corpora)
+import wellposed.recipes.corpora  # noqa: E402, F401  (registers the papers' corpora)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from wellposed.charts import Panel, draw
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.measurement import write_csv
-from wellposed.recipes.charts import Panel, draw
 from wellposed.registry import Registry
 
 Scale = Literal["toy", "mini", "paper"]

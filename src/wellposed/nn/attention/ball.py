@@ -1,0 +1,198 @@
+"""Dot-product attention on the unit ball: Lipschitz everywhere, with a constant that no length changes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError
+from wellposed.nn._ball_projection import project_to_ball
+from wellposed.nn._registry import LayerCache
+from wellposed.nn.attention.cross import MemoryCache, memory_mask
+from wellposed.nn.attention.heads import HeadProjections
+from wellposed.nn.attention.masks import PaddingMask
+
+
+class _BallAttention(HeadProjections):
+    """The temperatures and the mixture of heads that the self and the cross form share."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int | None = None,
+        temperature: float = 2.0,
+        max_temperature: float = 10.0,
+        unit_lipschitz: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, bias=bias)
+        if not 0 < temperature < max_temperature < math.inf:
+            raise ConfigError(
+                f"{type(self).__name__}: temperature={temperature} and max_temperature={max_temperature}; expected "
+                "0 < temperature < max_temperature, both finite: the constant grows with 1 + 2 max_temperature"
+            )
+        self.max_temperature = float(max_temperature)
+        self.unit_lipschitz = unit_lipschitz
+        self._start = math.log(temperature) - math.log(max_temperature - temperature)
+        self.temperature_logit = nn.Parameter(torch.empty(num_heads))
+        self.mix_logit = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set every temperature to its start value and mix heads evenly; projections have their own."""
+        nn.init.constant_(self.temperature_logit, self._start)
+        nn.init.zeros_(self.mix_logit)
+
+    def head_scales(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Return the temperature t of each head and what its output is multiplied by, (heads,) each.
+
+        Args:
+            dtype: computed in this one, or in a wider one that the parameters have.
+        """
+        dtype = torch.promote_types(self.mix_logit.dtype, dtype)
+        temperature = self.max_temperature * torch.sigmoid(self.temperature_logit.to(dtype))
+        mix = self.mix_logit.to(dtype).softmax(0)
+        return temperature, mix / (mix * (1 + 2 * temperature)).sum() if self.unit_lipschitz else mix
+
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        temperature, scale = (part.to(query.dtype)[:, None, None] for part in self.head_scales())
+        heads = F.scaled_dot_product_attention(
+            query * temperature, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
+        )
+        return heads * scale
+
+    def extra_repr(self) -> str:
+        """Everything that is not seen from the projections."""
+        return (
+            f"num_heads={self.num_heads}, max_temperature={self.max_temperature:g}, "
+            f"unit_lipschitz={self.unit_lipschitz}"
+        )
+
+
+class BallAttention(_BallAttention):
+    r"""`sum_h w_h W_o,h f_h`, `f_h(X)_i = sum_j p_ij W_v,h u_j`, `p_i = softmax_j(t_h <W_q,h u_i, W_k,h u_j>)`.
+
+    `u_j = pi(x_j)`, pi the projection onto the unit ball. Globally Lipschitz for every mask that leaves no row empty
+    and every length: `|F(X) - F(Y)|_tok <= sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h|) |X - Y|_tok`, and no
+    output token is longer than `sum_h w_h |W_o,h W_v,h|` (theory note B12, proved; with a query bias b add
+    `t_h |W_k,h^T b_h|` in the bracket). Weights w lie in the simplex, temperatures below a bound; both are learnt.
+    `wellposed.certify` measures the weights: nothing is taken for orthogonal.
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads; divides D; d = D / num_heads.
+        temperature: t of every head at the start, between 0 and `max_temperature`.
+        max_temperature: no head's t is above it; `t = max_temperature sigmoid(s)`.
+        unit_lipschitz: divide the layer by `sum_h w_h (1 + 2 t_h)`, as it is at each call: then its constant is 1
+            in norm tok where no projection has a norm above 1 and queries have no bias.
+        bias: whether projections have a bias. Those of keys, values and the output are free in the bound.
+
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+        ConfigError: `temperature` or `max_temperature` is out of its range.
+
+    Cost: as `DotProductAttention` and three passes over the tokens; one fused kernel, no N x N tensor.
+    When not to use: where the length of a token beyond 1 should count; the projection keeps its direction only.
+
+    >>> attention = BallAttention(8, 2)
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        temperature: float = 2.0,
+        max_temperature: float = 10.0,
+        unit_lipschitz: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            temperature=temperature,
+            max_temperature=max_temperature,
+            unit_lipschitz=unit_lipschitz,
+            bias=bias,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier keys and values of this layer; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        return self._attend_to_itself(project_to_ball(x), key_padding_mask, is_causal, cache)
+
+
+class BallCrossAttention(_BallAttention):
+    r"""`BallAttention` from tokens `x` to a memory `y`: globally Lipschitz in both.
+
+    In norm tok, without `unit_lipschitz`: `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with respect to x and
+    `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y (theory note B12, proved);
+    `wellposed.certification.ball_cross_attention_bounds` measures both.
+
+    Args:
+        embed_dim: width D of a token of `x`.
+        num_heads: number of heads; divides D.
+        memory_dim: width of a token of the memory; D where not given.
+        temperature, max_temperature, unit_lipschitz, bias: see `BallAttention`; the divisor is of moving both inputs.
+
+    Raises:
+        ShapeError, ConfigError: as `BallAttention`.
+
+    >>> attention = BallCrossAttention(8, 2, memory_dim=6)
+    >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def forward(
+        self, x: Tensor, memory: Tensor, *, key_padding_mask: PaddingMask = None, cache: MemoryCache | None = None
+    ) -> Tensor:
+        """Attend from every token of `x` to the real tokens of the memory.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            memory: (batch, memory tokens, memory_dim).
+            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A memory that is all
+                padding gives the bias of `W_o` alone.
+            cache: keys and values of this memory, made at the first call.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+
+        def project() -> tuple[Tensor, Tensor]:
+            return self._key_value(project_to_ball(memory))
+
+        key, value = project() if cache is None else cache.once(project)
+        query = self._query(project_to_ball(x))
+        return self._join(self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask))

@@ -1,0 +1,232 @@
+"""Scaled cosine attention: the Lipschitz attention for cross-attention and for any mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, ShapeError, listed
+from wellposed.functional import cosine_attention
+from wellposed.nn._options import reads
+from wellposed.nn._registry import ATTENTIONS, LayerCache
+from wellposed.nn.attention.heads import HeadProjections
+from wellposed.nn.attention.masks import PaddingMask
+
+
+class _CosineAttention(HeadProjections):
+    """The scales that the self and the cross form share."""
+
+    log_tau: Tensor
+    nu: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int | None = None,
+        eps: float = 0.01,
+        tau: float | None = None,
+        nu: float = 1.0,
+        learn_scales: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
+        self.eps = eps
+        self._start = (math.sqrt(self.head_dim) if tau is None else tau, nu)
+        _check_options(type(self).__name__, eps, self._start[0], dropout)
+        for scale in ("log_tau", "nu"):
+            if learn_scales:
+                self.register_parameter(scale, nn.Parameter(torch.empty(num_heads)))
+            else:
+                self.register_buffer(scale, torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set temperature and output scale to their start values; projections have their own."""
+        nn.init.constant_(self.log_tau, math.log(self._start[0]))
+        nn.init.constant_(self.nu, self._start[1])
+
+    @property
+    def temperature(self) -> Tensor:
+        """tau of each head, (heads,), positive."""
+        return self.log_tau.exp()
+
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        return cosine_attention(
+            query,
+            key,
+            value,
+            eps=self.eps,
+            tau=self.temperature[:, None, None],
+            nu=self.nu[:, None, None],
+            attn_mask=mask,
+            is_causal=is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+    def extra_repr(self) -> str:
+        """Everything that is not seen from the projections."""
+        return f"num_heads={self.num_heads}, eps={self.eps}, dropout={self.dropout}"
+
+
+class CosineSelfAttention(_CosineAttention):
+    r"""Per head, `nu softmax_j(tau n(q_i) . n(k_j)) n(v)` with `n(a) = a / sqrt(|a|^2 + eps)`; joined by `W_o`.
+
+    Globally Lipschitz in exact arithmetic for every mask that leaves no row empty, diagonal or not: one head has
+    `|F(X) - F(Y)|_tok <= nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|) |X - Y|_tok`, whatever the length (theory note B6;
+    Qi et al. 2023, "LipsFormer"). `wellposed.certify` computes the bound of the layer. eps is a real knob: small eps
+    means a steep map near zero queries. Rotations of queries and keys by position keep the bound.
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads; divides D; d = D / num_heads.
+        eps: > 0.
+        tau: temperature at the start, one per head; `sqrt(d)` where not given, so that random directions give logits of
+            variance one.
+        nu: output scale at the start, one per head: no head output is longer. The bound is proportional to it.
+        learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are buffers.
+        dropout: probability of dropping an attention weight in training, in [0, 1); the bound is for none dropped.
+        bias: whether projections have a bias. Biases inside `n` cost nothing in the bound.
+
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+        ConfigError: `eps` or `tau` is not positive, or `dropout` is no probability below one.
+
+    Cost: as `DotProductAttention`, plus three norms.
+    When not to use: where the length of a value should count; `n` keeps directions only.
+
+    >>> attention = CosineSelfAttention(8, 2)
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        eps: float = 0.01,
+        tau: float | None = None,
+        nu: float = 1.0,
+        learn_scales: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            eps=eps,
+            tau=tau,
+            nu=nu,
+            learn_scales=learn_scales,
+            dropout=dropout,
+            bias=bias,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier keys and values of this layer; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        return self._attend_to_itself(x, key_padding_mask, is_causal, cache)
+
+
+class CosineCrossAttention(_CosineAttention):
+    r"""Cosine attention from tokens `x` to a memory `y`: globally Lipschitz in both, which L2 cross-attention is not.
+
+    Per head, in the tok norm: `nu eps^-1/2 tau |W_Q|` with respect to x and `nu eps^-1/2 (|W_V| + tau |W_K|)` with
+    respect to y (theory note B6). Formula and arguments as `CosineSelfAttention`.
+
+    Args:
+        embed_dim: width D of a token of `x`.
+        num_heads: number of heads; divides D.
+        memory_dim: width of a token of the memory; D where not given.
+        eps, tau, nu, learn_scales, dropout, bias: see `CosineSelfAttention`.
+
+    Raises:
+        ShapeError, ConfigError: as `CosineSelfAttention`.
+
+    >>> attention = CosineCrossAttention(8, 2, memory_dim=6)
+    >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def forward(self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Attend from every token of `x` to the memory.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            memory: (batch, memory tokens, memory_dim).
+            key_padding_mask: bool (batch, memory tokens), True = padding. A memory that is all padding gives the bias
+                of `W_o` alone.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        mask = None
+        if key_padding_mask is not None:
+            if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != memory.shape[:2]:
+                raise ShapeError(
+                    f"CosineCrossAttention: key_padding_mask is {key_padding_mask.dtype} "
+                    f"{tuple(key_padding_mask.shape)}; expected torch.bool {tuple(memory.shape[:2])}, True = padding"
+                )
+            mask = ~key_padding_mask[:, None, None, :]
+        query, (key, value) = self._query(x), self._key_value(memory)
+        return self._join(self._weighted(query, key, value, mask))
+
+
+def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
+    problems: list[str] = []
+    if not eps > 0:
+        problems.append(f"eps={eps}: expected > 0; the Lipschitz constant is proportional to eps^-1/2")
+    if not tau > 0:
+        problems.append(f"tau={tau}: expected a positive temperature")
+    if not 0 <= dropout < 1:
+        problems.append(f"dropout={dropout}: expected a probability in [0, 1)")
+    if problems:
+        raise ConfigError(f"{name}:\n" + listed(problems))
+
+
+@ATTENTIONS.register("cosine")
+@reads("cosine_eps")
+def build_cosine(config: Any, layer_index: int) -> CosineSelfAttention:
+    """Build cosine attention; read besides, where present: `cosine_eps` (0.01)."""
+    del layer_index
+    if getattr(config, "qk_norm", False):
+        raise ConfigError(
+            "attention 'cosine' with qk_norm=True: queries and keys are normalised already, and LayerNorm has no "
+            "useful Lipschitz bound; set qk_norm=False"
+        )
+    return CosineSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        eps=getattr(config, "cosine_eps", 0.01),
+        dropout=config.attention_dropout,
+    )

@@ -1,0 +1,416 @@
+"""L2 self-attention, the attention that can carry a Lipschitz certificate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.functional import l2_attention
+from wellposed.linalg import MASK_KINDS, L2Layer, MaskKind, Norm, SpectralMethod, check_norm, l2_constants
+from wellposed.nn._registry import LayerCache
+from wellposed.nn.attention.heads import head_width, join_heads, split_heads
+from wellposed.nn.attention.l2_division import UnitWeights, division_factor, is_stale, uncompiled
+from wellposed.nn.attention.l2_refusal import (
+    Values,
+    check_cache,
+    check_covered,
+    check_diagonal,
+    check_options,
+    l2_attention_refusal,
+    refuse_unbounded,
+)
+from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_mask, known_pattern, most_visible
+
+
+class L2SelfAttention(nn.Module):
+    r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by `W_o`.
+
+    Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where `lipschitz_bound`
+    computes a certified L from the weights. With `contractive=c` the output is divided by that bound at every call, so
+    that `L <= c`, in training as well, with gradients through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and
+    Theorem 3.2; bounds in the sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration),
+    never from power iteration. The division holds for weights of any size: a bound that would overflow or vanish is
+    never formed, and products of weights are bounded as they are rounded, in full precision whatever float32 products
+    are set to. Rounding of the forward pass is not covered: it is about `2^-24` (float32), `2^-9` (bfloat16) of the
+    largest value, and its root where logits exceed its inverse, since near tokens then swap places. Weights under which
+    a token of norm 1 overflows or is a denormal number have no certificate (`certificate_refusal`).
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads H; divides D; d = D / H.
+        tied: one projection makes queries and keys. `False` is for comparison only: it has no Lipschitz constant.
+        contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz constant is at most c.
+        norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2` (Frobenius).
+        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"free"`: `R_h` is a free matrix (same bound); `"plain"`:
+            values are `x W_V`, which is not Lipschitz and for comparison only. Default `"paper"` where tied, else
+            `"plain"`.
+        query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an untied one; Kim et
+            al., app. M).
+        max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not given, each sequence is
+            divided by the bound for its own number of real tokens: then the scale of a causal layer moves with the
+            length, so that a cache needs `max_tokens`.
+        dropout: probability of dropping an attention weight in training, in [0, 1). Excludes `contractive`.
+        bias: whether projections have a bias. Queries and keys share theirs; no bias changes the bound.
+        init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of Glorot's.
+
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+        ConfigError: an option is out of range, or two do not go together.
+        NotContractiveError: `contractive` is not inside (0, 1).
+        NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason is named.
+
+    Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D). `contractive` adds
+    Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and no graph without breaks in
+    `torch.compile`. Not for use where attention to a far token must be possible while near ones exist.
+
+    >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    >>> bool(attention.lipschitz_bound(16) <= 0.9)
+    True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        tied: bool = True,
+        contractive: float | None = None,
+        norm: Norm = "tok",
+        values: Values | None = None,
+        query_width: int = 1,
+        max_tokens: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        init_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.tied = tied
+        self.contractive = contractive
+        self.norm: Norm = check_norm(norm)
+        self.values: Values = values or ("paper" if tied else "plain")
+        self.query_width = query_width
+        self.max_tokens = max_tokens
+        self.dropout = dropout
+        self.init_scale = init_scale
+        self._frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
+        check_options(
+            tied=tied,
+            contractive=contractive,
+            values=self.values,
+            query_width=query_width,
+            max_tokens=max_tokens,
+            dropout=dropout,
+            init_scale=init_scale,
+        )
+        columns = query_width * embed_dim
+        self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
+        self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
+        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.mix = (
+            nn.Parameter(torch.empty(num_heads, query_width * self.head_dim, self.head_dim))
+            if self.values == "free"
+            else None
+        )
+        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s; biases are zero."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            if projection is None:
+                continue
+            if self.init_scale is None:
+                nn.init.xavier_uniform_(projection.weight)
+            else:
+                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if self.mix is not None:
+            # Glorot's bound of each head by itself; the paper's R_h has entries of that order divided by sqrt(d).
+            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see, always including itself.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask from
+                `attention_mask`. A padded token sees itself alone.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier `z` of this layer, stored as key and as value; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit, or a sequence is longer than `max_tokens`.
+            ConfigError: a cache in a contractive layer without `max_tokens`.
+            NotLipschitzError: a finished mask drops the diagonal of a contractive layer.
+
+        A finished mask that `attention_mask` did not make is taken to be any that keeps the diagonal; in norm 2 its
+        bound is larger, so that a contractive layer's output is smaller than under a full or causal one.
+        """
+        query = self._heads(self.q_proj(x))
+        key = query if self.k_proj is None else self._heads(self.k_proj(x))
+        # The value that attention averages: z itself, mixed by R_h afterwards, or a plain projection.
+        value = self._heads(self.v_proj(x)) if self.v_proj is not None and self.values == "plain" else key
+        if cache is not None:
+            check_cache(self.contractive, self.max_tokens)
+            shares, (key, value) = value is key, cache.update(key, value)
+            value = key if shares else value
+        heads = self._attend(query, key, value, key_padding_mask, is_causal)
+        if self.contractive is not None:
+            weights = self._unit_weights()
+            factor = self._contraction(weights, key_padding_mask, is_causal, query.shape[-2], key.shape[-2])
+            heads = (heads / weights.read).to(heads.dtype) @ weights.mixing
+            heads = (heads * factor).to(heads.dtype)
+        elif self.values != "plain":
+            heads = heads @ self._mixing()
+        if self.v_proj is not None and self.v_proj.bias is not None and self.values != "plain":
+            heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
+        return self.o_proj(join_heads(heads))
+
+    def certificate_refusal(self) -> str | None:
+        """Return why this layer has no certificate in its present mode and with its weights; None where it has one."""
+        reason = l2_attention_refusal(
+            tied=self.tied,
+            plain_values=self.values == "plain",
+            drops_weights=self.dropout > 0 and self.training,
+        )
+        return self._division_refusal() if reason is None and self.contractive is not None else reason
+
+    def lipschitz_bound(
+        self,
+        num_tokens: int,
+        *,
+        norm: Norm | None = None,
+        mask: MaskKind = "any",
+        method: SpectralMethod = "svd",
+        layers: tuple[L2Layer, L2Layer] | None = None,
+    ) -> Tensor:
+        """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
+
+        Certified, for exact arithmetic with the weights as stored (`wellposed.linalg.l2_attention_bound`). A
+        contractive layer's division is included. Differentiable for `method="gram"`.
+
+        Args:
+            num_tokens: most keys that a query sees.
+            norm: `"tok"`, `"inf"` or `2`; the layer's own where not given.
+            mask: which masks the bound covers; matters for norm 2 only.
+            method: how spectral norms are bounded.
+            layers: from `bound_layers`, so that several bounds share their spectral norms; made here where not given.
+
+        Returns:
+            0-dim tensor.
+
+        Raises:
+            NotLipschitzError: no bound exists; the message holds `certificate_refusal()`.
+            ShapeError: `num_tokens` is above the certified length.
+            ConfigError: a contractive layer without `max_tokens` is asked for another norm than its own.
+        """
+        refuse_unbounded(self.certificate_refusal())
+        norm = self.norm if norm is None else check_norm(norm)
+        by_call, exact = self.bound_layers(method) if layers is None else layers
+        if self.contractive is None:
+            return exact.bound(l2_constants(num_tokens, mask=mask), norm=norm).value
+        if self.max_tokens is None:
+            if norm != self.norm:
+                raise ConfigError(
+                    f"L2SelfAttention: contractive in norm {self.norm!r} at each sequence's own length, so no one "
+                    f"scale holds for a bound in norm {norm!r}; build the layer with max_tokens"
+                )
+            return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
+        check_covered(num_tokens, self.max_tokens)
+        bounds: list[Tensor] = []
+        for kind in MASK_KINDS if mask == "any" else (mask,):
+            # Both layers are divided by one power of two, which cancels.
+            divisor = by_call.unit_bound(l2_constants(self.max_tokens, mask=kind), norm=self.norm).value.double()
+            bound = exact.unit_bound(l2_constants(num_tokens, mask=kind), norm=norm).value.double()
+            bounds.append(self.contractive * bound / torch.where(divisor > 0, divisor, 1.0))
+        bound = torch.stack(bounds).amax()
+        return bound.clamp_max(self.contractive) if norm == self.norm else bound
+
+    def bound_layers(
+        self, method: SpectralMethod = "svd", weights: UnitWeights | None = None
+    ) -> tuple[L2Layer, L2Layer]:
+        """Return the weights as the division of a contractive layer sees them at each call, and for ``method``."""
+        if self.contractive is not None:
+            weights = weights or self._unit_weights()
+            by_call = weights.layer("gram")
+            return by_call, by_call if method == "gram" else weights.layer(method)
+        # R_h is a product of weights: in their own precision it would be rounded before it is bounded.
+        exact = L2Layer(*self.head_weights(torch.promote_types(self.q_proj.weight.dtype, torch.float64)), method=method)
+        return exact, exact
+
+    @torch.no_grad()
+    def at_zero(self, num_tokens: int) -> Tensor:
+        """Return the token (D,) that `num_tokens` zero tokens all become, computed in float64.
+
+        Raises:
+            NotLipschitzError: as `lipschitz_bound`.
+        """
+        refuse_unbounded(self.certificate_refusal())
+        bias = self.q_proj.weight.new_zeros(self.q_proj.out_features) if self.q_proj.bias is None else self.q_proj.bias
+        heads = bias.double().unflatten(0, (self.num_heads, 1, -1))
+        if self.contractive is None:
+            heads = heads @ self._mixing(torch.float64)
+        else:
+            weights = self._unit_weights()
+            factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
+            heads = (heads / weights.read) @ weights.mixing.double() * factor
+        heads = heads.flatten() + (0 if self.v_proj is None or self.v_proj.bias is None else self.v_proj.bias)
+        return self.o_proj.weight.double() @ heads + (0 if self.o_proj.bias is None else self.o_proj.bias)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Promise that no weight changes inside: a contractive layer then computes its bound once.
+
+        For generation and for fixed-point iterations; no effect where gradients of the weights are recorded.
+
+        >>> layer = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
+        >>> with layer.frozen(), torch.no_grad():
+        ...     y = layer(layer(torch.randn(1, 4, 8)))
+        """
+        outer, self._frozen_scales = self._frozen_scales, {}
+        try:
+            yield
+        finally:
+            self._frozen_scales = outer
+
+    def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and W_O zero-padded.
+
+        Args:
+            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not given.
+
+        Raises:
+            NotLipschitzError: the values are plain, so there is no `R_h`.
+        """
+        if self.values == "plain":
+            raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
+        dtype = dtype or self.q_proj.weight.dtype
+        projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
+        missing = projection.shape[-1] - self.head_dim
+        output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
+        return projection, F.pad(self._mixing(dtype), (0, missing)), F.pad(output, (0, 0, 0, missing))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: PaddingMask, is_causal: bool
+    ) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        scale = 1 / math.sqrt(self.head_dim)
+        queries, keys = query.shape[-2], key.shape[-2]
+        if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
+            allowed = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
+            flags = {"attn_mask": allowed.mask, "is_causal": allowed.is_causal}
+            return l2_attention(query, key, value, **flags, dropout_p=dropout, scale=scale)
+        # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by hand.
+        heads = l2_attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal and queries == keys,
+            dropout_p=dropout,
+            scale=scale,
+            key_padding_mask=key_padding_mask,
+        )
+        padded = key_padding_mask[:, None, keys - queries :, None]
+        return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return split_heads(x, self.num_heads)
+
+    def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
+        dtype = dtype or self.q_proj.weight.dtype
+        if self.mix is not None:
+            return self.mix.to(dtype)
+        assert self.v_proj is not None
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            return query @ value.mT / math.sqrt(self.head_dim)
+
+    @uncompiled
+    def _unit_weights(self) -> UnitWeights:
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            value = None if self.v_proj is None else self.v_proj.weight
+            return UnitWeights.of(
+                self.q_proj.weight, self.o_proj.weight, value=value, mix=self.mix, num_heads=self.num_heads
+            )
+
+    def _factor(
+        self, weights: UnitWeights, num_tokens: int, mask: MaskKind, *, layer: L2Layer | None = None, kept: bool = True
+    ) -> Tensor:
+        """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
+        assert self.contractive is not None
+        recorded = torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
+        frozen = self._frozen_scales if kept and not recorded else None
+        if frozen is not None and (num_tokens, mask) in frozen:
+            return frozen[num_tokens, mask]
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            constants = l2_constants(num_tokens, mask=mask)
+            layer = layer or self.bound_layers("gram", weights)[0]
+            factor = division_factor(layer, self.contractive, constants, self.norm)
+        if frozen is not None:
+            frozen[num_tokens, mask] = factor
+        return factor
+
+    @torch.no_grad()
+    def _division_refusal(self) -> str | None:
+        weights = self._unit_weights()
+        layer = weights.layer("gram")
+        for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
+            if is_stale(kept, self._factor(weights, num_tokens, mask, layer=layer, kept=False)):
+                return "its weights were edited inside frozen(), which divides by the bound they had before"
+        factor = self._factor(weights, self.max_tokens or 1, "any", layer=layer, kept=False)
+        return weights.range_refusal(factor, self.q_proj.bias)
+
+    @uncompiled
+    def _contraction(
+        self, weights: UnitWeights, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int
+    ) -> Tensor:
+        """The factor of the heads: (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length."""
+        mask = known_pattern(key_padding_mask, is_causal)
+        if isinstance(key_padding_mask, AttentionMask):
+            check_diagonal(key_padding_mask, queries, keys)
+        if self.max_tokens is not None and keys <= self.max_tokens:
+            return self._factor(weights, self.max_tokens, mask)
+        counts = most_visible(key_padding_mask, keys)
+        if self.max_tokens is not None:
+            check_covered(int(counts.max()) if isinstance(counts, Tensor) else counts, self.max_tokens)
+            return self._factor(weights, self.max_tokens, mask)
+        if not isinstance(counts, Tensor):
+            return self._factor(weights, counts, mask)
+        lengths, index = counts.unique(return_inverse=True)
+        layer = weights.layer("gram")
+        return torch.stack([self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()])[index]
+
+    def extra_repr(self) -> str:
+        """Everything that is not seen from the projections."""
+        parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
+        if self.contractive is not None:
+            parts.append(f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}")
+        return ", ".join([*parts, f"dropout={self.dropout}"])
+
+
+def _uniform_(weight: Tensor, bound: float) -> None:
+    nn.init.uniform_(weight, -bound, bound)

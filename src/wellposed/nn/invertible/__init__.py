@@ -1,0 +1,1 @@
+"""Maps with an inverse: residuals of a contraction, and couplings."""

@@ -1,0 +1,194 @@
+"""`x + f(x)` with its inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, listed
+from wellposed.linalg import Norm, check_norm
+from wellposed.nn.invertible.inversion_bound import with_error_bound
+from wellposed.nn.invertible.solver import Acceleration, Inversion, solve_residual
+
+
+@runtime_checkable
+class _Bounded(Protocol):
+    """A module that knows a bound of its own Lipschitz constant, as `L2SelfAttention` does."""
+
+    norm: Norm
+
+    def lipschitz_bound(self, num_tokens: int) -> Tensor: ...
+
+
+class InvertibleResidual(nn.Module):
+    r"""`y = x + f(x)` with `|f(x) - f(x')| <= c |x - x'|`, c < 1: a bijection whose inverse is `x = lim y - f(x_k)`.
+
+    Exact inverse up to rounding, with an a-posteriori error bound: `|x - x*| <= |r| / (1 - c)`, r the residual of the x
+    that is returned, evaluated in float64 and so with all that was rounded away in the working dtype (`Inversion`).
+    `1 - c <= |g(x) - g(x')| / |x - x'| <= 1 + c`. Behrmann et al. (2019), "Invertible Residual Networks", Theorem 1
+    and Algorithm 1; Kim, Papamakarios, Mnih (2021), sec. 4.1, for attention as f.
+
+    Args:
+        f: any module that keeps the shape. Its bound is read from `f.contractive` (`L2SelfAttention`), else from
+            `f.lipschitz_bound(num_tokens)`, unless `lipschitz` is given.
+        lipschitz: a bound c of f in `norm` that you vouch for, for modules that do not know their own (`wellposed.
+            certify` finds one for most).
+        norm: of `lipschitz`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`; otherwise f's own norm counts.
+
+    Raises:
+        NotContractiveError: `lipschitz` is not in [0, 1). A bound that depends on the weights is checked in `inverse`.
+
+    Cost: forward that of f; the inverse evaluates f `ln(1e-7) / ln(c')` times in float32 with Picard's iteration, c'
+    the slope at hand (often far below c); Anderson's acceleration halves that or better for attention, where it is 20
+    or more, at the memory of twelve copies of x. The error bound takes one evaluation of f in float64, with two more
+    attentions for each fused attention in it.
+
+    >>> from wellposed.nn import L2SelfAttention
+    >>> block = InvertibleResidual(L2SelfAttention(8, 2, contractive=0.9, max_tokens=16))
+    >>> x = torch.randn(3, 5, 8)
+    >>> again, report = block.inverse(block(x))
+    >>> bool((again - x).abs().max() < 1e-5), report.converged
+    (True, True)
+    """
+
+    def __init__(self, f: nn.Module, *, lipschitz: float | None = None, norm: Norm = "tok") -> None:
+        super().__init__()
+        self.f = f
+        self.lipschitz = lipschitz
+        self._given_norm: Norm = check_norm(norm)
+        if lipschitz is not None:
+            _checked(lipschitz, self._given_norm, "the bound given as lipschitz=", f)
+
+    @property
+    def norm(self) -> Norm:
+        """The norm in which f is a contraction, and in which errors are reported."""
+        own = getattr(self.f, "norm", None)
+        # Other modules may call a submodule "norm".
+        return check_norm(own) if self.lipschitz is None and isinstance(own, str | int) else self._given_norm
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Return `x + f(x, **options)`."""
+        return x + self.f(x, **options)
+
+    def contraction(self, num_tokens: int) -> float:
+        """Return the bound c < 1 of f for sequences of `num_tokens`.
+
+        Raises:
+            NotContractiveError: no bound below 1 is known; the message holds the bound found, or what is missing.
+        """
+        if self.lipschitz is not None:
+            return _checked(self.lipschitz, self.norm, "the bound given as lipschitz=", self.f)
+        contractive = getattr(self.f, "contractive", None)
+        if contractive is not None:
+            return _checked(float(contractive), self.norm, "contractive=", self.f)
+        if not isinstance(self.f, _Bounded):
+            raise NotContractiveError(
+                f"InvertibleResidual: no Lipschitz bound of {type(self.f).__name__} is known; expected f.contractive, "
+                "f.lipschitz_bound(num_tokens) or lipschitz=; find a bound with wellposed.certify and pass it"
+            )
+        try:
+            bound = float(self.f.lipschitz_bound(num_tokens).detach())
+        except NotLipschitzError as error:
+            raise NotContractiveError(f"InvertibleResidual: no bound below 1 exists: {error}") from error
+        return _checked(bound, self.norm, f"the bound for {num_tokens} tokens is", self.f)
+
+    @torch.no_grad()
+    def inverse(
+        self,
+        y: Tensor,
+        *,
+        tol: float | None = None,
+        max_iter: int = 1000,
+        accelerate: Acceleration | None = "anderson",
+        **options: Any,
+    ) -> tuple[Tensor, Inversion]:
+        r"""Return x with `x + f(x) = y`, and how well.
+
+        Picard's iteration `x <- y - f(x)` multiplies the residual by c or less. `"anderson"` mixes the last six
+        iterates by least squares, each sample by itself; an iterate that did worse than Picard must is replaced, so it
+        never needs more than twice Picard's worst case. No gradient is recorded: see `ReversibleSequential`.
+
+        Args:
+            y: (batch, tokens, width), or any shape f takes with the batch first.
+            tol: error `|x - x*|`, relative to the size of y and x in the norm of the contraction, at which the
+                iteration ends; what the working dtype rounds comes on top, and the report's `error_bound` holds both.
+                Default: as far as rounding allows (a residual of one unit of rounding, or one that stalls within
+                `2 + sqrt(D) / 2` units).
+            max_iter: evaluations of f before giving up.
+            accelerate: `"anderson"` or None for Picard.
+            options: passed to f, as they were to `forward` (`key_padding_mask`, `is_causal`).
+
+        Returns:
+            x, shape of y, and an `Inversion`.
+
+        Raises:
+            NotContractiveError: no bound of f below 1 is known.
+            ConvergenceError: y is not finite, f returns NaN, or `max_iter` is reached.
+            ConfigError: f draws random numbers in its present mode (dropout in training), or `accelerate` or `tol` is
+                not usable.
+        """
+        if accelerate not in (None, "anderson"):
+            raise ConfigError(f"inverse: accelerate is {accelerate!r}; expected 'anderson' or None")
+        if tol is not None and not tol > 0:
+            raise ConfigError(f"inverse: tol is {tol}; expected a positive relative error")
+        refuse_randomness(self, "inverse")
+        contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
+        with frozen(self.f):
+            x, report = solve_residual(
+                lambda x: self.f(x, **options),
+                y,
+                contraction=contraction,
+                norm=self.norm,
+                tol=tol,
+                max_iter=max_iter,
+                accelerate=accelerate,
+                name="InvertibleResidual",
+            )
+            return x, with_error_bound(report, self.f, x, y, options)
+
+    def extra_repr(self) -> str:
+        """The given bound, if any."""
+        return "" if self.lipschitz is None else f"lipschitz={self.lipschitz}, norm={self.norm!r}"
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Promise that no weight changes inside: layers that normalise by their weights then do so once."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            freeze = getattr(part, "frozen", None)
+            if callable(freeze):
+                stack.enter_context(freeze())  # type: ignore[arg-type]
+        yield
+
+
+def refuse_randomness(module: nn.Module, what: str) -> None:
+    """Raise `ConfigError` where a part draws random numbers now: evaluated twice it would be two maps."""
+    drawn = [
+        f"{path or type(part).__name__}: dropout {rate}"
+        for path, part in module.named_modules()
+        if part.training and (rate := _dropout_of(part)) > 0
+    ]
+    if drawn:
+        raise ConfigError(
+            f"{what} needs the same map at every evaluation, but these parts drop at random in training:\n"
+            f"{listed(drawn)}\nset their dropout to 0, or call eval()"
+        )
+
+
+def _dropout_of(part: nn.Module) -> float:
+    rate = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
+    return float(rate) if isinstance(rate, int | float) else 0.0
+
+
+def _checked(bound: float, norm: Norm, source: str, f: nn.Module) -> float:
+    if not 0 <= bound < 1:
+        raise NotContractiveError(
+            f"InvertibleResidual: {source} {bound:.6g} (norm {norm!r}, f = {type(f).__name__}); expected a bound in "
+            "[0, 1), without which x + f(x) need not have an inverse; scale f down, or build it with contractive="
+        )
+    return bound

@@ -1,0 +1,183 @@
+"""Stacks whose backward pass rebuilds activations by inversion instead of storing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
+from wellposed.nn.invertible.inversion_bound import carried, unmeasured
+from wellposed.nn.invertible.residual import refuse_randomness
+from wellposed.nn.invertible.solver import Inversion, sample_norms
+
+
+class ReversibleSequential(nn.Module):
+    r"""`y = g_L(... g_1(x))` for invertible blocks, trained with activation memory that does not depend on L.
+
+    Forward stores x and y alone. Backward goes down the stack: it rebuilds the input of each block by `inverse`, runs
+    that block once more with gradients, and moves on. Gradients equal ordinary backpropagation up to the error of the
+    rebuilt activations: for contractive attention blocks measured 8e-7 relative in float32 and 2e-15 in float64 at 32
+    blocks, while an error is multiplied by `1 / (1 - c')` or less on its way down (c' the slope at hand). Nothing is
+    taken on trust: at the bottom the rebuilt input is compared with the true one. Behrmann et al. (2019), sec. 3;
+    Gomez et al. (2017), Algorithm 1.
+
+    Args:
+        blocks: modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`, such as
+            `InvertibleResidual` and `AdditiveCoupling`, all of one shape.
+        drift: largest relative error of the rebuilt input (in the 2-norm of a sample) that backward accepts.
+        tol, max_iter: passed to each `inverse`.
+
+    Raises:
+        ConfigError: a block has no inverse, or there is none at all; in `forward`, dropout is active in a block.
+
+    Cost: activation memory of one block plus three activations, whatever L: at most as many bytes of tensors are alive
+    at once with 64 blocks as with 8 (ratio 1.00 measured, 7.6 by ordinary backward), the gradients of the parameters
+    set aside, of which L blocks have L times as many by any method. The resident memory of a process may grow more, by
+    what its allocator keeps. Time of the forward pass twice, of the inverses (their iterations
+    times a forward pass) and of backward. Under autocast the stack runs in the dtype of x: rounding f to bfloat16 would
+    make its inverse that coarse. No second derivatives.
+    When not to use: in inference nothing is stored anyway; and where memory suffices, plain backward is faster.
+
+    >>> from wellposed.nn import InvertibleResidual, L2SelfAttention
+    >>> stack = ReversibleSequential(
+    ...     [InvertibleResidual(L2SelfAttention(8, 2, contractive=0.5, max_tokens=8)) for _ in range(3)]
+    ... )
+    >>> stack(torch.randn(2, 5, 8)).square().mean().backward()
+    >>> stack.blocks[0].f.q_proj.weight.grad is not None
+    True
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        *,
+        drift: float = 1e-3,
+        tol: float | None = None,
+        max_iter: int = 1000,
+    ) -> None:
+        super().__init__()
+        lacking = [f"{i}: {type(block).__name__}" for i, block in enumerate(blocks) if not hasattr(block, "inverse")]
+        if lacking or not len(blocks):
+            raise ConfigError(
+                "ReversibleSequential: every block needs inverse(y, **options) -> (x, Inversion), and there must be a "
+                f"block; received {len(blocks)} blocks, without inverse:\n{listed(lacking)}\n"
+                "wrap a contractive map in InvertibleResidual, or two maps in AdditiveCoupling"
+            )
+        if not drift > 0:
+            raise ConfigError(f"ReversibleSequential: drift is {drift}; expected a positive relative error")
+        self.blocks = nn.ModuleList(blocks)
+        self.drift = drift
+        self.tol = tol
+        self.max_iter = max_iter
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Map x through all blocks; `options` go to each of them and carry no gradient.
+
+        Raises:
+            ConfigError: a block draws random numbers in its present mode, or an option requires gradient.
+        """
+        refuse_randomness(self, "ReversibleSequential")
+        carrying = [name for name, value in options.items() if isinstance(value, Tensor) and value.requires_grad]
+        if carrying:
+            raise ConfigError(
+                f"ReversibleSequential: options {', '.join(carrying)} require gradient and would get none"
+            )
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
+
+    @torch.no_grad()
+    def inverse(self, y: Tensor, *, tol: float | None = None, **options: Any) -> tuple[Tensor, Inversion]:
+        """Return x with `forward(x) = y`, and a report whose error bound holds for the whole stack.
+
+        An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it, r the residual of what was
+        stored; where blocks speak of different norms, or one has no bound (`AdditiveCoupling`), it is infinite. See
+        `Inversion` for what the bound covers.
+
+        Raises:
+            NotContractiveError, ConvergenceError, ConfigError: as the blocks' own `inverse`.
+        """
+        reports: list[Inversion] = []
+        error = 0.0
+        for block in reversed(self.blocks):
+            y, report = _invert(block, y, options, tol=tol or self.tol, max_iter=self.max_iter)
+            error = carried(error, report.contraction, block, y) + report.error_bound
+            reports.append(report)
+        known = len({report.norm for report in reports}) == 1
+        return y, Inversion(
+            iterations=sum(report.iterations for report in reports),
+            residual=max(report.residual for report in reports),
+            error_bound=error if known else float("inf"),
+            contraction=max(report.contraction for report in reports),
+            norm=reports[0].norm,
+            blocks=tuple(reversed(reports)),
+            reason=next((report.reason for report in reports if report.reason), ""),
+        )
+
+
+class _Rebuild(torch.autograd.Function):
+    """Forward through all blocks without a graph; backward by inversion, one block at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: ReversibleSequential, options: dict[str, Any], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.stack, ctx.options, ctx.parameters = stack, options, weights
+        y = x
+        with torch.autocast(x.device.type, enabled=False):
+            for block in stack.blocks:
+                y = block(y, **options)
+        if y.shape != x.shape:
+            raise ShapeError(f"ReversibleSequential: blocks turned shape {tuple(x.shape)} into {tuple(y.shape)}")
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        stack: ReversibleSequential = ctx.stack
+        x, y = ctx.saved_tensors
+        grad = grads[0]
+        totals: dict[int, Tensor] = {}
+        with torch.autocast(x.device.type, enabled=False), unmeasured():
+            for block in reversed(stack.blocks):
+                y, _ = _invert(block, y, ctx.options, tol=stack.tol, max_iter=stack.max_iter)
+                grad = _backward_through(block, y, grad, ctx.options, totals)
+        _check_drift(x, y, stack.drift)
+        return (None, None, grad, *(totals.get(id(parameter)) for parameter in ctx.parameters))
+
+
+def _backward_through(
+    block: nn.Module, x: Tensor, grad: Tensor, options: dict[str, Any], totals: dict[int, Tensor]
+) -> Tensor:
+    """Add the block's parameter gradients to `totals` and return the gradient of its input."""
+    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        image = block(x, **options)
+    found = torch.autograd.grad(image, [x, *parameters], grad, allow_unused=True)
+    for parameter, gradient in zip(parameters, found[1:], strict=True):
+        if gradient is not None:
+            # A weight shared by several blocks is met several times.
+            known = totals.get(id(parameter))
+            totals[id(parameter)] = gradient if known is None else known + gradient
+    return torch.zeros_like(x) if found[0] is None else found[0]
+
+
+def _invert(
+    block: nn.Module, y: Tensor, options: dict[str, Any], *, tol: float | None, max_iter: int
+) -> tuple[Tensor, Inversion]:
+    inverse = cast(Callable[..., tuple[Tensor, Inversion]], block.inverse)
+    return inverse(y, tol=tol, max_iter=max_iter, **options)
+
+
+def _check_drift(x: Tensor, rebuilt: Tensor, drift: float) -> None:
+    error, size = sample_norms(rebuilt - x, 2), sample_norms(x, 2)
+    worst = float((error / size.clamp_min(torch.finfo(x.dtype).tiny)).max()) if x.numel() else 0.0
+    if not worst <= drift:
+        raise ConvergenceError(
+            f"ReversibleSequential: the rebuilt input is off by {worst:.3g} of its size; accepted is drift={drift:g}, "
+            "so the gradients of the first blocks would be wrong; use a smaller contraction, fewer blocks, float64, or "
+            "a larger drift if you accept that error"
+        )

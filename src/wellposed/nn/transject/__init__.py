@@ -1,0 +1,1 @@
+"""TransJect: attention through a spectrum, orthogonal maps, injective embeddings."""

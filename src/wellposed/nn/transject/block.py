@@ -1,0 +1,257 @@
+"""One layer of TransJect, its inverse, and parameter counts."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
+from wellposed.functional.gram import spectrum_fits
+from wellposed.linalg import Workspace
+from wellposed.nn.invertible.residual import InvertibleResidual
+from wellposed.nn.plain import is_plain
+from wellposed.nn.transject.cache import TransJectCache
+from wellposed.nn.transject.experts import ExpertMixture, Gating, check_gates
+from wellposed.nn.transject.gram_attention import GramAttention
+from wellposed.nn.transject.inference import LayerWeights, run_layer
+from wellposed.nn.transject.injective_residual import InjectiveResidual, ResidualStart
+from wellposed.nn.transject.orthogonal_feedforward import OrthogonalFeedForward
+from wellposed.nn.transject.orthogonal_linear import OrthogonalLinear, transposed_weight
+
+
+class TransJectBlock(nn.Module):
+    """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: for given sigma and gates a bijection of each token.
+
+    Exact up to rounding: distances between two tokens of a sequence change by a factor in `[(1-|r|)^2, (1+|r|)^2]`. A
+    is an `ExpertMixture`, f an `OrthogonalFeedForward`; both share one residual weight. At the start (ReZero) it is the
+    identity. Sengupta et al. (2023), eq. 4; their Lemma 1 asks for L >= 3, which is not needed.
+
+    Args:
+        embed_dim: width d.
+        num_layers: L of the stack this block is one of.
+        num_experts, gating, eps: see `ExpertMixture`.
+        residual: see `InjectiveResidual`.
+        dropout: see `OrthogonalFeedForward`.
+        layer_index: depth of the block, from 0: its place in a cache.
+
+    Raises:
+        ConfigError: a part refuses its arguments.
+
+    >>> import torch
+    >>> x = torch.randn(2, 5, 8)
+    >>> y, gates = TransJectBlock(8, 2)(x, torch.ones(8))
+    >>> bool((y == x).all()), gates.shape
+    (True, torch.Size([2, 1]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_layers: int,
+        *,
+        num_experts: int = 1,
+        gating: Gating = "pooled",
+        eps: float = 1e-6,
+        residual: ResidualStart = "rezero",
+        dropout: float = 0.0,
+        layer_index: int = 0,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.attention = ExpertMixture(embed_dim, num_experts, gating=gating, eps=eps, layer_index=layer_index)
+        self.feedforward = OrthogonalFeedForward(embed_dim, dropout=dropout)
+        self.residual = InjectiveResidual(num_layers, residual)
+
+    def reset_parameters(self) -> None:
+        """Draw every weight anew."""
+        for part in (self.attention, self.feedforward, self.residual):
+            part.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        cache: TransJectCache | None = None,
+        gates: Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens, (batch, tokens, d), and the gates.
+
+        The arguments are those of `ExpertMixture`; `workspace` holds the buffers of a pass without gradients on a CPU.
+
+        Raises:
+            ShapeError: x, sigma or gates do not fit, or those for each token are given without `is_causal`.
+        """
+        self._check_given(x, sigma, gates, is_causal)
+        if not is_causal and self._runs_in_blocks(x, sigma):
+            return self._in_blocks(x, sigma, gates, key_padding_mask, workspace or Workspace())
+        # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks would try to move.
+        plain = is_plain(self.residual, InjectiveResidual)
+        branch, used = self.attention(
+            x,
+            sigma,
+            self.residual.scale() if plain else self.residual.__call__,
+            key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
+            cache=cache,
+            gates=gates,
+        )
+        x = self.residual(x, branch)
+        return self.residual(x, self.feedforward(x)), used
+
+    def _check_given(self, x: Tensor, sigma: Tensor, gates: Tensor | None, is_causal: bool) -> None:
+        fits = spectrum_fits(x, sigma) and x.shape[1:] == (max(x.shape[1], 1), self.embed_dim)
+        if not fits or (sigma.dim() == 3 and not is_causal):
+            raise ShapeError(
+                f"TransJectBlock: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)}; expected x (batch, "
+                f"tokens >= 1, {self.embed_dim}) and sigma ({self.embed_dim},) or (batch, {self.embed_dim}), or, with "
+                f"is_causal=True, (batch, tokens, {self.embed_dim})"
+            )
+        if gates is not None:
+            check_gates("TransJectBlock", gates, x, self.attention.num_experts, each_token=is_causal)
+
+    def _runs_in_blocks(self, x: Tensor, sigma: Tensor) -> bool:
+        """Whether no gradient, no hook and no other part is there to notice that modules are not called."""
+        return (
+            x.device.type == "cpu"
+            and x.numel() > 0
+            and not torch.is_grad_enabled()
+            and not self.training
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+            and not torch._C._are_functorch_transforms_active()
+            # Products with out= have no forward derivative.
+            and forward_ad._current_level < 0
+            and type(x) is Tensor
+            and sigma.dtype == x.dtype
+            and self._has_plain_parts()
+            and all(parameter.dtype == x.dtype for parameter in self.parameters())
+        )
+
+    def _has_plain_parts(self) -> bool:
+        """Whether every part that blocks of rows do not call (all but the gate) is its formula and nothing else."""
+        forward = self.feedforward
+        return (
+            is_plain(self.attention, ExpertMixture)
+            and self.attention.has_plain_experts()
+            and is_plain(forward, OrthogonalFeedForward)
+            and not (forward.training and forward.dropout)
+            and is_plain(forward.up_proj, OrthogonalLinear)
+            and is_plain(forward.down_proj, OrthogonalLinear)
+            and is_plain(self.residual, InjectiveResidual)
+        )
+
+    def _in_blocks(
+        self, x: Tensor, sigma: Tensor, gates: Tensor | None, padding: Tensor | None, work: Workspace
+    ) -> tuple[Tensor, Tensor]:
+        mixture = self.attention
+        experts = [cast(GramAttention, expert) for expert in mixture.experts]
+        weights = LayerWeights(
+            left=[transposed_weight(expert.left) for expert in experts],
+            right=[transposed_weight(expert.right) for expert in experts],
+            up=transposed_weight(self.feedforward.up_proj),
+            down=transposed_weight(self.feedforward.down_proj),
+            scale=self.residual.coefficients()[1],
+        )
+
+        def gate(pools: Tensor, samples: slice) -> Tensor:
+            masked = None if padding is None else padding[samples]
+            return mixture.gates_from_pools(pools, x[samples], key_padding_mask=masked)
+
+        known = mixture.known_gates(x) if gates is None else gates
+        return run_layer(x, sigma, weights, gate if known is None else known, padding=padding, work=work)
+
+    def sublayers(self, sigma: Tensor, gates: Tensor) -> list[InvertibleResidual]:
+        """Return the two halves as bijections, for stored sigma and gates, with contractions `|r| |U_e||V_e| |sigma|`.
+
+        Raises:
+            NotContractiveError: a contraction is not below 1: weights off orthogonality, or alpha = 1 at L = 1; or it
+                is not known, since a part is wrapped.
+            ConfigError: weights are not in memory.
+        """
+        self._refuse_unknown_parts()
+        scale = abs(self.residual.coefficients()[1])
+        size = float(sigma.abs().max()) if sigma.numel() else 0.0
+        size *= float(gates.abs().sum(-1).max()) if gates.numel() else 0.0
+        attention, feedforward = _Half(self, sigma, gates), _Half(self)
+        return [
+            InvertibleResidual(attention, lipschitz=scale * self.attention.norm_bound() * size, norm="tok"),
+            InvertibleResidual(feedforward, lipschitz=scale * self.feedforward.norm_bound(), norm="tok"),
+        ]
+
+    def _refuse_unknown_parts(self) -> None:
+        kinds: list[tuple[str, type[nn.Module]]] = [("residual", InjectiveResidual)]
+        for index in range(len(self.attention.experts)):
+            kinds += [(f"attention.experts.{index}.{name}", OrthogonalLinear) for name in ("left", "right")]
+        kinds += [(f"feedforward.{name}", OrthogonalLinear) for name in ("up_proj", "down_proj")]
+        parts = [(path, self.get_submodule(path), kind) for path, kind in kinds]
+        wrapped = [f"{path}: {type(part).__name__}" for path, part, kind in parts if not isinstance(part, kind)]
+        if wrapped:
+            raise NotContractiveError(
+                "TransJectBlock: no Lipschitz bound is known of these parts, which are not those that it was built "
+                f"with:\n{listed(wrapped)}\nmerge the adapters into the weights before inverting"
+            )
+        absent = [name for name, parameter in self.named_parameters() if parameter.is_meta]
+        if absent:
+            raise ConfigError(
+                f"TransJectBlock: the inverse needs weights that are not in memory (offloaded, or on meta):\n"
+                f"{listed(absent)}\nload the model whole, or take accelerate's hooks off with "
+                "accelerate.hooks.remove_hook_from_submodules"
+            )
+
+
+class _Half(nn.Module):
+    """`r f(x)` of one sublayer, with everything but x fixed: of the attention where sigma and gates are given."""
+
+    def __init__(self, block: TransJectBlock, sigma: Tensor | None = None, gates: Tensor | None = None) -> None:
+        super().__init__()
+        # Registered: active dropout is found and refused, and all that f holds is seen (the error bound widens it).
+        self.block = block
+        self.register_buffer("sigma", sigma, persistent=False)
+        self.register_buffer("gates", gates, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block, sigma = self.block, cast("Tensor | None", self.sigma)
+        scale = block.residual.scale()
+        branch = (
+            block.feedforward(x)
+            if sigma is None
+            else block.attention(x, sigma, scale, gates=cast(Tensor, self.gates))[0]
+        )
+        return scale.to(x.dtype) * branch
+
+
+def transject_parameter_count(
+    vocab_size: int,
+    embed_dim: int,
+    num_layers: int,
+    num_experts: int,
+    *,
+    num_outputs: int = 1,
+    released: bool = False,
+) -> int:
+    """Return the number of parameters of a TransJect classifier with sinusoidal positions and a linear head with bias.
+
+    Exact, d = embed_dim: ours is `L (2 E d^2 + 2 d^2 + [E > 1] d + 1) + d^2 + V d/2 + outputs (d + 1)`. With `released`
+    that of the code of Sengupta et al. (2023), whose maps have biases and whose gate (with one) is there for one expert
+    too: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + outputs (d + 1)`. Their Table 5 prints ten
+    times these. With a learnt spectrum, d takes the place of `d^2`.
+
+    >>> [transject_parameter_count(187, 512, 6, e, released=True) for e in (1, 4, 8)]
+    [6617869, 16073485, 28680973]
+    >>> transject_parameter_count(187, 512, 6, 4)
+    16042247
+    """
+    square = embed_dim * embed_dim
+    ends = vocab_size * embed_dim // 2 + num_outputs * (embed_dim + 1) + square
+    if released:
+        biased = square + embed_dim
+        return num_layers * (2 * num_experts * biased + 2 * biased + embed_dim + 2) + ends + embed_dim
+    gate = embed_dim if num_experts > 1 else 0
+    return num_layers * (2 * num_experts * square + 2 * square + gate + 1) + ends

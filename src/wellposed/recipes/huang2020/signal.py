@@ -1,0 +1,82 @@
+"""Huang et al. (2020): how large the signal is after every layer, with Xavier weights and with T-Fixup's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from wellposed.charts import Panel, Series
+from wellposed.errors import ConvergenceError
+from wellposed.initialize import signal_propagation
+from wellposed.models import build_model
+from wellposed.recipes.recipe import Reproduction, Request
+
+INITS = {"xavier": "Xavier", "t_fixup": "T-Fixup"}
+STACKS = ("encoder", "decoder")
+_LOW, _HIGH = 0.95, 1.15
+
+
+def signal(request: Request) -> Reproduction:
+    """|out| / |in| after each layer of encoders and decoders of several depths, before and after T-Fixup."""
+    width = request.pick(toy=16, mini=64, paper=512)
+    depths = request.pick(toy=(1, 3), mini=(6, 20, 100), paper=(6, 20, 100))
+    rows: list[dict[str, Any]] = []
+    for depth in depths:
+        for init, label in INITS.items():
+            request.announce(f"{label}, {depth}+{depth} layers of width {width}")
+            rows += _measure(init, depth, width)
+    ends = {(row["init"], row["stack"], row["depth"]): row["ratio"] for row in rows if row["layer"] == row["depth"]}
+    flat = [ends["T-Fixup", "encoder", depth] for depth in depths]
+    wild = [ends["Xavier", "encoder", depth] for depth in depths]
+    decoder = [ends["T-Fixup", "decoder", depth] for depth in depths]
+    return Reproduction(
+        rows,
+        [_panel(rows, init, stack) for stack in STACKS for init in INITS.values()],
+        got=f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup "
+        f"{', '.join(f'{value:.3f}' for value in flat)}, Xavier {', '.join(map(_number, wild))}; of decoders: T-Fixup "
+        f"{', '.join(f'{value:.3f}' for value in decoder)}",
+        holds=None
+        if request.scale == "toy"
+        else all(_LOW <= value <= _HIGH for value in flat) and wild[-1] > 10 * _HIGH,
+        notes=(
+            "root mean square norms of tokens in one forward pass of random tokens, no LayerNorm on either side",
+            "the paper's claim is about the size of an update; this is the forward signal that its derivation needs",
+        ),
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "overflow"
+
+
+def _measure(init: str, depth: int, width: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = build_model(
+        "wellposed", "seq2seq_lm", vocab_size=100, hidden_size=width, num_hidden_layers=depth,
+        num_attention_heads=max(4, width // 64), intermediate_size=2 * width, max_position_embeddings=32,
+        activation="relu", norm="none", init=init, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+        decoder_start_token_id=2,
+    )  # fmt: skip
+    tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens.flip(1)}
+    common = {"init": INITS[init], "depth": depth}
+    try:
+        found = signal_propagation(model, batch)
+    except ConvergenceError:
+        return [{**common, "stack": stack, "layer": depth, "ratio": math.inf} for stack in STACKS]
+    return [{**common, "stack": row.stack, "layer": row.depth, "ratio": row.ratio} for row in found.rows]
+
+
+def _panel(rows: list[dict[str, Any]], init: str, stack: str) -> Panel:
+    mine = [row for row in rows if row["init"] == init and row["stack"] == stack and math.isfinite(row["ratio"])]
+    series = [
+        Series(
+            f"{depth} layers",
+            [row["layer"] for row in mine if row["depth"] == depth],
+            [row["ratio"] for row in mine if row["depth"] == depth],
+        )
+        for depth in dict.fromkeys(row["depth"] for row in mine)
+    ]
+    return Panel(f"{init}, {stack}", "layer", "|out| / |in|", series, x_scale="log", y_scale="log")

@@ -1,0 +1,132 @@
+"""Figures 1 and 3, Table 1 and the QR loss of McGrath (2024): each trains the cells of the sweep that it needs.
+
+All four share one sweep in the folder of the recipes, so that a training is done once, whichever recipe asks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wellposed.charts import Panel
+from wellposed.errors import ConfigError
+from wellposed.recipes.mcgrath2024 import BASELINE, QR_METHODS, SCALES, chosen_cells, grid
+from wellposed.recipes.mcgrath2024 import panels as figures
+from wellposed.recipes.mcgrath2024.output import (
+    CellResult,
+    about_drift,
+    about_qr,
+    about_scores,
+    best_of,
+    cell_results,
+    error_rows,
+    failures,
+    final_ratios,
+    qr_share,
+    sweep_row,
+    table_rows,
+)
+from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
+from wellposed.recipes.recipe import Reproduction, Request
+
+MINI_NOTE = (
+    "a small BERT from scratch where the paper fine-tunes a pretrained one; a difference here says little of his"
+)
+GRAM = tuple(cell.name for cell in grid() if cell.form == "gram")
+QR = tuple(cell.name for cell in grid() if cell.form in QR_METHODS)
+
+
+def figure_1(request: Request) -> Reproduction:
+    """Every score by strength for key, query and both."""
+    cells = _cells(request, GRAM)
+    tested = [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
+    better = [test for test in tested if test.significant and (test.mean_difference or 0) > 0]
+    worse = [test for test in tested if test.significant and (test.mean_difference or 0) < 0]
+    holds = True if better else False if worse and len(worse) == len(tested) else None
+    rows = [sweep_row(result) for result in cells]
+    return _reproduction(
+        request, cells, rows=rows, panels=figures.figure_1(cells), got=about_scores(cells), holds=holds
+    )
+
+
+def table_1(request: Request) -> Reproduction:
+    """The baseline and the best strength of key, query and both."""
+    cells = _cells(request, GRAM)
+    signs = {"key": 1, "query": 1, "key+query": -1}
+    tested = [(best.against, sign) for group, sign in signs.items() if (best := best_of(cells, group)) and best.against]
+    agree = [(test.mean_difference or 0) * sign > 0 for test, sign in tested if test.significant]
+    holds = False if not all(agree) else True if len(agree) == len(signs) else None
+    return _reproduction(
+        request, cells, rows=table_rows(cells), panels=figures.table_1(cells), got=about_scores(cells), holds=holds
+    )
+
+
+def figure_3(request: Request) -> Reproduction:
+    """err_orth of the unconstrained baseline over training."""
+    cells = _cells(request, (BASELINE,))
+    rows = error_rows(cells)
+    ratios = final_ratios(rows)
+    fall = {role: all(ratio < 1 for ratio in values) for role, values in ratios.items()}
+    holds = all(fall[role] == (role != "affinity") for role in fall) if fall else None
+    return _reproduction(request, cells, rows=rows, panels=figures.figure_3(rows), got=about_drift(cells), holds=holds)
+
+
+def qr(request: Request) -> Reproduction:
+    """The QR loss on key and query by Householder reflections and by Gram-Schmidt."""
+    cells = _cells(request, QR)
+    shares = [share for method in QR_METHODS if (share := qr_share(cells, method)) is not None]
+    holds = all(share < 0.5 for share in shares) if shares else None
+    rows = [sweep_row(result) for result in cells]
+    return _reproduction(
+        request, cells, rows=rows, panels=figures.figure_1(cells), got=" ".join(about_qr(cells)), holds=holds
+    )
+
+
+def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
+    """Train what is not there yet and return the baseline and the named cells.
+
+    Raises:
+        ConfigError: no data; or another process is at some of these trainings.
+    """
+    if request.data is None:
+        raise ConfigError(
+            "McGrath (2024) is about three labelled sets at once: give --data FOLDER with ids-sst-train.csv, "
+            "quora-train.csv, sts-train.csv and ids-sst-dev.csv, quora-dev.csv, sts-dev.csv (plain or .gz)"
+        )
+    settings = SweepSettings(
+        data=request.data,
+        out=str(Path(request.out) / "runs" / f"mcgrath2024-{request.scale}"),
+        scale=request.scale,
+        options=SCALES[request.scale],
+        cells=chosen_cells(names),
+        seeds=tuple(range(request.pick(toy=2, mini=3, paper=3))),
+        device=_device() if request.scale == "paper" else "cpu",
+    )
+    open_sweep(settings, "auto")
+    if not run_sweep(settings, jobs=default_jobs(request.scale), announce=request.announce):
+        raise KeyboardInterrupt
+    if len(finished_results(settings)) < len(settings.trainings()):
+        raise ConfigError(f"{settings.out}: another process is at work on some of these trainings; wait until it ends")
+    return cell_results(settings)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _reproduction(
+    request: Request,
+    cells: Sequence[CellResult],
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    panels: Sequence[Panel],
+    got: str,
+    holds: bool | None,
+) -> Reproduction:
+    notes = (*failures(cells), *(() if request.scale == "paper" else (MINI_NOTE,)))
+    return Reproduction(
+        rows, panels, got=got or "no training ended", holds=None if request.scale == "toy" else holds, notes=notes
+    )

@@ -1,0 +1,370 @@
+"""The sweep of McGrath (2024) over an Optuna journal: stop it, resume it, share it between processes.
+
+Every training is one enqueued trial; seeds are repeats of a cell, kept as attributes and never searched over. A result
+is a file, written whole or not at all; the journal says who is at work on what. A lock held while a training runs
+tells, when it is free, that the process which took the trial is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import CheckpointError, ConfigError, WellposedError, listed, missing_extra
+from wellposed.recipes.mcgrath2024 import STRENGTHS, Cell
+from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
+from wellposed.tasks.data.minbert import read_minbert
+from wellposed.training.durable_files import replace_file, to_json
+from wellposed.training.signals import Cancelled, StopRequest
+
+STUDY = "mcgrath2024"
+SETTINGS = "sweep.json"
+JOURNAL = "journal.log"
+DATA = "data.json"
+MAX_JOBS = 8
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One training: a cell of the grid and a seed."""
+
+    cell: Cell
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Path of its result below ``trials/``."""
+        return f"{self.cell.folder}/seed-{self.seed}"
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What to train, on what, and where."""
+
+    data: str
+    out: str
+    scale: str
+    options: MultiTaskOptions
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...]
+    device: str = "cpu"
+
+    def trainings(self) -> list[Key]:
+        """Return every training, seed by seed, so that a sweep cut short has whole rounds."""
+        return [Key(cell, seed) for seed in self.seeds for cell in self.cells]
+
+    def result_path(self, key: Key) -> Path:
+        """Return where the result of ``key`` is written."""
+        return Path(self.out) / "trials" / f"{key.name}.json"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what may not change between a start and a resume; cells and seeds may be added."""
+        return {"data": str(Path(self.data).resolve()), "scale": self.scale, **self.options.to_dict()}
+
+
+def open_sweep(settings: SweepSettings, resume: str) -> None:
+    """Make the folder of a sweep, or check that it is one of the same settings, and enqueue what is not there yet.
+
+    Raises:
+        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other settings.
+        DataError: the data cannot be read.
+    """
+    out = Path(settings.out)
+    if resume not in ("never", "auto"):
+        raise ConfigError(f"resume = {resume!r}, expected never or auto")
+    if not settings.seeds:
+        raise ConfigError("seeds: expected at least 1")
+    read_minbert(settings.data)
+    from wellposed.training.run_folder import now, versions
+
+    if out.is_dir() and any(out.iterdir()):
+        if resume == "never":
+            raise ConfigError(
+                f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished trials "
+                "and go on"
+            )
+        _check_identity(out, settings)
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out / "sweep.lock"):
+        if not (out / SETTINGS).exists():
+            values = {"study": STUDY, "settings": settings.identity(), "date": now(), "versions": versions()}
+            replace_file(out / SETTINGS, to_json(values, indent=2))
+        _check_identity(out, settings)
+        _enqueue_missing(settings)
+
+
+def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool]) -> int:
+    """Train one enqueued trial after the other until none waits; return how many were trained here.
+
+    Raises:
+        Cancelled: ``stop`` said so; the trial at work is enqueued again.
+    """
+    from wellposed.recipes.mcgrath2024.multitask import encode_sets
+
+    sets = None
+    done = 0
+    while (taken := _take(settings)) is not None:
+        trial, key, lock = taken
+        with lock:
+            if sets is None:
+                sets = encode_sets(read_minbert(settings.data), settings.options)
+                _write_data(settings, sets.description)
+            announce(f"[{_finished(settings)}/{len(settings.trainings())}] {key.cell.name} seed {key.seed}")
+            _run(settings, trial, key, sets, stop)
+            done += 1
+    return done
+
+
+def finished_results(settings: SweepSettings) -> list[dict[str, Any]]:
+    """Return the results that are there, in the order of `SweepSettings.trainings`.
+
+    Raises:
+        CheckpointError: a result cannot be read.
+    """
+    results = []
+    for key in settings.trainings():
+        path = settings.result_path(key)
+        if path.exists():
+            try:
+                results.append(json.loads(path.read_bytes()))
+            except ValueError as error:
+                raise CheckpointError(f"{path}: not valid JSON ({error}); remove it and resume the sweep") from error
+    return results
+
+
+def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce) -> bool:
+    """Run the sweep in ``jobs`` processes, this one alone for 1; return False where the user stopped it.
+
+    With several processes ``announce`` is called in each of them, so it is a function at the top of a module.
+
+    Raises:
+        ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that meets them.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
+    with StopRequest() as request:
+        if jobs > 1:
+            return _run_processes(settings, jobs, announce, request)
+        try:
+            work(settings, announce=announce, stop=lambda: request.requested)
+        except Cancelled:
+            return False
+        return not request.requested
+
+
+def default_jobs(scale: str) -> int:
+    """Return one process for each CPU core at mini scale, at most 8, and else one."""
+    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+
+
+def _run_processes(settings: SweepSettings, jobs: int, announce: Announce, request: StopRequest) -> bool:
+    import multiprocessing
+
+    spawn = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    workers = [spawn.Process(target=_worker, args=(settings, threads, announce), daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    told = False
+    while any(worker.is_alive() for worker in workers):
+        for worker in workers:
+            worker.join(timeout=0.1)
+        if request.requested and not told:
+            told = True
+            for worker in workers:
+                worker.terminate()  # SIGTERM, which a worker takes as a request to stop
+    fine = (0, 130, -signal.SIGTERM) if told else (0,)
+    broken = [str(worker.exitcode) for worker in workers if worker.exitcode not in fine]
+    if broken:
+        raise WellposedError(
+            f"{len(broken)} of {jobs} processes ended with exit status {', '.join(broken)}; their messages are above; "
+            "--resume auto goes on with what is left"
+        )
+    return not request.requested
+
+
+def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent passes it on once, as SIGTERM
+    torch.set_num_threads(threads)
+    with StopRequest() as request:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            work(settings, announce=announce, stop=lambda: request.requested)
+        except Cancelled:
+            sys.exit(130)
+        except (WellposedError, OSError) as error:
+            sys.stderr.write(f"wellposed: {error}\n")
+            sys.exit(1)
+
+
+def _run(settings: SweepSettings, trial: Any, key: Key, sets: Any, stop: Callable[[], bool]) -> None:
+    from optuna.trial import TrialState
+
+    from wellposed.errors import ConvergenceError
+    from wellposed.recipes.mcgrath2024.multitask import train_multitask
+
+    def check(step: int) -> None:
+        if stop():
+            raise Cancelled(f"stopped at step {step}")
+
+    study = trial.study
+    record: dict[str, Any] = {"cell": key.cell.name, "seed": key.seed, "scale": settings.scale, "status": "success"}
+    try:
+        found = train_multitask(
+            sets, settings.options, penalty=key.cell.penalty(), seed=key.seed, check=check, device=settings.device
+        )
+    except ConvergenceError as error:
+        record |= {"status": "failed", "error": str(error)}
+    except BaseException:
+        with _locked(Path(settings.out) / "sweep.lock"):
+            study.tell(trial, state=TrialState.FAIL)
+            _enqueue(study, key)
+        raise
+    else:
+        record |= found
+    replace_file(_made(settings.result_path(key)), to_json(record, indent=1))
+    _tell(study, trial, record)
+
+
+def _tell(study: Any, trial: Any, record: dict[str, Any]) -> None:
+    from optuna.trial import TrialState
+
+    if record["status"] == "success":
+        study.tell(trial, record["scores"]["overall"])
+    else:
+        study.tell(trial, state=TrialState.FAIL)
+
+
+def _take(settings: SweepSettings) -> tuple[Any, Key, contextlib.ExitStack] | None:
+    """Take the next waiting trial that has no result yet, with the lock that says it is being trained."""
+    from optuna.trial import TrialState
+
+    with _locked(Path(settings.out) / "sweep.lock"):
+        study = _study(settings)
+        while study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            trial = study.ask()
+            parameters = {
+                "place": trial.suggest_categorical("place", ("none", "key", "query", "key+query")),
+                "form": trial.suggest_categorical("form", ("none", "gram", "householder", "gram_schmidt")),
+                "strength": trial.suggest_categorical("strength", (0.0, *STRENGTHS)),
+            }
+            key = Key(Cell(**parameters), trial.user_attrs["seed"])
+            path = settings.result_path(key)
+            if path.exists():  # written just before its process was killed
+                _tell(study, trial, json.loads(path.read_bytes()))
+                continue
+            held = contextlib.ExitStack()
+            held.enter_context(_locked(_made(path.with_suffix(".lock"))))
+            return trial, key, held
+    return None
+
+
+def _enqueue_missing(settings: SweepSettings) -> None:
+    """Enqueue each training that has no result, does not wait, and is not at work in a living process."""
+    from optuna.trial import TrialState
+
+    study = _study(settings)
+    waiting = {_key_of(trial) for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))}
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        name = _key_of(trial)
+        if _is_free(Path(settings.out) / "trials" / f"{name}.lock"):
+            study.tell(trial.number, state=TrialState.FAIL)
+        else:
+            waiting.add(name)
+    for key in settings.trainings():
+        if key.name not in waiting and not settings.result_path(key).exists():
+            _enqueue(study, key)
+
+
+def _enqueue(study: Any, key: Key) -> None:
+    study.enqueue_trial(key.cell.parameters(), user_attrs={"seed": key.seed, "key": key.name})
+
+
+def _key_of(trial: Any) -> str:
+    return str(trial.user_attrs["key"])
+
+
+def _finished(settings: SweepSettings) -> int:
+    return sum(settings.result_path(key).exists() for key in settings.trainings())
+
+
+def _study(settings: SweepSettings) -> Any:
+    try:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError as error:
+        raise missing_extra("optuna", "sweep", "sweeps") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(Path(settings.out) / JOURNAL)))
+    sampler = optuna.samplers.RandomSampler(seed=0)  # never asked: every trial is enqueued with all its parameters
+    return optuna.create_study(
+        study_name=STUDY, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
+    )
+
+
+def _check_identity(out: Path, settings: SweepSettings) -> None:
+    try:
+        before = json.loads((out / SETTINGS).read_bytes())["settings"]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{out}: holds files but no {SETTINGS}, so it is no sweep to resume; name another --out"
+        ) from None
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{out / SETTINGS}: damaged ({error}); start again in another folder") from error
+    wanted = settings.identity()
+    changed = [
+        f"{name}: {before.get(name)!r} then, {wanted.get(name)!r} now"
+        for name in {**before, **wanted}
+        if before.get(name) != wanted.get(name)
+    ]
+    if changed:
+        raise ConfigError(f"{out}: the sweep was started with other settings:\n{listed(changed)}\nname another --out")
+
+
+def _write_data(settings: SweepSettings, description: dict[str, Any]) -> None:
+    with _locked(Path(settings.out) / "sweep.lock"):
+        replace_file(Path(settings.out) / DATA, to_json(description, indent=2))
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on ``path``; the system lets go of it when the process ends in whatever way."""
+    fcntl = _fcntl()
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_free(path: Path) -> bool:
+    if not path.exists():
+        return True
+    fcntl = _fcntl()
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _fcntl() -> Any:
+    try:
+        import fcntl
+    except ImportError as error:
+        raise ConfigError("sweeps need advisory file locks, which this platform lacks; use Linux or macOS") from error
+    return fcntl

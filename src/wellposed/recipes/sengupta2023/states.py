@@ -1,0 +1,179 @@
+"""Sengupta et al. (2023): what trained models do to tokens: activation factors, entropies, heads, experts, gates."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.measurement import activation_factor, hidden_states, layer_entropy
+from wellposed.recipes.recipe import Request
+from wellposed.recipes.sengupta2023.trained import Run
+
+METRICS = ("euclidean", "cosine", "dot")
+_BATCH = 16
+_PAIRS = 500
+
+
+@dataclass
+class Layers:
+    """Per layer 1..L, one value for each test sequence; entropies for the embedding (layer 0) too."""
+
+    factors: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By metric: for each layer the mean ratio of each sequence (equation 5 without its outer mean)."""
+    entropies: list[list[float]] = field(default_factory=list)
+    """For each state 0..L the mean over tokens (equation 6) of each batch, in nats."""
+    standardized: list[list[float]] = field(default_factory=list)
+    """The same of each token's values divided by their standard deviation."""
+
+    def median_factor(self, metric: str = "euclidean", layer: int = -1) -> float:
+        """Return the median over sequences at a layer, the last one where not given."""
+        return quantile(self.factors[metric][layer], 0.5)
+
+    def entropy(self, *, standardized: bool = False) -> float:
+        """Return the mean over the layers 1..L."""
+        rows = (self.standardized if standardized else self.entropies)[1:]
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile by linear interpolation; where the lower neighbour is -inf, that.
+
+    >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([-math.inf, -math.inf, 2.0], 0.6)
+    (2.0, -inf)
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    index = int(place)
+    low = ordered[index]
+    if place == index or math.isinf(low):
+        return low
+    return low + (place - index) * (ordered[index + 1] - low)
+
+
+def trained_model(run: Run) -> Any:
+    """Return the model of a run with the weights that were best on valid, in evaluation mode."""
+    from wellposed.training import load_run_model
+
+    return load_run_model(run.folder)[0]
+
+
+def probe_batches(task: Any, count: int) -> list[dict[str, Tensor]]:
+    """Return ``count`` test examples of at least two tokens, drawn by a fixed seed, in batches without labels."""
+    examples, lengths = task.dataset("test"), task.lengths("test")
+    usable = [index for index in range(len(examples)) if lengths[index] > 1]
+    chosen = sorted(random.Random("probe").sample(usable, min(count, len(usable))), key=lambda i: -lengths[i])
+    return [
+        {
+            name: value
+            for name, value in task.collate([examples[i] for i in chosen[start : start + _BATCH]]).items()
+            if name in ("input_ids", "attention_mask")
+        }
+        for start in range(0, len(chosen), _BATCH)
+    ]
+
+
+def probe_count(request: Request) -> int:
+    """Return how many test sequences are looked at."""
+    return request.pick(toy=6, mini=64, paper=1000)
+
+
+def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
+    """Return activation factors (from at most 500 drawn pairs a sequence) and entropies (nearest neighbours)."""
+    found = Layers()
+    body = _body(model)
+    for batch in batches:
+        states, mask = hidden_states(body, batch), batch["attention_mask"]
+        pairs = None if mask.shape[1] ** 2 <= _PAIRS else _PAIRS
+        for metric in METRICS:
+            factor = activation_factor(states, metric=metric, attention_mask=mask, pairs=pairs)
+            _extend(found.factors.setdefault(metric, []), factor.per_sequence)
+        for standardize, target in ((False, found.entropies), (True, found.standardized)):
+            entropy = layer_entropy(states, attention_mask=mask, standardize=standardize)
+            _extend(target, entropy.tolist())
+    return found
+
+
+def _extend(target: list[list[float]], rows: Sequence[Sequence[float]]) -> None:
+    if not target:
+        target.extend([] for _ in rows)
+    for kept, row in zip(target, rows, strict=True):
+        kept.extend(row)
+
+
+def _body(model: Any) -> nn.Module:
+    """Return the encoder that a classifier or language model is built on."""
+    return model.base_model
+
+
+def part_entropies(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[float]]:
+    """Return, for each layer, the entropy of each head's or each expert's output (figure 3b), in nats."""
+    body = _body(model)
+    is_transject = hasattr(body, "stack")
+    layers = _layers(body)
+    totals: list[list[float]] = [[] for _ in layers]
+    for batch in batches:
+        with _outputs(layers, experts=is_transject) as seen, torch.no_grad():
+            body(**batch)
+        for index, parts in enumerate(seen):
+            # of the layer's parts side by side; the state before it only stands in for the input that is asked for
+            side_by_side = torch.cat(parts, -1)
+            heads = len(parts) if is_transject else layers[index].attention.num_heads
+            entropy = layer_entropy(
+                (side_by_side, side_by_side), heads=heads, attention_mask=batch["attention_mask"]
+            )  # fmt: skip
+            totals[index].append(entropy[0].tolist())  # pyright: ignore[reportArgumentType]
+    return [[sum(column) / len(column) for column in zip(*rows, strict=True)] for rows in totals]
+
+
+def _layers(body: Any) -> list[Any]:
+    return list(body.stack.layers if hasattr(body, "stack") else body.layers)
+
+
+@contextmanager
+def _outputs(layers: Sequence[Any], *, experts: bool) -> Iterator[list[list[Tensor]]]:
+    """Collect what experts put out, or what heads hand to their output projection, layer by layer."""
+    seen: list[list[Tensor]] = [[] for _ in layers]
+    handles = []
+    for index, layer in enumerate(layers):
+        if experts:
+            handles += [
+                expert.register_forward_hook(lambda _m, _i, out, index=index: seen[index].append(out.detach()))
+                for expert in layer.attention.experts
+            ]
+        else:
+            handles.append(
+                layer.attention.o_proj.register_forward_pre_hook(
+                    lambda _m, args, index=index: seen[index].append(args[0].detach())
+                )
+            )
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gate_weights(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[list[float]]]:
+    """Return for each layer the expert weights of each sequence (figure 7)."""
+    body = _body(model)
+    rows: list[list[list[float]]] = []
+    with torch.no_grad():
+        for batch in batches:
+            gates = body(**batch).gates
+            rows = rows or [[] for _ in gates]
+            for kept, gate in zip(rows, gates, strict=True):
+                kept.extend(gate.reshape(-1, gate.shape[-1]).tolist())
+    return rows
+
+
+def residual_weights(model: Any) -> list[float]:
+    """Return ``alpha_l``, the residual weight of each layer before it is divided by L (figure 5)."""
+    layers = _layers(_body(model))
+    return [float(layer.residual.scale().detach()) * len(layers) for layer in layers]

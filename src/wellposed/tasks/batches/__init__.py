@@ -1,0 +1,1 @@
+"""From examples to batches: blocks, grouping by length, padding."""

@@ -1,0 +1,1 @@
+"""Where examples come from: files, tables, folders, images, generators."""

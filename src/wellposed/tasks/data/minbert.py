@@ -1,0 +1,258 @@
+"""The three sets of the minBERT study: Stanford Sentiment, Quora duplicate questions, STS benchmark.
+
+Files are tab separated with a header, quoted as CSV, plain or gzip: the names of the CS224N project
+(``ids-sst-train.csv``, ``quora-train.csv``, ``sts-dev.csv``) and any with one more part (``quora-train-15k.csv.gz``).
+All train files of a set are joined; dev or valid files are the validation split. Files without labels
+(``test-student``) are not read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import ConfigError, DataError, listed, missing_extra
+from wellposed.tasks.data.files import missing_file, read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_SPLIT_WORDS = {"train": "train", "valid": "(?:dev|valid)"}
+_WORDS_OF = {"train": "train", "valid": "dev or valid"}
+
+
+@dataclass(frozen=True)
+class SetFormat:
+    """How one set is stored: the name its files carry, its columns, and which labels may occur."""
+
+    name: str
+    stem: str
+    sentences: tuple[str, ...]
+    label: str
+    low: float
+    high: float
+    whole: bool
+    """Whether labels are whole numbers."""
+
+
+FORMATS = (
+    SetFormat("sst", "sst", ("sentence",), "sentiment", 0, 4, True),
+    SetFormat("para", "quora", ("sentence1", "sentence2"), "is_duplicate", 0, 1, True),
+    SetFormat("sts", "sts", ("sentence1", "sentence2"), "similarity", 0, 5, False),
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sentences, one or two to a row, and their labels."""
+
+    sentences: tuple[tuple[str, ...], ...]
+    labels: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int | None) -> Rows:
+        """Return the first ``count`` rows, or all for None."""
+        return self if count is None else Rows(self.sentences[:count], self.labels[:count])
+
+
+@dataclass(frozen=True)
+class MinBertSet:
+    """One set: its train and valid rows, and the files they came from."""
+
+    name: str
+    train: Rows
+    valid: Rows
+    files: tuple[dict[str, Any], ...]
+
+
+def read_minbert(folder: str | Path) -> dict[str, MinBertSet]:
+    """Read sst, para and sts, in this order, from the folder of the project.
+
+    Raises:
+        DataError: a missing or doubled file, a malformed row (``file:line``, all of a file in one message).
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        raise missing_file(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: is a file, expected the folder that holds the sst, quora and sts files")
+    found = {(f.name, split): _files(folder, f, split) for f in FORMATS for split in _SPLIT_WORDS}
+    missing = [
+        f"{f.name}, {split}: a file named like {f.stem}-{_WORDS_OF[split]}.csv[.gz]"
+        for f in FORMATS
+        for split in _SPLIT_WORDS
+        if not found[f.name, split]
+    ]
+    if missing:
+        holds = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
+        raise DataError(f"{folder}: these files are missing:\n{listed(missing)}\nit holds: {holds}")
+    return {f.name: _read_set(f, found[f.name, "train"], found[f.name, "valid"]) for f in FORMATS}
+
+
+def _files(folder: Path, form: SetFormat, split: str) -> list[Path]:
+    pattern = re.compile(rf"(?:ids-)?{form.stem}-{_SPLIT_WORDS[split]}(?:-[\w-]+)?\.csv(?:\.gz)?")
+    names = sorted(entry.name for entry in folder.iterdir() if pattern.fullmatch(entry.name))
+    doubled = [name for name in names if f"{name}.gz" in names]
+    if doubled:
+        raise DataError(f"{folder}: both plain and gzip, keep one of each:\n" + listed(doubled))
+    return [folder / name for name in names]
+
+
+def _read_set(form: SetFormat, train: Sequence[Path], valid: Sequence[Path]) -> MinBertSet:
+    splits: dict[str, Rows] = {}
+    described: list[dict[str, Any]] = []
+    for split, paths in (("train", train), ("valid", valid)):
+        sentences: list[tuple[str, ...]] = []
+        labels: list[float] = []
+        for path in paths:
+            file = read_text(path)
+            rows = _parse(path, file.text, form)
+            sentences += rows.sentences
+            labels += rows.labels
+            described.append({**file.description(), "path": path.name, "split": split, "rows": len(rows)})
+        splits[split] = Rows(tuple(sentences), tuple(labels))
+    return MinBertSet(form.name, splits["train"], splits["valid"], tuple(described))
+
+
+def _parse(path: Path, text: str, form: SetFormat) -> Rows:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    sentences: list[tuple[str, ...]] = []
+    labels: list[float] = []
+    problems: list[str] = []
+    columns: list[int] = []
+    width = 0
+    line = 1
+    try:
+        for row in reader:
+            if not columns:
+                columns, width = _columns(path, row, form), len(row)
+            else:
+                problem = _problem(row, columns, width, form)
+                if problem:
+                    problems.append(f"{path}:{line}: {problem}")
+                else:
+                    *texts, label = (row[column].strip() for column in columns)
+                    sentences.append(tuple(texts))
+                    labels.append(float(label))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}:{line}: not tab-separated values: {error}; a quote is not closed or not doubled"
+        ) from None
+    if problems:
+        raise DataError(f"{len(problems)} malformed rows; correct or remove them:\n" + listed(problems))
+    if not labels:
+        raise DataError(f"{path}: a header and no row; give a file that holds examples")
+    return Rows(tuple(sentences), tuple(labels))
+
+
+def _columns(path: Path, header: Sequence[str], form: SetFormat) -> list[int]:
+    wanted = (*form.sentences, form.label)
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise DataError(
+            f"{path}:1: the header lacks {', '.join(missing)}; expected tab-separated columns "
+            f"index, id, {', '.join(wanted)}, received {', '.join(map(repr, header))}"
+        )
+    return [header.index(name) for name in wanted]
+
+
+def _problem(row: Sequence[str], columns: Sequence[int], width: int, form: SetFormat) -> str | None:
+    if len(row) != width:
+        return f"{len(row)} fields, expected {width} as in the header"
+    empty = [name for name, column in zip(form.sentences, columns, strict=False) if not row[column].strip()]
+    if empty:
+        return f"{' and '.join(empty)} is empty"
+    expected = f"{'a whole number' if form.whole else 'a number'} in {form.low:g}..{form.high:g}"
+    text = row[columns[-1]].strip()
+    try:
+        value = float(text)
+    except ValueError:
+        return f"{form.label} is {text!r}, expected {expected}"
+    usable = math.isfinite(value) and form.low <= value <= form.high and not (form.whole and value % 1)
+    return None if usable else f"{form.label} is {text!r}, expected {expected}"
+
+
+def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
+    """Return a lower-casing BERT tokenizer whose word pieces are learned from ``texts``; pairs are joined by [SEP].
+
+    Raises:
+        ConfigError: `tokenizers` or `transformers` is not installed.
+
+    >>> tokenizer = train_word_pieces(["a cat sat", "a dog sat"], vocab_size=60, max_length=16)
+    >>> tokenizer.decode(tokenizer("a cat", "a dog")["input_ids"])
+    '[CLS] a cat [SEP] a dog [SEP]'
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise missing_extra("tokenizers", "hf", "word-piece tokenizers") from error
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    teacher: Any = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
+    teacher.normalizer, teacher.pre_tokenizer = normalizer, splitter
+    # The trainer numbers continuations in the order of a hash table that is new in every process, and ties between
+    # merges go by number: naming the continuations first, in order, makes the same pieces of the same texts.
+    letters = sorted(set().union(*(normalizer.normalize_str(text) for text in texts)) - set(" "))
+    trainer: Any = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *(f"##{letter}" for letter in letters)],
+        show_progress=False,
+    )
+    teacher.train_from_iterator(texts, trainer)
+    pieces = sorted(set(teacher.get_vocab()) - set(SPECIAL_TOKENS))
+    vocabulary = {piece: number for number, piece in enumerate((*SPECIAL_TOKENS, *pieces))}
+    inner: Any = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))  # type: ignore[call-arg]
+    inner.normalizer, inner.pre_tokenizer = normalizer, splitter
+    inner.decoder = decoders.WordPiece()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=max_length,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows as the tokenizer's own columns (``input_ids``, ``attention_mask``, ...), and how many were cut."""
+
+    columns: dict[str, list[list[int]]]
+    labels: tuple[float, ...]
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def encode_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> EncodedRows:
+    """Encode every row, one sentence or a pair, and cut to ``max_length`` tokens, the longer sentence first.
+
+    Raises:
+        ConfigError: the tokenizer has no padding token, so it cannot pad a batch.
+    """
+    if tokenizer.pad_token_id is None:
+        raise ConfigError("the tokenizer has no pad token; give an encoder (BERT, RoBERTa, ...) and its tokenizer")
+    parts: Any = [list(part) for part in zip(*rows.sentences, strict=True)]
+    full: Any = tokenizer(*parts, verbose=False)
+    cut = sum(len(row) > max_length for row in full["input_ids"])
+    kept: Any = tokenizer(*parts, truncation="longest_first", max_length=max_length, verbose=False) if cut else full
+    return EncodedRows({name: list(kept[name]) for name in kept}, rows.labels, cut)

@@ -1,0 +1,1 @@
+"""What tasks of one kind share: classification, sequence to sequence, losses, generation."""

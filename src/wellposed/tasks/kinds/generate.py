@@ -1,0 +1,108 @@
+"""Output texts of an encoder-decoder, batched by length, in the order of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LENGTH_FACTOR, LENGTH_MARGIN = 2, 10
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How texts are searched for. An output has at most 2 x source + 10 tokens, and never more than the positions."""
+
+    beams: int = 4
+    """Beams; 1 is greedy."""
+    length_penalty: float = 1.0
+    """Exponent a: a finished text scores log p / length^a."""
+    num_return: int = 1
+    """Texts per input, best first; at most ``beams``."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keywords of ``generate``."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One output text and its score, log p / length^a; greedy search has no score."""
+
+    text: str
+    score: float | None
+
+
+def generate_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    batch_size: int,
+) -> Iterator[tuple[int, list[Hypothesis]]]:
+    """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index comes exactly once.
+
+    The search is transformers' ``generate``; the ids of padding, unknown and start are never produced.
+
+    Args:
+        model: an encoder-decoder in evaluation mode.
+        tokenizer: pads on the right and decodes.
+        rows: source ids with their end token.
+        decoding: beams and lengths.
+        batch_size: most rows at a time.
+    """
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    for start in range(0, len(order), batch_size):
+        members = order[start : start + batch_size]
+        found = _generate_batch(model, tokenizer, [rows[member] for member in members], decoding)
+        yield from zip(members, found, strict=True)
+
+
+def _generate_batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], decoding: Decoding
+) -> list[list[Hypothesis]]:
+    import torch
+
+    inputs = pad_batch(rows, int(tokenizer.pad_token_id), model.device)  # type: ignore[arg-type]
+    keywords = generate_keywords(model, tokenizer, longest=inputs["input_ids"].shape[1], decoding=decoding)
+    with torch.inference_mode():
+        out: Any = model.generate(**inputs, **keywords)  # type: ignore[operator]
+    texts = tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
+    scores = getattr(out, "sequences_scores", None)
+    numbers = [None] * len(texts) if scores is None else scores.tolist()
+    pairs = [Hypothesis(text, score) for text, score in zip(texts, numbers, strict=True)]
+    return [pairs[i : i + decoding.num_return] for i in range(0, len(pairs), decoding.num_return)]
+
+
+def pad_batch(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
+    """Return input_ids and attention_mask of rows of ids."""
+    from wellposed.tasks.batches.collate import pad_inputs
+
+    inputs = pad_inputs([{"input_ids": list(row)} for row in rows], pad_id=pad_id)
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def generate_keywords(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, longest: int, decoding: Decoding
+) -> dict[str, Any]:
+    """Return the keywords of ``generate`` for sources of at most ``longest`` tokens."""
+    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+    wanted = LENGTH_FACTOR * longest + LENGTH_MARGIN
+    special: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+    keywords: dict[str, Any] = {
+        "max_new_tokens": min(wanted, positions) if positions else wanted,
+        "num_beams": decoding.beams,
+        "do_sample": False,
+        "num_return_sequences": decoding.num_return,
+        "suppress_tokens": [number for number in special if number not in (None, tokenizer.eos_token_id)],
+        "return_dict_in_generate": True,
+        "output_scores": decoding.beams > 1,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if decoding.beams > 1:
+        keywords |= {"length_penalty": decoding.length_penalty, "early_stopping": False}
+    return {**keywords, **decoding.options}

@@ -1,0 +1,233 @@
+"""Task ``pathfinder``: are two dots on one dashed curve? Images as sequences of pixels, as in the Long Range Arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from wellposed.errors import ConfigError, DataError, listed
+from wellposed.tasks.data.files import missing_file, read_text
+from wellposed.tasks.data.images import Images, describe_file, pixel_encoder, read_image_files, shrink, to_gray
+from wellposed.tasks.data.npz import read_npz_splits
+from wellposed.tasks.data.pathfinder_images import (
+    GENERATOR_VERSION,
+    MATCHED_LENGTH,
+    RULES,
+    PathfinderRules,
+    draw_image,
+    render,
+)
+from wellposed.tasks.data.tables import numbered_lines
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, cut_rows, require_positive
+from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+
+LABELS = ("apart", "connected")
+SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
+_CUT_SHARE = 0.1
+_SHORT_TURN = 3.6
+
+
+@dataclass(frozen=True)
+class PathfinderOptions:
+    """Options of the task `pathfinder`."""
+
+    data: str = "builtin"
+    """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or folder."""
+    valid: str | None = None
+    """npz file of the valid split; found beside the train file, or cut from it, where not given."""
+    test: str | None = None
+    """npz file of the test split; found beside the train file, or cut from it, where not given."""
+    setting: Literal["easy", "medium", "hard"] = "easy"
+    """Length of the drawn curves: 6, 9 or 14 dashes, as the three levels of the public release."""
+    size: int | None = None
+    """Side of the image: 32 where drawn; images of a file are shrunk to it by block means."""
+    contour_length: int | None = None
+    """Dashes of each of the two long curves, in place of the setting's."""
+    distractors: int | None = None
+    """Number of short curves; 5 where not given."""
+    distractor_length: int | None = None
+    """Dashes of a short curve; a third of the setting's long ones where not given."""
+    max_turn: float | None = None
+    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
+    num_train: int | None = None
+    """Drawn train images; 1000 where not given (the release has 160000)."""
+    num_valid: int | None = None
+    """Drawn valid images; 200 where not given."""
+    num_test: int | None = None
+    """Drawn test images; 200 where not given."""
+    data_seed: int | None = None
+    """Seed of the drawing, apart from the seed of training; 0 where not given."""
+    unreadable: Literal["error", "skip"] = "error"
+    """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
+
+
+class PathfinderTask(ClassificationTask):
+    """Two-way classification of images: do the two dots mark the ends of one curve, or of two?
+
+    Every image holds two long dashed curves, short distractors and two dots; half of a split is connected. Drawn labels
+    are exact by construction: curves keep a distance larger than the gaps between their dashes. Where the dots are,
+    and how the dashes at them point, has one law for both classes (curves of three dashes or more). Image i of a split
+    is a function of (rules, data_seed, split, i) alone, whatever the sizes. Tokens are gray values 0 to 255, by row.
+
+    Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read as it is, cut 80,
+    10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its code. Cost on one core: about 30 ms an
+    easy image, 80 ms a hard one; draw large sets once and keep them as npz.
+
+    >>> from wellposed.tasks import build_task
+    >>> task = build_task("pathfinder", {"num_train": 4, "num_valid": 2, "num_test": 2})
+    >>> task.lengths("train"), task.reference()
+    ([1024, 1024, 1024, 1024], {'accuracy': 0.5})
+    """
+
+    name: ClassVar[str] = "pathfinder"
+
+    def __init__(self, options: PathfinderOptions) -> None:
+        require_positive(
+            "pathfinder", size=options.size, contour_length=options.contour_length, num_train=options.num_train,
+            distractor_length=options.distractor_length, num_valid=options.num_valid, num_test=options.num_test,
+        )  # fmt: skip
+        images, self._source = _load(options)
+        examples: dict[Split, LabelledExamples] = {}
+        for split in SPLITS:
+            examples[split] = LabelledExamples(images[split].tokens(), images[split].labels)
+        self._shape = list(images["train"].pixels.shape[1:])
+        self.options = options
+        super().__init__(encoder=pixel_encoder(), examples=examples, labels=LABELS)
+
+    def description(self) -> dict[str, Any]:
+        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
+        return {**described, **self._describe_examples(), "image": self._shape}
+
+
+def _load(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
+    if options.data == "builtin":
+        return _draw(options)
+    names = ("contour_length", "distractors", "distractor_length", "max_turn", "num_train", "num_valid", "num_test")
+    unused = [name for name in (*names, "data_seed") if getattr(options, name) is not None]
+    if unused:
+        raise ConfigError(f"pathfinder: {', '.join(unused)} say what is drawn and have no effect on {options.data}")
+    root = Path(options.data)
+    if not root.exists():
+        raise missing_file(root)
+    _refuse_near_releases(root)
+    if (root / "metadata").is_dir():
+        images, described = read_release(root, skip=options.unreadable == "skip")
+    else:
+        images, described = read_npz_splits(options.data, valid=options.valid, test=options.test)
+    return {split: _prepared(images[split], options, f"{options.data} ({split})") for split in SPLITS}, described
+
+
+def _refuse_near_releases(root: Path) -> None:
+    """Refuse a folder of whole releases, and one of images without their labels, saying what to give."""
+    below = sorted(path.parent.name for path in root.glob("*/metadata") if path.is_dir())
+    if below:
+        raise DataError(
+            f"{root}: holds {len(below)} releases ({', '.join(below)}), expected one; give one of them, as in "
+            f"{root / below[0]}"
+        )
+    if (root / "imgs").is_dir() and not (root / "metadata").is_dir():
+        raise DataError(
+            f"{root}: holds imgs but no folder metadata, which has the labels; copy it from the release too"
+        )
+
+
+def _prepared(images: Images, options: PathfinderOptions, where: str) -> Images:
+    wrong = sorted(set(images.labels[images.labels > 1].tolist()))
+    if wrong:
+        raise DataError(f"{where}: labels {wrong}, expected 0 (apart) and 1 (connected)")
+    pixels = to_gray(images.pixels)
+    return Images(pixels if options.size is None else shrink(pixels, options.size, where), images.labels)
+
+
+def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
+    import hashlib
+
+    import numpy as np
+
+    if options.valid is not None or options.test is not None:
+        raise ConfigError("pathfinder: valid and test need data=FILE; builtin images bring their own splits")
+    base = RULES[options.setting]
+    chosen = {name: getattr(options, name) for name in PathfinderRules.__dataclass_fields__}
+    if options.contour_length is not None:
+        # Curves that part before they meet turn by a certain angle in all, which short ones have few dashes for.
+        base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
+    rules = PathfinderRules(**{name: getattr(base, name) if value is None else value for name, value in chosen.items()})
+    if rules.distractors < 0 or not rules.max_turn > 0:
+        raise ConfigError(
+            f"pathfinder: distractors = {rules.distractors}, max_turn = {rules.max_turn}; expected 0 or more, above 0"
+        )
+    seed = options.data_seed or 0
+    images: dict[Split, Images] = {}
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        count = getattr(options, f"num_{split}") or SIZES[split]
+        labels = np.arange(count, dtype=np.int64) % 2
+        drawn = [
+            render(draw_image(rules, int(label), f"{seed}/{split}/{index}"), rules.size)
+            for index, label in enumerate(labels)
+        ]
+        images[split] = Images(np.stack(drawn), labels)
+        digest.update(images[split].sha256().encode())
+    return images, {
+        "source": f"builtin: drawn, setting {options.setting}",
+        "generator_version": GENERATOR_VERSION,
+        "data_seed": seed,
+        "rules": {name: getattr(rules, name) for name in chosen},
+        "dots_tell_nothing": rules.contour_length >= MATCHED_LENGTH,
+        "sha256": digest.hexdigest(),
+    }
+
+
+def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict[str, Any]]:
+    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and the images.
+
+    Raises:
+        DataError: no metadata, malformed lines or images that cannot be used, with file:line.
+    """
+    files = sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.name))
+    paths: list[Path] = []
+    labels: list[int] = []
+    problems: list[str] = []
+    skipped: list[str] = []
+    for file in files:
+        for number, line in enumerate(_metadata_lines(file), 1):
+            fields = line.split()
+            if len(fields) < 4 or fields[3] not in ("0", "1"):
+                problems.append(f"{file}:{number}: expected folder, file, number, label (0 or 1): {line[:60]!r}")
+                continue
+            path = folder / fields[0] / fields[1]
+            if not path.is_file() or path.stat().st_size == 0:
+                (skipped if skip else problems).append(f"{file}:{number}: {path}: missing or empty")
+                continue
+            paths.append(path)
+            labels.append(int(fields[3]))
+    if problems or not paths:
+        raise DataError(
+            f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip' for images that are "
+            "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
+        )
+    everything = read_image_files(paths, labels, skipped=skipped if skip else None)
+    rows, cut = cut_rows(len(everything), ["valid", "test"], str(folder), share=_CUT_SHARE)
+    return {split: everything.select(rows[split]) for split in SPLITS}, {
+        "source": str(folder),
+        "files": {file.name: describe_file(file) for file in files},
+        "sha256": everything.sha256(),
+        "splits": "the Long Range Arena's shares: 80, 10, 10",
+        "cut_from_train": cut,
+        "skipped_images": skipped,
+    }
+
+
+def _metadata_lines(file: Path) -> list[str]:
+    """Return the lines of a metadata file; a real npy file is refused, as it would hold pickled objects."""
+    with file.open("rb") as stream:
+        if stream.read(6) == b"\x93NUMPY":
+            raise DataError(f"{file}: is a binary npy file; the release has text: folder, file, number, label a line")
+    return [line for _, line in numbered_lines(read_text(file).text)]
+
+
+TASKS.register("pathfinder")(
+    TaskSpec("pathfinder", PathfinderOptions, PathfinderTask, "whether two dots are on one dashed curve (accuracy)")
+)

@@ -1,0 +1,161 @@
+"""One vocabulary for both sides of a pair: byte-pair merges learnt from train, or characters; special ids 0 to 3.
+
+The tokenizer puts ``</s>`` after every text, is saved beside the model and decodes back to the text, with runs of
+white space read as one space. It is a function of the train texts alone, so equal data gives equal ids everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import ConfigError, missing_extra
+from wellposed.tasks.text.tokenizers import MAX_SAMPLES, tokenizers_library
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from wellposed.tasks.batches.ragged import Ragged
+
+PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
+SPECIAL = (PAD, UNK, BOS, EOS)
+PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
+SPACE_MARK = "\u2581"
+# A word with the mark of the space before it; entities of Moses-tokenised text stay whole; marks and signs stand alone.
+PIECES = (
+    rf"{SPACE_MARK}?(?:&[a-z0-9#]+;|[^\s{SPACE_MARK}\p{{P}}\p{{S}}]+|[\p{{P}}\p{{S}}&&[^{SPACE_MARK}]]+)|{SPACE_MARK}"
+)
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """A tokenizer of both languages with its bulk encoder."""
+
+    kind: str
+    inner: Any
+    """``tokenizers.Tokenizer``."""
+    characters: frozenset[str]
+    """Characters that have an id; others become the unknown token."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+        return int(self.inner.get_vocab_size())
+
+    def encode(self, texts: Sequence[str]) -> Ragged:
+        """Return the ids of many texts, each with ``</s>`` at its end."""
+        from wellposed.tasks.batches.ragged import Ragged
+
+        return Ragged.from_lists([row.ids for row in self.inner.encode_batch_fast(list(texts))])
+
+    def unknown(self, texts: Iterable[str]) -> dict[str, Any]:
+        """Return how many characters of ``texts`` have no id, and the most frequent of them."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(character for character in text if character not in self.characters)
+        frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
+        return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        """Build the tokenizer that is saved beside the model."""
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError as error:
+            raise missing_extra("transformers", "hf", "tokenizers") from error
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.inner,
+            pad_token=PAD,
+            unk_token=UNK,
+            bos_token=BOS,
+            eos_token=EOS,
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=True,
+            model_input_names=["input_ids", "attention_mask"],
+            model_max_length=max_length,
+        )
+
+    def description(self) -> dict[str, Any]:
+        """Return kind and vocabulary size."""
+        return {"kind": self.kind, "vocabulary": self.vocab_size}
+
+
+def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> PairEncoder:
+    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages.
+
+    Raises:
+        ConfigError: a vocabulary smaller than the special tokens and the characters of the texts.
+    """
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\n")
+    return _build(kind, vocab_size if kind == "bpe" else 0, digest.hexdigest(), _Texts(texts))
+
+
+class _Texts:
+    """Texts that a cache does not look at; their digest stands for them."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Texts)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=4)
+def _build(kind: str, vocab_size: int, digest: str, texts: _Texts) -> PairEncoder:
+    del digest
+    characters = frozenset(set().union(*map(set, texts.texts)))
+    build = {"bpe": _build_bpe, "char": _build_characters}[kind]
+    inner = build(texts.texts, characters, vocab_size)
+    inner.post_processor = tokenizers_library().processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)]
+    )
+    inner.encode_special_tokens = True  # "</s>" in a text is four characters
+    return PairEncoder(kind, inner, characters | {" "})
+
+
+def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int) -> Any:
+    tokenizers = tokenizers_library()
+    needed = len(SPECIAL) + len({*characters, SPACE_MARK} - set(" \t\r\n"))
+    if vocab_size < needed:
+        raise ConfigError(
+            f"vocab_size = {vocab_size}, but the texts hold {needed - len(SPECIAL)} characters; expected at least "
+            f"{needed} (with {len(SPECIAL)} special tokens), or tokenizer 'char'"
+        )
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNK))
+    inner.normalizer = _white_space(tokenizers)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="always", split=False),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
+        ]
+    )
+    inner.decoder = tokenizers.decoders.Metaspace(SPACE_MARK, prepend_scheme="always", split=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False)
+    inner.train_from_iterator(texts, trainer)
+    return inner
+
+
+def _build_characters(texts: Sequence[str], characters: frozenset[str], vocab_size: int) -> Any:
+    del texts, vocab_size
+    tokenizers = tokenizers_library()
+    symbols = [*SPECIAL, *sorted({*characters, " "} - set("\t\r\n"))]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+    inner.add_special_tokens(list(SPECIAL))
+    inner.normalizer = _white_space(tokenizers)
+    inner.decoder = tokenizers.decoders.Fuse()
+    return inner
+
+
+def _white_space(tokenizers: Any) -> Any:
+    """Return the normaliser that makes runs of white space one space and takes them off both ends."""
+    normalizers = tokenizers.normalizers
+    return normalizers.Sequence([normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Strip()])

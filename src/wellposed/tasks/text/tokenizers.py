@@ -1,0 +1,320 @@
+"""Tokenizers: characters, bytes, words between white space, or any Hugging Face tokenizer; bulk encoding in seconds.
+
+Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
+`PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are not matched inside
+a text: ``<|pad|>`` in a file is seven characters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import CheckpointError, ConfigError, missing_extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from wellposed.tasks.batches.ragged import Ragged
+
+PAD, UNK = "<|pad|>", "<|unk|>"
+WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"  # a space inside, so that no word of a text can be equal to them
+PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
+MAX_SAMPLES = 10
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids per text, and what of the texts the vocabulary does not hold."""
+
+    ids: Ragged
+    full_lengths: Sequence[int]
+    """Tokens per text before truncation."""
+    unknown: Mapping[str, int]
+    """How often each unknown piece was mapped to the unknown token."""
+
+    def unknown_description(self) -> dict[str, Any]:
+        """Return the count of unknown pieces and the most frequent ones."""
+        frequent = sorted(self.unknown.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
+        return {"count": sum(self.unknown.values()), "distinct": len(self.unknown), "most_frequent": dict(frequent)}
+
+
+class TextEncoder(ABC):
+    """A vocabulary with its bulk encoder and its tokenizer."""
+
+    kind: str
+    pad_id: int = PAD_ID
+    bos_id: int | None = None
+    eos_id: int | None = None
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+
+    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
+        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of them."""
+        ids, unknown = self._encode(texts)
+        return Encoded(ids if max_length is None else ids.truncated(max_length), ids.lengths.tolist(), unknown)
+
+    @abstractmethod
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]: ...
+
+    @abstractmethod
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        """Build the tokenizer; ``max_length`` becomes its ``model_max_length``."""
+
+    def description(self) -> dict[str, Any]:
+        """Return kind and vocabulary size."""
+        return {"kind": self.kind, "vocabulary": self.vocab_size}
+
+
+class CharacterEncoder(TextEncoder):
+    """One token per Unicode code point; ids follow the sorted characters. Decoding gives the text back exactly."""
+
+    kind = "character"
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = sorted(set(characters))
+
+    @property
+    def vocab_size(self) -> int:
+        return NUM_SPECIAL + len(self.characters)
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        import numpy as np
+
+        from wellposed.tasks.batches.ragged import Ragged
+
+        points = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
+        table = np.full(0x110000, UNK_ID, dtype=np.int32)
+        table[[ord(character) for character in self.characters]] = np.arange(NUM_SPECIAL, self.vocab_size)
+        flat = table[points]
+        missing, counts = np.unique(points[flat == UNK_ID], return_counts=True)
+        unknown = {chr(point): int(count) for point, count in zip(missing, counts, strict=True)}
+        return Ragged(flat, [len(text) for text in texts]), unknown
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        tokenizers = tokenizers_library()
+        vocabulary = {PAD: PAD_ID, UNK: UNK_ID, **_numbered(self.characters)}
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+        inner.decoder = tokenizers.decoders.Fuse()
+        return _wrap(inner, max_length)
+
+
+class ByteEncoder(TextEncoder):
+    """One token per UTF-8 byte, id = byte + 2; nothing is unknown. Decoding gives the text back exactly."""
+
+    kind = "byte"
+
+    @property
+    def vocab_size(self) -> int:
+        return NUM_SPECIAL + 256
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        import numpy as np
+
+        from wellposed.tasks.batches.ragged import Ragged
+
+        encoded = [text.encode("utf-8") for text in texts]
+        flat = np.frombuffer(b"".join(encoded), dtype=np.uint8).astype(np.int32) + NUM_SPECIAL
+        return Ragged(flat, [len(text) for text in encoded]), {}
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        tokenizers = tokenizers_library()
+        vocabulary = {PAD: PAD_ID, UNK: UNK_ID, **_numbered(_byte_symbols())}
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = tokenizers.decoders.ByteLevel()
+        return _wrap(inner, max_length)
+
+
+class WordEncoder(TextEncoder):
+    """One token per word between white space; decoding joins words by one space.
+
+    ``drop`` characters are treated as white space, as the parentheses of ListOps.
+    """
+
+    kind = "word"
+
+    def __init__(self, words: Sequence[str], *, drop: str = "") -> None:
+        self.words = list(words)
+        self.drop = drop
+        self._ids = {word: NUM_SPECIAL + index for index, word in enumerate(self.words)}
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str], *, max_words: int) -> WordEncoder:
+        """Take the ``max_words`` most frequent words, ties in alphabetical order."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(split_words(text))
+        return cls(sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:max_words])
+
+    @property
+    def vocab_size(self) -> int:
+        return NUM_SPECIAL + len(self.words)
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        from wellposed.tasks.batches.ragged import Ragged
+
+        if self.drop:
+            spaces = str.maketrans(dict.fromkeys(self.drop, " "))
+            texts = [text.translate(spaces) for text in texts]
+        ids = _CountingIds(self._ids)
+        return Ragged.from_lists([list(map(ids.__getitem__, split_words(text))) for text in texts]), ids.unknown
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        tokenizers = tokenizers_library()
+        inner = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({WORD_PAD: PAD_ID, WORD_UNK: UNK_ID, **self._ids}, WORD_UNK)
+        )
+        if self.drop:
+            pattern = tokenizers.Regex("[" + "".join("\\" + character for character in self.drop) + "]")
+            inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        return _wrap(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
+
+
+class _CountingIds(dict[str, int]):
+    """Ids by word; a word that is not there is the unknown token and is counted."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        super().__init__(ids)
+        self.unknown: Counter[str] = Counter()
+
+    def __missing__(self, word: str) -> int:
+        self.unknown[word] += 1
+        return UNK_ID
+
+
+class PretrainedEncoder(TextEncoder):
+    """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every text."""
+
+    def __init__(self, name: str) -> None:
+        self.kind = f"hf:{name}"
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
+        from wellposed.models import load_pretrained
+
+        try:
+            self._tokenizer: Any = load_pretrained(AutoTokenizer, name)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
+                "give a folder that holds tokenizer.json, or a hub name that is cached or reachable"
+            ) from error
+        self.pad_from_eos = self._tokenizer.pad_token is None
+        if self.pad_from_eos:
+            if self._tokenizer.eos_token is None:
+                raise ConfigError(f"tokenizer 'hf:{name}' has neither a pad nor an eos token, so it cannot pad a batch")
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self.pad_id = int(self._tokenizer.pad_token_id)
+        self.bos_id = self._tokenizer.bos_token_id
+        self.eos_id = self._tokenizer.eos_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
+        """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
+        from wellposed.tasks.batches.ragged import Ragged
+
+        rows = self._rows(texts)
+        full_lengths = [len(row) for row in rows]
+        if max_length is not None:
+            longer = [index for index, length in enumerate(full_lengths) if length > max_length]
+            cut = self._rows([texts[index] for index in longer], truncation=True, max_length=max_length)
+            for index, row in zip(longer, cut, strict=True):
+                rows[index] = row
+        ids = Ragged.from_lists(rows)
+        return Encoded(ids, full_lengths, self._unknown(ids))
+
+    def _rows(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        return self._tokenizer(list(texts), verbose=False, **options)["input_ids"] if texts else []
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        encoded = self.encode(texts)
+        return encoded.ids, encoded.unknown
+
+    def _unknown(self, ids: Ragged) -> dict[str, int]:
+        unk_id, unk = self._tokenizer.unk_token_id, self._tokenizer.unk_token
+        count = 0 if unk_id is None or unk_id == self._tokenizer.eos_token_id else int((ids.flat == unk_id).sum())
+        return {unk: count} if count else {}
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        self._tokenizer.model_max_length = max_length
+        return self._tokenizer
+
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), "pad_token_is_eos_token": self.pad_from_eos}
+
+
+def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
+    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the train texts alone."""
+    if tokenizer == "byte":
+        return ByteEncoder()
+    if tokenizer == "character":
+        return CharacterEncoder(set().union(*map(set, train_texts)))
+    if tokenizer == "word":
+        return WordEncoder.from_texts(train_texts, max_words=max_words)
+    if tokenizer.startswith("hf:") and tokenizer != "hf:":
+        return PretrainedEncoder(tokenizer.removeprefix("hf:"))
+    raise ConfigError(f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH")
+
+
+# str.split() also splits at these; the tokenizers library, which follows Unicode White_Space, does not.
+_PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
+
+
+def split_words(text: str) -> list[str]:
+    """Split at runs of Unicode white space, exactly as ``tokenizers.pre_tokenizers.WhitespaceSplit``."""
+    if not any(character in text for character in _PYTHON_ONLY_SPACES):
+        return text.split()
+    tokenizers = tokenizers_library()
+    return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
+
+
+def _numbered(symbols: Iterable[str]) -> dict[str, int]:
+    return {symbol: NUM_SPECIAL + index for index, symbol in enumerate(symbols)}
+
+
+def _byte_symbols() -> list[str]:
+    """Return the printable character that stands for each byte in the byte-level alphabet of GPT-2."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [symbols[byte] for byte in range(256)]
+
+
+def tokenizers_library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise missing_extra("tokenizers", "hf", "tokenizers") from error
+    return tokenizers
+
+
+def _wrap(inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK) -> PreTrainedTokenizerFast:
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "tokenizers") from error
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token=pad,
+        unk_token=unk,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        model_max_length=max_length,
+    )
+
+
+def refuse_empty(lengths: Sequence[int], where: Sequence[str]) -> list[str]:
+    """Return one problem per text without a token."""
+    return [f"{place}: the text is empty" for place, length in zip(where, lengths, strict=True) if length == 0]

@@ -1,0 +1,175 @@
+"""Task ``translation``: sentence pairs of two languages; token loss while training, BLEU and chrF at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from wellposed.errors import DataError, listed
+from wellposed.tasks.kinds.seq2seq import Seq2SeqTask, check_pair_options
+from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+
+if TYPE_CHECKING:
+    from wellposed.tasks.batches.ragged import Ragged
+    from wellposed.tasks.data.parallel import ParallelTexts
+
+REPEATED: tuple[Split, Split] = ("valid", "test")
+
+
+@dataclass(frozen=True)
+class TranslationOptions:
+    """Options of the task `translation`."""
+
+    data: str
+    """A folder of aligned files (train.de, train.en, .gz too), a TSV of pairs, or hf:name[:config]."""
+    src: str
+    """Language translated from, as the files name it."""
+    tgt: str
+    """Language translated to."""
+    test_set: str | None = None
+    """Which test set, where the folder has several: a part of its name."""
+    columns: str | None = None
+    """Languages of the columns of a TSV without a header, in order, as en,fr."""
+    tokenizer: Literal["bpe", "char"] = "bpe"
+    """Joint byte-pair encoding learnt from the train split, or characters."""
+    vocab_size: int = 8000
+    """Ids of the byte-pair encoding, special tokens included."""
+    max_tokens: int = 256
+    """Most tokens of a sentence, its end token included; the positions of the model."""
+    overflow: Literal["error", "drop"] = "error"
+    """A longer train pair is an error, or is dropped (counted in the report); in valid and test it is an error."""
+    lowercase: bool = False
+    """Lower-case both languages, references included."""
+    limit_pairs: int | None = None
+    """Keep only the first pairs of the train split."""
+    tokens_per_batch: int | None = None
+    """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
+    generate_beams: int = 4
+    """Beams of the translations that BLEU and chrF are of; 1 is greedy."""
+    generate_length_penalty: float = 1.0
+    """Exponent a of log p / length^a in beam search."""
+    generate_max_examples: int | None = None
+    """Translate only the first pairs of valid and of test; all where not given."""
+    bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"
+    """How BLEU cuts words: 13a for running text, none for text tokenised beforehand."""
+
+
+class TranslationTask(Seq2SeqTask):
+    """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf`` by generation.
+
+    Weights are chosen by perplexity on valid; BLEU and chrF of valid and test are computed once, with these weights.
+    The reference is the perplexity of the unigram distribution of valid's own target tokens. Characters of valid and
+    test that train lacks become the unknown token and are counted and named in the description.
+
+    >>> from wellposed.tasks import TASKS
+    >>> TASKS.get("translation").summary
+    'translate sentences between two languages (BLEU, chrF, perplexity)'
+    """
+
+    name: ClassVar[str] = "translation"
+
+    def __init__(self, options: TranslationOptions) -> None:
+        from wellposed.tasks.data.parallel import Languages, load_parallel
+        from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
+
+        self.options = options
+        check_pair_options("translation", options, limit_pairs=options.limit_pairs)
+        languages = Languages(options.src, options.tgt, options.test_set, options.columns)
+        pairs, self._source = load_parallel(options.data, languages)
+        self._left_out = 0
+        if options.limit_pairs is not None:
+            self._left_out = max(0, len(pairs["train"]) - options.limit_pairs)
+            pairs["train"] = pairs["train"].select(range(min(options.limit_pairs, len(pairs["train"]))))
+        if options.lowercase:
+            pairs = {split: texts.lowercased() for split, texts in pairs.items()}
+        train = pairs["train"]
+        encoder = build_pair_encoder(options.tokenizer, [*train.source, *train.target], vocab_size=options.vocab_size)
+        self._unknown = {
+            split: {"source": encoder.unknown(texts.source), "target": encoder.unknown(texts.target)}
+            for split, texts in pairs.items()
+        }
+        encoded: dict[Split, tuple[Ragged, Ragged]] = {}
+        self._dropped = {"pairs": 0, "longest": 0}
+        for split in SPLITS:
+            sides = encoder.encode(pairs[split].source), encoder.encode(pairs[split].target)
+            pairs[split], encoded[split] = self._within_positions(split, pairs[split], sides)
+        seen = set(zip(pairs["train"].source, pairs["train"].target, strict=True))
+        self._repeated = {
+            split: sum(pair in seen for pair in zip(pairs[split].source, pairs[split].target, strict=True))
+            for split in REPEATED
+        }
+        super().__init__(
+            encoder=encoder,
+            encoded=encoded,
+            references={split: pairs[split].target for split in REPEATED},
+            max_tokens=options.max_tokens,
+            tokens_per_batch=options.tokens_per_batch,
+            generate_max_examples=options.generate_max_examples,
+        )
+
+    def _within_positions(
+        self, split: Split, texts: ParallelTexts, encoded: tuple[Ragged, Ragged]
+    ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
+        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, or refused."""
+        import numpy as np
+
+        from wellposed.tasks.batches.ragged import Ragged
+
+        limit, sides = self.options.max_tokens, [side.lengths for side in encoded]
+        longer = np.flatnonzero(np.maximum(*sides) > limit)
+        if not len(longer):
+            return texts, encoded
+        if split != "train" or self.options.overflow == "error":
+            problems = [
+                f"{texts.where(int(i), side)}: {sides[side][i]} tokens"
+                for i in longer
+                for side in (0, 1)
+                if sides[side][i] > limit
+            ]
+            needed = max(int(side[longer].max()) for side in sides)
+            remedy = " or give overflow='drop'" if split == "train" else ""
+            raise DataError(
+                f"{split}: sentences with more tokens than the positions of the model, max_tokens = {limit}; raise "
+                f"max_tokens (the longest has {needed}){remedy}:\n" + listed(problems)
+            )
+        self._dropped = {"pairs": len(longer), "longest": max(int(side[longer].max()) for side in sides)}
+        kept = np.setdiff1d(np.arange(len(texts)), longer).tolist()
+        if not kept:
+            raise DataError(f"{texts.paths[0]}: every train pair has more than max_tokens = {limit} tokens; raise it")
+        source, target = (Ragged.from_lists([side[i].tolist() for i in kept]) for side in encoded)
+        return texts.select(kept), (source, target)
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "task": self.name,
+            **self._source,
+            "tokenizer": self._encoder.description(),
+            **self._describe_examples(),
+            "max_tokens": self.options.max_tokens,
+            "train_pairs_dropped_as_too_long": self._dropped,
+            "train_pairs_left_out_by_limit_pairs": self._left_out,
+            "lowercase": self.options.lowercase,
+            "unknown_characters": self._unknown,
+            "pairs_also_in_train": self._repeated,
+        }
+
+    def _decoding(self) -> Any:
+        from wellposed.tasks.kinds.generate import Decoding
+
+        return Decoding(beams=self.options.generate_beams, length_penalty=self.options.generate_length_penalty)
+
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
+        from wellposed.tasks.metrics.bleu import score_texts
+
+        return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)
+
+
+TASKS.register("translation")(
+    TaskSpec(
+        "translation",
+        TranslationOptions,
+        TranslationTask,
+        "translate sentences between two languages (BLEU, chrF, perplexity)",
+    )
+)
