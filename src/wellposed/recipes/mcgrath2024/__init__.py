@@ -117,7 +117,7 @@ SCALES: Mapping[str, MultiTaskOptions] = {
 
 
 def _register(item: str, summary: str, says: str, function: str, *, mini: float, paper: float) -> None:
-    recipe = Recipe(summary, says, {"mini": mini, "paper": paper}, f"mcgrath2024_recipes:{function}")
+    recipe = Recipe(summary, says, {"mini": mini, "paper": paper}, f"mcgrath2024.figures_1_3_table_1_qr:{function}")
     RECIPES.register(f"mcgrath2024/{item}")(recipe)
 
 
