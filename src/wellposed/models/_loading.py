@@ -70,8 +70,7 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
-    _refuse_pickles(Path(name), kind)
-    model, found = _load(kind, str(name), use_safetensors=True, output_loading_info=True)
+    model, found = load_with_report(kind, name)
     missing = sorted(key for key in found["missing_keys"] if unread is None or not key.startswith(unread))
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(found["unexpected_keys"]) if ours else []
@@ -83,6 +82,12 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
             "folder again from where it was whole, or save the model again"
         )
     return model.eval()
+
+
+def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing, unread or unfit."""
+    _refuse_pickles(Path(name), kind)
+    return _load(kind, str(name), use_safetensors=True, output_loading_info=True, **options)
 
 
 def load_saved_model(name: str | Path) -> Any:

@@ -1,0 +1,162 @@
+"""A model of the user's to start from: its weights with a head for the task, or its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from wellposed.errors import CheckpointError, ConfigError, ShapeError
+from wellposed.models._loading import load_pretrained, load_with_report
+
+AUTO_CLASSES: Mapping[str, Any] = {
+    "causal_lm": transformers.AutoModelForCausalLM,
+    "sequence_classification": transformers.AutoModelForSequenceClassification,
+    "seq2seq_lm": transformers.AutoModelForSeq2SeqLM,
+    "image_classification": transformers.AutoModelForImageClassification,
+}
+"""What loads a Hugging Face model for each kind of task."""
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+LABELS = ("num_labels", "id2label", "label2id")
+OWN_TOKEN_POSITIONS = ("roberta", "xlm-roberta", "camembert")
+"""Families whose position codes begin behind the number of the padding token."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model that a run begins with."""
+
+    model: PreTrainedModel
+    new_weights: tuple[str, ...]
+    """Names of the tensors that were drawn, not read: of the head, or all where the model starts from scratch."""
+    left_out: tuple[str, ...]
+    """Names of the saved tensors that the model for this task has no use for, such as another head."""
+
+
+def start_config(source: str | Path) -> PreTrainedConfig:
+    """Return the configuration that ``source`` holds: a folder, a ``config.json``, or the name of a hub model.
+
+    Raises:
+        CheckpointError: it cannot be read.
+
+    >>> start_config("/no/such/folder")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    return load_pretrained(transformers.AutoConfig, source)
+
+
+def start_model(
+    source: str | Path, kind: str, wanted: Mapping[str, Any], *, from_scratch: bool = False, new_head: bool = False
+) -> Start:
+    """Return the model of ``source`` with the head that ``kind`` needs, every weight that was saved in its place.
+
+    Status: exact for what is read. As `load_pretrained_model`: no code of the folder runs, weights are safetensors. A
+    tensor of the body that the file lacks is an error; tensors of a head that it lacks are drawn by the model's own
+    initialisation and named in ``new_weights``.
+
+    Args:
+        source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a hub name.
+        kind: of the task, a key of ``AUTO_CLASSES``.
+        wanted: what the data fixes: ``vocab_size``, ``max_position_embeddings``, token ids, labels.
+        from_scratch: read the configuration alone and draw every weight.
+        new_head: draw a new head although the saved one has other labels.
+
+    Returns:
+        The model in training mode, with what was drawn and what was left out.
+
+    Raises:
+        ConfigError: a kind that the model's family has no head for, labels that differ, too few positions.
+        ShapeError: a vocabulary larger than the model's.
+        CheckpointError: it cannot be loaded, or lacks tensors of its body.
+
+    Cost: reading the weights. When not to use: to go on with a finished run of this library, resume it.
+
+    >>> start_model("/no/such/folder", "causal_lm", {})
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    if kind not in AUTO_CLASSES:
+        kinds = ", ".join(AUTO_CLASSES)
+        raise ConfigError(f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}")
+    auto, config = AUTO_CLASSES[kind], start_config(source)
+    if type(config) not in auto._model_mapping:
+        raise ConfigError(
+            f"{source}: a {config.model_type} model has no head for {kind.replace('_', ' ')} in transformers; "
+            "choose a task of its kind, or another model"
+        )
+    drawn = from_scratch or Path(source).is_file()
+    _check_positions(source, config, wanted.get("max_position_embeddings"))
+    if drawn:
+        for name in ("vocab_size", *TOKENS, *LABELS):
+            if wanted.get(name) is not None:
+                setattr(config, name, wanted[name])
+        model = auto.from_config(config)
+        return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
+    _check_vocabulary(source, config, wanted.get("vocab_size"))
+    labels = {name: wanted[name] for name in LABELS if name in wanted}
+    if labels and not new_head:
+        _check_labels(source, config, wanted["id2label"])
+    model, found = load_with_report(auto, source, ignore_mismatched_sizes=new_head, **labels)
+    missing = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
+    lacking = sorted(name for name in missing if not _belongs_to_head(model, name))
+    if lacking:
+        raise CheckpointError(
+            f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body; it is damaged or of another "
+            "architecture: copy the folder again, or give --from-scratch to use its configuration alone"
+        )
+    for name in TOKENS:
+        if getattr(model.config, name, None) is None and wanted.get(name) is not None:
+            setattr(model.config, name, wanted[name])
+    return Start(model.train(), tuple(sorted(missing)), tuple(sorted(found["unexpected_keys"])))
+
+
+def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
+    body = f"{model.base_model_prefix}."
+    return not name.startswith(body) or name.startswith(f"{body}pooler.")
+
+
+def _check_vocabulary(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
+    has = getattr(config, "vocab_size", None)
+    if wanted is not None and has is not None and wanted > has:
+        raise ShapeError(
+            f"{source}: the tokenizer has {wanted} tokens and the model's embedding {has} rows; "
+            "use the tokenizer that was saved with the model"
+        )
+
+
+def _check_positions(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
+    has = getattr(config, "max_position_embeddings", None)
+    if has is None or wanted is None:
+        return
+    if config.model_type in OWN_TOKEN_POSITIONS:
+        has -= (config.pad_token_id or 0) + 1
+    if wanted > has:
+        raise ConfigError(
+            f"{source}: the data asks for {wanted} positions and the model has {has}; give --max-length {has} "
+            "(--seq-len for a language model, --max-tokens for translation)"
+        )
+
+
+def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]) -> None:
+    if not any(_is_classifier(name) for name in config.architectures or ()):
+        return
+    saved: Any = config.id2label
+    has: Sequence[str] = [saved[index] for index in sorted(saved)]
+    names = [wanted[index] for index in sorted(wanted)]
+    unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
+    if len(has) != len(names) or not (unnamed or list(has) == names):
+        raise ConfigError(
+            f"{source}: its classifier has the labels {', '.join(has)} and the data {', '.join(names)}; "
+            "give --new-head to draw a new one, or data with the same labels in the same order"
+        )
+
+
+def _is_classifier(architecture: str) -> bool:
+    return architecture.endswith(("ForSequenceClassification", "ForImageClassification"))
