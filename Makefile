@@ -34,6 +34,7 @@ check: $(VENV)/.installed-develop
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/private_imports.py
+	$(BIN)/python tools/import_circles.py
 	$(BIN)/zensical build --clean --strict
 
 clean:

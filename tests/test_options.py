@@ -9,16 +9,24 @@ from typing import Any, Literal
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.options import option_problems
+from wellposed.options import OptionsError, build_options, flat_options, option_problems, refuse
 from wellposed.tasks import TASKS, TaskSpec, build_task
 from wellposed.training import RunConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sized:
     size: Literal["small", "large"] | None = None
     level: Literal[1, 2] | float = 1
     wide: bool = False
+
+
+@dataclass(frozen=True)
+class Bounded:
+    value: int = 1
+
+    def __post_init__(self) -> None:
+        refuse([f"value = {self.value}, expected at least 1"] if self.value < 1 else [])
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,34 @@ def test_generic_types_are_looked_at_from_outside() -> None:
     assert option_problems(Held, {"names": {"a": 1}}, where="x") == []
     assert option_problems(Held, {"names": "a"}, where="x") == ["x: names = 'a', expected dict"]
     assert option_problems(Held, {}, where="x") == ["x: option 'names' is missing"]
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    sized: Sized = Sized()
+    bounded: Bounded = Bounded()
+
+
+def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
+    built = build_options(Outer, {"name": "a", "sized": {"wide": True}, "bounded": {"value": 2}}, where="x")
+    assert built == Outer("a", Sized(wide=True), Bounded(2))
+    wrong = {"nome": "a", "sized": {"size": "huge", "widee": 1}, "bounded": {"value": 0}}
+    with pytest.raises(OptionsError) as caught:
+        build_options(Outer, wrong, where="x")
+    assert caught.value.problems == [
+        "x: [sized]: size = 'huge', expected 'small' or 'large' or nothing",
+        "x: [sized]: unknown option 'widee'; nearest: wide, size, level",
+        "x: [bounded]: value = 0, expected at least 1",
+        "x: unknown option 'nome'; nearest: name, bounded, sized",
+        "x: option 'name' is missing",
+    ]
+    with pytest.raises(ConfigError, match=r"x: sized = 3, expected a table of options"):
+        build_options(Outer, {"name": "a", "sized": 3}, where="x")
+
+
+def test_nested_options_are_flattened_with_dotted_names() -> None:
+    assert flat_options({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {"a.b.c": 1, "a.d": 2, "e": 3}
 
 
 def test_a_run_may_have_an_optional_choice() -> None:

@@ -3,18 +3,34 @@
 Models of PyTorch and Hugging Face are measured and penalised as they are. Certificates are for models built from this
 package's layers, linear layers, activations and norms: whatever else is inside is named, and has no bound.
 
-The public names are listed once, in `_EXPORTS`, and are imported on first use, so that ``wellposed --help`` does not
-import torch.
+The public names are imported on first use, so that ``wellposed --help`` does not import torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from wellposed.lazy import import_on_first_use
+from wellposed.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from wellposed import certification as certification
+    from wellposed import constrain as constrain
+    from wellposed import errors as errors
+    from wellposed import functional as functional
+    from wellposed import initialize as initialize
+    from wellposed import integrations as integrations
+    from wellposed import linalg as linalg
+    from wellposed import measurement as measurement
+    from wellposed import models as models
+    from wellposed import nn as nn
+    from wellposed import penalize as penalize
+    from wellposed import presets as presets
+    from wellposed import recipes as recipes
+    from wellposed import report as report
+    from wellposed import roles as roles
+    from wellposed import tasks as tasks
+    from wellposed import training as training
     from wellposed.certification import Certificate as Certificate
     from wellposed.certification import certify as certify
     from wellposed.certification import lipschitz_lower_bound as lipschitz_lower_bound
@@ -41,81 +57,5 @@ if TYPE_CHECKING:
     from wellposed.penalize import OrthogonalityPenalty as OrthogonalityPenalty
     from wellposed.roles import Roles as Roles
     from wellposed.roles import find_roles as find_roles
-
-_SUBMODULES = frozenset(
-    {
-        "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg",
-        "measurement", "models", "nn", "penalize", "presets", "recipes", "report", "roles", "tasks", "training",
-    }
-)  # fmt: skip
-
-# public name -> module that defines it
-_EXPORTS: dict[str, str] = {
-    "Certificate": "certification",
-    "Measurement": "measurement",
-    "Monitor": "measurement",
-    "OrthogonalityPenalty": "penalize",
-    "Roles": "roles",
-    "certify": "certification",
-    "constrain_": "constrain",
-    "dt_fixup_": "initialize",
-    "find_roles": "roles",
-    "lipschitz_lower_bound": "certification",
-    "measure": "measurement",
-    "orthogonal": "constrain",
-    "register_rule": "certification",
-    "remove_norms_": "initialize",
-    "signal_propagation": "initialize",
-    "step_change": "initialize",
-    "t_fixup_": "initialize",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "ConvergenceError": "errors",
-    "DataError": "errors",
-    "NotContractiveError": "errors",
-    "NotLipschitzError": "errors",
-    "RoleNotFoundError": "errors",
-    "ShapeError": "errors",
-    "WellposedError": "errors",
-}
-
-__all__ = [
-    "Certificate",
-    "CheckpointError",
-    "ConfigError",
-    "ConvergenceError",
-    "DataError",
-    "Measurement",
-    "Monitor",
-    "NotContractiveError",
-    "NotLipschitzError",
-    "OrthogonalityPenalty",
-    "RoleNotFoundError",
-    "Roles",
-    "ShapeError",
-    "WellposedError",
-    "certify",
-    "constrain_",
-    "dt_fixup_",
-    "find_roles",
-    "lipschitz_lower_bound",
-    "measure",
-    "orthogonal",
-    "register_rule",
-    "remove_norms_",
-    "signal_propagation",
-    "step_change",
-    "t_fixup_",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"wellposed.{_EXPORTS[name]}"), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"wellposed.{name}")
-    raise AttributeError(f"module 'wellposed' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS, *_SUBMODULES})
+else:
+    __getattr__, __dir__ = import_on_first_use(__name__)

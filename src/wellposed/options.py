@@ -1,18 +1,82 @@
-"""Plain values against an options dataclass: unknown names, wrong types, missing ones; free of torch."""
+"""Options dataclasses from plain values, with every problem named at once; free of torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from wellposed.errors import nearest_names
+from wellposed.errors import ConfigError, listed, nearest_names
+
+T = TypeVar("T")
 
 
-def option_problems(
-    options_class: type[Any], values: Mapping[str, Any], *, where: str, unchecked: frozenset[str] = frozenset()
-) -> list[str]:
+class OptionsError(ConfigError):
+    """Values that options cannot have; `problems` has one line for each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("the configuration cannot be used:\n" + listed(problems))
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise one error that lists all ``problems``, if there are any; an options class calls it on its own values."""
+    if problems:
+        raise OptionsError(problems)
+
+
+def build_options(options_class: type[T], values: Mapping[str, Any], *, where: str) -> T:
+    """Return ``options_class(**values)``, with the tables among the values built into the options their fields hold.
+
+    Args:
+        options_class: a dataclass; its ``__post_init__`` may `refuse` values that are out of range.
+        values: plain values by field name, as read from TOML, JSON or a command line.
+        where: what the lines of an error begin with, such as a file name.
+
+    Raises:
+        ConfigError: everything that `option_problems` names, and every value that a class refuses, in one message.
+
+    >>> @dataclasses.dataclass
+    ... class Options:
+    ...     steps: int = 1
+    >>> build_options(Options, {"stepz": 3, "steps": "4"}, where="run.toml")
+    Traceback (most recent call last):
+    ...
+    wellposed.options.OptionsError: the configuration cannot be used:
+      run.toml: unknown option 'stepz'; nearest: steps
+      run.toml: steps = '4', expected int
+    """
+    built, problems = dict(values), []
+    for name, hint in get_type_hints(options_class).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(values.get(name), Mapping):
+            try:
+                built[name] = build_options(hint, values[name], where=f"{where}: [{name}]")
+            except OptionsError as error:
+                problems += error.problems
+                del built[name]
+    problems += option_problems(options_class, built, where=where)
+    if not problems:
+        try:
+            return options_class(**built)
+        except OptionsError as error:
+            problems = [f"{where}: {problem}" for problem in error.problems]
+    raise OptionsError(problems)
+
+
+def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested options as one level with dotted names.
+
+    >>> flat_options({"model": {"norm": "pre"}, "task": "listops"})
+    {'model.norm': 'pre', 'task': 'listops'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flat_options(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def option_problems(options_class: type[Any], values: Mapping[str, Any], *, where: str) -> list[str]:
     """Return one line for each value that ``options_class(**values)`` has no field of its name and type for.
 
     Exact for the hints that options have: plain types, literals, ``None`` and unions of them. ``True`` is no int.
@@ -21,7 +85,6 @@ def option_problems(
         options_class: a dataclass.
         values: plain values by field name, as read from TOML, JSON or a command line.
         where: what the lines begin with, such as a file name.
-        unchecked: fields whose type is not looked at.
 
     Returns:
         the lines, empty where all is well; a field without a default that has no value is a line too.
@@ -44,7 +107,7 @@ def option_problems(
     for name, value in values.items():
         if name not in known:
             problems.append(f"{where}: unknown option {name!r}; nearest: {', '.join(nearest_names(name, known))}")
-        elif name not in unchecked and not _fits(value, hints[name]):
+        elif not _fits(value, hints[name]):
             problems.append(f"{where}: {name} = {value!r}, expected {_describe(hints[name])}")
     required = [field.name for field in fields if _is_required(field)]
     return [*problems, *(f"{where}: option {name!r} is missing" for name in required if name not in values)]
@@ -82,6 +145,8 @@ def _describe(hint: Any) -> str:
     for option in _alternatives(hint):
         if option is NoneType:
             names.append("nothing")
+        elif dataclasses.is_dataclass(option) or option is Mapping:
+            names.append("a table of options")
         else:
             names.append(option.__name__ if isinstance(option, type) else repr(option))
     return " or ".join(names)

@@ -8,8 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import wellposed
 from wellposed.errors import ConfigError, WellposedError, unknown_name
+from wellposed.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -54,7 +54,7 @@ def _dispatch(words: list[str]) -> int:
         print(usage())
         return EXIT_OK if words else EXIT_USAGE
     if words[0] in {"-V", "--version"}:
-        print(f"wellposed {wellposed.__version__}")
+        print(f"wellposed {__version__}")
         return EXIT_OK
     if words[0] not in COMMANDS:
         raise unknown_name("command", words[0], COMMANDS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import tyro
 
-import wellposed
+from wellposed.version import __version__
 
 PACKAGES = (
     ("torch", ""),
@@ -36,7 +36,7 @@ class DoctorArguments:
 def run(words: Sequence[str]) -> int:
     """Print what was found and return 0 if every check passed, else 1."""
     tyro.cli(DoctorArguments, args=list(words), prog="wellposed doctor")
-    print(f"wellposed     {wellposed.__version__}")
+    print(f"wellposed     {__version__}")
     print(f"python        {platform.python_version()} on {platform.platform()}")
     for package, extra in PACKAGES:
         print(f"{package:<13} {_version(package, extra)}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from wellposed.lazy import import_on_first_use
 from wellposed.measurement._measurement import WEIGHT_COLUMNS as WEIGHT_COLUMNS
 from wellposed.measurement._measurement import Measurement as Measurement
 from wellposed.measurement._measurement import write_csv as write_csv
@@ -27,28 +27,5 @@ if TYPE_CHECKING:
     from wellposed.measurement._states import hidden_states as hidden_states
     from wellposed.measurement._token_distances import DistanceMetric as DistanceMetric
     from wellposed.measurement._token_distances import token_distances as token_distances
-
-# Imported on first use, so that a report can read a measurement without torch.
-_LAZY = {
-    "ActivationFactor": "_activation_factor",
-    "Correlation": "_correlations",
-    "DistanceMetric": "_token_distances",
-    "EntropyEstimator": "_entropy",
-    "IsomapPoints": "_isomap",
-    "Monitor": "_monitor",
-    "activation_factor": "_activation_factor",
-    "correlate": "_correlations",
-    "correlations": "_correlations",
-    "differential_entropy": "_entropy",
-    "hidden_states": "_states",
-    "isomap": "_isomap",
-    "layer_entropy": "_entropy",
-    "measure": "_measure",
-    "token_distances": "_token_distances",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+else:  # a report reads a measurement without torch
+    __getattr__, __dir__ = import_on_first_use(__name__)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from wellposed.errors import ConfigError, listed
-from wellposed.options import option_problems
+from wellposed.options import build_options
 from wellposed.registry import Registry
 
 if TYPE_CHECKING:
@@ -130,11 +129,3 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     """
     spec = TASKS.get(name)
     return spec.build(build_options(spec.options, options or {}, where=f"task {name}"))
-
-
-def build_options(options_class: type[Any], values: Mapping[str, Any], *, where: str) -> Any:
-    """Build an options dataclass from plain values, or raise one `ConfigError` with every problem."""
-    problems = option_problems(options_class, values, where=where)
-    if problems:
-        raise ConfigError("the task cannot be built:\n" + listed(problems))
-    return options_class(**values)

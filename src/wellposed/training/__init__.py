@@ -5,8 +5,9 @@ Names are imported on first use, so that the command line can read configuration
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wellposed.lazy import import_on_first_use
 
 if TYPE_CHECKING:
     from wellposed.training._manifest import verify_final as verify_final
@@ -26,30 +27,5 @@ if TYPE_CHECKING:
     from wellposed.training.config import config_difference as config_difference
     from wellposed.training.metrics import read_metrics as read_metrics
     from wellposed.training.run_folder import read_config as read_config
-
-# public name -> module that defines it
-_EXPORTS = {
-    "train": "_train",
-    "verify_final": "_manifest",
-    "verify_run_file": "_manifest",
-    "read_metrics": "metrics",
-    "RunResult": "_result",
-    "read_result": "_result",
-    "result_schema": "_result",
-    "read_config": "run_folder",
-    "load_run_model": "_save",
-    "SCHEDULES": "_schedules",
-    "learning_rate": "_schedules",
-    "ConstrainOptions": "config",
-    "ModelOptions": "config",
-    "PenaltyOptions": "config",
-    "RunConfig": "config",
-    "TrainOptions": "config",
-    "config_difference": "config",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"wellposed.training.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module 'wellposed.training' has no attribute {name!r}")
+else:
+    __getattr__, __dir__ = import_on_first_use(__name__)

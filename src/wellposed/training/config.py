@@ -9,24 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from wellposed.errors import ConfigError, listed
-from wellposed.options import option_problems
-from wellposed.training.ranges import (
-    OutOfRangeError,
-    constrain_problems,
-    model_problems,
-    penalty_problems,
-    refuse,
-    train_problems,
-)
+from wellposed.errors import ConfigError
+from wellposed.options import build_options, flat_options, refuse
+from wellposed.training.ranges import constrain_problems, model_problems, penalty_problems, train_problems
 
 SCHEMA_VERSION = 1
 
 Schedule = Literal["constant", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
 Scalar = str | int | float | bool | None
-C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -232,22 +224,12 @@ class RunConfig:
                 f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
                 "write the file again with `wellposed train TASK --print-config`"
             )
-        problems: list[str] = []
-        nested = {
-            "model": ModelOptions, "penalty": PenaltyOptions, "train": TrainOptions, "constrain": ConstrainOptions,
-        }  # fmt: skip
-        for name, options in nested.items():
-            if name in values:
-                values[name] = _build(options, values[name], f"{where}: [{name}]", problems)
-        run = _build(cls, values, where, problems, plain=frozenset(nested) | {"task_options"})
-        if run is None or problems:
-            raise ConfigError("the configuration cannot be used:\n" + listed(problems))
-        return run
+        return build_options(cls, values, where=where)
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
     """Return one line ``section.field: old -> new`` per field in which two runs differ."""
-    before, after = _flatten(old.to_dict()), _flatten(new.to_dict())
+    before, after = flat_options(old.to_dict()), flat_options(new.to_dict())
     return [
         f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
         for name in sorted({*before, *after})
@@ -259,30 +241,3 @@ def _without_none(values: Any) -> Any:
     if isinstance(values, Mapping):
         return {key: _without_none(value) for key, value in values.items() if value is not None}
     return values
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _build(
-    cls: type[C], values: Mapping[str, Any], where: str, problems: list[str], plain: frozenset[str] = frozenset()
-) -> C | None:
-    if not isinstance(values, Mapping):
-        problems.append(f"{where}: expected a table of options, received {values!r}")
-        return None
-    wrong = option_problems(cls, values, where=where, unchecked=plain)
-    problems.extend(wrong)
-    if wrong:
-        return None
-    try:
-        return cls(**values)
-    except OutOfRangeError as error:
-        problems.extend(f"{where}: {problem}" for problem in error.problems)
-        return None

@@ -1,12 +1,10 @@
-"""Numeric ranges of the options of a run; free of torch. Every field out of range is named in one error."""
+"""Numeric ranges of the options of a run; free of torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from wellposed.errors import ConfigError, listed
 
 if TYPE_CHECKING:
     from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, TrainOptions
@@ -104,20 +102,6 @@ def train_problems(options: TrainOptions) -> list[str]:
             "for the schedule cosine"
         )
     return problems
-
-
-class OutOfRangeError(ConfigError):
-    """Options hold values that cannot be used; `problems` has one line for each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("the configuration cannot be used:\n" + listed(problems))
-
-
-def refuse(problems: list[str]) -> None:
-    """Raise one error that lists all ``problems``, if there are any."""
-    if problems:
-        raise OutOfRangeError(problems)
 
 
 def _out_of_range(options: object, rules: dict[str, Rule]) -> list[str]:

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import wellposed
 from wellposed.errors import CheckpointError, ConfigError, listed
 from wellposed.training import checkpoints, durable_files
 from wellposed.training.config import RunConfig, config_difference
+from wellposed.version import __version__
 
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
@@ -163,7 +163,7 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
 
 def versions() -> dict[str, str]:
     """Return the installed version of every package that can change a result."""
-    found = {"python": platform.python_version(), "wellposed": wellposed.__version__}
+    found = {"python": platform.python_version(), "wellposed": __version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)
