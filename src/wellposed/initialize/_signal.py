@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, listed
-from wellposed.initialize._report import aligned
 from wellposed.initialize._towers import find_towers
 from wellposed.initialize._trace import MeanNorm, call, hooks, quiet, real_tokens
 from wellposed.roles import find_roles
+from wellposed.text_table import aligned
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SignalPropagation:
             (row.path, row.stack, str(row.depth), f"{row.norm_in:.4g}", f"{row.norm_out:.4g}", f"{row.ratio:.4g}")
             for row in self.rows
         ]
-        return aligned([head, *body], left=2)
+        return aligned([head, *body], "llr")
 
     def __str__(self) -> str:
         return self.table()
