@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError
 from wellposed.roles import Roles
 
-_MASKS = ("attention_mask", "decoder_attention_mask")
 _PADDING = {
     "key_padding_mask": "attention_mask",
     "src_key_padding_mask": "attention_mask",
@@ -27,7 +26,7 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
     ``evaluate=False`` runs each module in the mode it is in.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -42,7 +41,8 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for buffer, value in buffers:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # untouched ones may be part of a graph
+                    buffer.copy_(value)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
