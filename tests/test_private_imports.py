@@ -57,7 +57,7 @@ def test_an_import_from_outside_is_named(tmp_path: Path, where: str, line: str, 
     [
         ("src/wellposed/tasks/a.py", "from wellposed.tasks._x import y"),
         ("src/wellposed/tasks/__init__.py", "from ._x import y"),
-        ("src/wellposed/roles/families/a.py", "from wellposed.roles._site import Site"),
+        ("src/wellposed/roles/families/a.py", "from wellposed.roles._located_module import LocatedModule"),
         ("src/wellposed/tasks/a.py", "from wellposed import _version"),
         ("tests/a.py", "from wellposed import __version__"),
         ("tests/a.py", "from torch._dynamo import config"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import csv
 import json
 import math
@@ -133,18 +132,12 @@ def test_table_holds_every_weight_and_module() -> None:
     assert "note: a note" in text
 
 
-def test_plain_table_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "rich":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
+def test_columns_of_the_table_are_padded() -> None:
     lines = full().table().splitlines()
     assert lines[0] == "Weights"
+    assert set(lines[2]) == {"-", " "}
     assert lines[3].split() == ["encoder.0.query", "3", "x", "4", "0.25", "2", "0.5", "4", "1.312"]
+    assert {line.index("x") for line in lines[3:6]} == {lines[3].index("x")}
 
 
 def test_markup_in_names_is_shown_as_it_is() -> None:

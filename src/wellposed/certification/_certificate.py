@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed
 from wellposed.linalg import Norm
+from wellposed.text_table import aligned
 
 Label = Literal["exact", "certified", "empirical", "uncertified"]
 _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
@@ -232,11 +233,7 @@ class Certificate:
             for layer in self.layers
         ]
         rows.append((_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope()))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]).rstrip()
-            for row in rows
-        )
+        return aligned(rows, "l")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""

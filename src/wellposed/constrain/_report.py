@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from wellposed.text_table import aligned
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,3 @@ class OrthogonalityErrors:
         """
         ordered = sorted(self.by_path.items(), key=lambda item: -item[1])
         return aligned([("weight", "error"), *((path, f"{error:.2g}") for path, error in ordered)])
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Pad the columns of text: the first to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    )

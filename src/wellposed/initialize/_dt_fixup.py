@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, DataError, listed
+from wellposed.initialize._factors import dt_fixup_factor
+from wellposed.initialize._layer_stacks import LayerStack, find_layer_stacks
 from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
 from wellposed.initialize._plan import Step, check_steps, head_steps, layer_steps, leave_alone
 from wellposed.initialize._report import DTFixupReport
-from wellposed.initialize._rule import dt_fixup_factor
-from wellposed.initialize._towers import Tower, find_towers
-from wellposed.initialize._trace import call, hooks, quiet, real_tokens, token_norms
+from wellposed.initialize._token_norms import hooks, token_norms
 from wellposed.initialize._write import largest_bias, write, zero_biases_
 from wellposed.roles import Roles, find_roles
+from wellposed.watch import call_model, quiet_run, real_tokens
 
 
 def dt_fixup_(
@@ -88,16 +89,16 @@ def dt_fixup_(
     """
     _check_arguments(quantile, max_batches)
     new = _submodule(model, layers)
-    tower = _only_tower(new, patterns)
+    layer_stack = _only_stack(new, patterns)
     roles = find_roles(new, patterns=patterns)
-    inside = tower.layer_paths()
+    inside = layer_stack.layer_paths()
     left = patterns_of(leave)
     check_steps(new, _plan(new, roles, 1.0, inside, left), left, where=layers or "")
     check_norms(new, keep)
     norms = _entering_norms(model, new, loader, max_batches)
     largest, middle = norms.max().item(), _quantile(norms, quantile)
     chosen = largest if mu == "max" else middle
-    factor = dt_fixup_factor(tower.layers, chosen)
+    factor = dt_fixup_factor(layer_stack.layers, chosen)
     target = copy.deepcopy(new) if dry_run else new
     if dry_run:
         roles = find_roles(target, patterns=patterns)
@@ -150,30 +151,30 @@ def _submodule(model: nn.Module, path: str | None) -> nn.Module:
         ) from None
 
 
-def _only_tower(new: nn.Module, patterns: Mapping[str, str | Sequence[str]] | None) -> Tower:
-    towers = find_towers(find_roles(new, patterns=patterns))
-    if len(towers) != 1 or towers[0].has_cross_attention:
+def _only_stack(new: nn.Module, patterns: Mapping[str, str | Sequence[str]] | None) -> LayerStack:
+    layer_stacks = find_layer_stacks(find_roles(new, patterns=patterns))
+    if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
             "DT-Fixup is for one stack of self-attention layers; name it with layers='path'; found:\n"
-            + listed([str(tower) for tower in towers])
+            + listed([str(layer_stack) for layer_stack in layer_stacks])
         )
-    return towers[0]
+    return layer_stacks[0]
 
 
 def _entering_norms(model: nn.Module, new: nn.Module, loader: Iterable[Any], max_batches: int | None) -> Tensor:
     """Return the norm of every real token that enters the new layers, shape (tokens,), on the CPU."""
-    door = new[0] if isinstance(new, (nn.ModuleList, nn.Sequential)) and len(new) else new
+    first = new[0] if isinstance(new, (nn.ModuleList, nn.Sequential)) and len(new) else new
     norms: list[Tensor] = []
     current: list[Any] = [None]
 
     def note(hidden: Tensor) -> None:
-        found = token_norms(hidden, real_tokens(current[0], hidden, None), "input of the new layers")
+        found = token_norms(hidden, real_tokens(current[0], None, Roles()), "input of the new layers")
         norms.append(found.float().cpu())
 
-    with quiet(model), hooks([(door, note)], []):
+    with quiet_run(model), hooks([(first, note)], []):
         for batch in islice(loader, max_batches):
             current[0] = batch
-            call(model, batch)
+            call_model(model, batch)
     if not sum(found.numel() for found in norms):
         raise DataError("dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses them")
     return torch.cat(norms)

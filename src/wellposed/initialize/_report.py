@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-MISSING = "-"
+from wellposed.text_table import aligned, format_number
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class InitializationReport:
                 row.role,
                 "x".join(map(str, row.shape)),
                 f"{row.factor:.6g}" if row.drawn else "kept",
-                *map(_number, (row.std_found, row.std_before, row.std_after, row.input_norm)),
+                *map(format_number, (row.std_found, row.std_before, row.std_after, row.input_norm)),
             )
             for row in self.rows
         ]
-        return "\n".join([*self._lines(), aligned([head, *body], left=2)])
+        return "\n".join([*self._lines(), aligned([head, *body], "llr")])
 
     def _lines(self) -> list[str]:
         lines = [self.title + (" (dry run: the model is as it was)" if self.dry_run else "")]
@@ -109,19 +109,3 @@ class DTFixupReport(InitializationReport):
     def _lines(self) -> list[str]:
         measured = f"token norms of {self.tokens} tokens: largest {self.largest:.4g}, {self.level:g} quantile "
         return [*super()._lines(), f"{measured}{self.quantile:.4g}; mu = {self.mu:.4g}"]
-
-
-def aligned(lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Pad the columns of text: the first ``left`` to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column < left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _number(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.4g}"

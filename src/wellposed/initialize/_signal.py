@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError, listed
-from wellposed.initialize._report import aligned
-from wellposed.initialize._towers import find_towers
-from wellposed.initialize._trace import MeanNorm, call, hooks, quiet, real_tokens
+from wellposed.initialize._layer_stacks import find_layer_stacks
+from wellposed.initialize._token_norms import Hook, MeanNorm, hooks
 from wellposed.roles import find_roles
+from wellposed.text_table import aligned
+from wellposed.watch import call_model, quiet_run, real_tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class SignalPropagation:
             (row.path, row.stack, str(row.depth), f"{row.norm_in:.4g}", f"{row.norm_out:.4g}", f"{row.ratio:.4g}")
             for row in self.rows
         ]
-        return aligned([head, *body], left=2)
+        return aligned([head, *body], "llr")
 
     def __str__(self) -> str:
         return self.table()
@@ -94,34 +95,32 @@ def signal_propagation(
     >>> len(signal_propagation(encoder, torch.randn(2, 5, 8)).ratios("encoder"))
     3
     """
-    towers = find_towers(find_roles(model, patterns=patterns))
+    roles = find_roles(model, patterns=patterns)
+    layer_stacks = find_layer_stacks(roles)
     meters: dict[tuple[str, str], tuple[MeanNorm, MeanNorm]] = {}
-    before: list[tuple[nn.Module, Callable[[Tensor], None]]] = []
-    after: list[tuple[nn.Module, Callable[[Tensor], None]]] = []
-    for tower in towers:
-        for path in tower.layer_paths():
+    before: list[tuple[nn.Module, Hook]] = []
+    after: list[tuple[nn.Module, Hook]] = []
+    for layer_stack in layer_stacks:
+        real = real_tokens(batch, layer_stack.stack, roles)
+        for path in layer_stack.layer_paths():
             pair = (MeanNorm(f"input of {path or 'the layer'}"), MeanNorm(f"output of {path or 'the layer'}"))
-            meters[tower.path, path] = pair
+            meters[layer_stack.path, path] = pair
             layer = model.get_submodule(path)
-            before.append((layer, partial(_note, pair[0], batch, tower.stack)))
-            after.append((layer, partial(_note, pair[1], batch, tower.stack)))
-    with quiet(model), hooks(before, after):
-        call(model, batch)
+            before.append((layer, partial(pair[0].add, real=real)))
+            after.append((layer, partial(pair[1].add, real=real)))
+    with quiet_run(model), hooks(before, after):
+        call_model(model, batch)
     unseen = [path for (_, path), (entered, left) in meters.items() if not (entered.tokens and left.tokens)]
     if unseen:
         raise ConfigError("the batch never went through these layers:\n" + listed(unseen))
     rows: list[LayerSignal] = []
-    for tower in towers:
-        start = _size(meters[tower.path, tower.layer_paths()[0]][0])
-        for depth, path in enumerate(tower.layer_paths(), start=1):
-            entered, left = map(_size, meters[tower.path, path])
-            rows.append(LayerSignal(path, tower.stack, depth, entered, left, left / start if start else math.inf))
+    for layer_stack in layer_stacks:
+        start = _size(meters[layer_stack.path, layer_stack.layer_paths()[0]][0])
+        for depth, path in enumerate(layer_stack.layer_paths(), start=1):
+            entered, left = map(_size, meters[layer_stack.path, path])
+            rows.append(LayerSignal(path, layer_stack.stack, depth, entered, left, left / start if start else math.inf))
     return SignalPropagation(tuple(rows))
 
 
 def _size(meter: MeanNorm) -> float:
     return meter.root_mean_square or 0.0
-
-
-def _note(norm: MeanNorm, batch: Any, stack: str, hidden: Tensor) -> None:
-    norm.add(hidden, real_tokens(batch, hidden, stack))

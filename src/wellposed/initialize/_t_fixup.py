@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
+from wellposed.initialize._factors import t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
+from wellposed.initialize._layer_stacks import LayerStack, encoder_and_decoder, find_layer_stacks
 from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
 from wellposed.initialize._plan import Step, check_steps, embedding_steps, head_steps, layer_steps, leave_alone
 from wellposed.initialize._report import InitializationReport, InitializedWeight
-from wellposed.initialize._rule import t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
-from wellposed.initialize._towers import Tower, encoder_and_decoder, find_towers
-from wellposed.initialize._trace import Hook, MeanNorm, Third, call, hooks, quiet, real_tokens
+from wellposed.initialize._token_norms import Hook, MeanNorm, ValueInput, hooks
 from wellposed.initialize._write import largest_bias, write, zero_biases_
-from wellposed.roles import find_roles
+from wellposed.roles import Roles, find_roles
+from wellposed.watch import call_model, quiet_run, real_tokens
 
 
 def t_fixup_(
@@ -110,12 +111,12 @@ def t_fixup_(
             report = again(copy.deepcopy(model), keep=keep, leave=leave, patterns=patterns, batch=batch)
         return replace(report, dry_run=True)
     roles = find_roles(model, patterns=patterns)
-    towers = find_towers(roles)
-    factors, by_path = _factors(towers, input_scale)
-    _check_depth(model, towers)
+    layer_stacks = find_layer_stacks(roles)
+    factors, by_path = _factors(layer_stacks, input_scale)
+    _check_depth(model, layer_stacks)
     steps = layer_steps(roles, by_path, "xavier_uniform")
     steps += embedding_steps(model, roles, _embedding_factors(factors))
-    inside = [path for tower in towers for path in tower.layer_paths()]
+    inside = [path for layer_stack in layer_stacks for path in layer_stack.layer_paths()]
     steps = leave_alone(model, roles, [*steps, *head_steps(model, steps, inside)], patterns_of(leave))
     check_steps(model, steps, patterns_of(leave))
     check_norms(model, keep, remove=remove_norms)
@@ -125,7 +126,7 @@ def t_fixup_(
         zero_biases_(steps)
     entering: dict[str, float] = {}
     if batch is not None:
-        rows, entering = measure_inputs(model, steps, rows, towers, batch)
+        rows, entering = _measured_inputs(model, steps, rows, layer_stacks, batch, roles=roles)
     assumed = _embedding_factors(factors)
     return InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
@@ -138,9 +139,9 @@ def t_fixup_(
     )
 
 
-def _factors(towers: list[Tower], input_scale: float | None) -> tuple[dict[str, float], dict[str, float]]:
+def _factors(layer_stacks: list[LayerStack], input_scale: float | None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the factors by name, and by path of each attention and feed-forward role."""
-    first, decoder = encoder_and_decoder(towers)
+    first, decoder = encoder_and_decoder(layer_stacks)
     if decoder is None:
         value = t_fixup_factor(first.blocks, input_scale)
         scale = value if input_scale is None else input_scale
@@ -166,18 +167,18 @@ def _embedding_factors(factors: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _role_paths(tower: Tower) -> list[str]:
-    return [role.path for role in (*tower.attention, *tower.feedforward)]
+def _role_paths(layer_stack: LayerStack) -> list[str]:
+    return [role.path for role in (*layer_stack.attention, *layer_stack.feedforward)]
 
 
-def _check_depth(model: nn.Module, towers: list[Tower]) -> None:
+def _check_depth(model: nn.Module, layer_stacks: list[LayerStack]) -> None:
     """Refuse one stack whose configuration speaks of another depth: layers are shared, or were not recognised."""
     depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    if len(towers) == 1 and isinstance(depth, int) and depth != towers[0].layers:
+    if len(layer_stacks) == 1 and isinstance(depth, int) and depth != layer_stacks[0].layers:
         raise ConfigError(
-            f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but {towers[0].layers} layers "
-            f"were found at {towers[0].path!r}; weights shared between layers have no T-Fixup rule; layers of unknown "
-            "names need patterns="
+            f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but {layer_stacks[0].layers} "
+            f"layers were found at {layer_stacks[0].path!r}; weights shared between layers have no T-Fixup rule; "
+            "layers of unknown names need patterns="
         )
 
 
@@ -185,8 +186,14 @@ def _devices(model: nn.Module) -> list[torch.device]:
     return list({parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")})
 
 
-def measure_inputs(
-    model: nn.Module, steps: Sequence[Step], rows: Sequence[InitializedWeight], towers: Sequence[Tower], batch: Any
+def _measured_inputs(
+    model: nn.Module,
+    steps: Sequence[Step],
+    rows: Sequence[InitializedWeight],
+    layer_stacks: Sequence[LayerStack],
+    batch: Any,
+    *,
+    roles: Roles,
 ) -> tuple[list[InitializedWeight], dict[str, float]]:
     """Run the batch once; return the rows with their input norms, and the norm that enters each stack."""
     meters = [MeanNorm(step.view.owner_path) for step in steps]
@@ -194,19 +201,20 @@ def measure_inputs(
     after: list[tuple[nn.Module, Hook]] = []
     for step, meter in zip(steps, meters, strict=True):
         owner = step.view.owner
-        note: Hook = partial(_note, meter, batch, step.stack)
+        note: Hook = partial(meter.add, real=real_tokens(batch, step.stack, roles))
         if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
-            note = Third(note)
+            note = ValueInput(note)
         if isinstance(owner, nn.Embedding):
             after += [(table, note) for table in _tables_with(model, owner.weight)]
         else:
             before.append((owner, note))
-    stacks = {tower.stack: MeanNorm(f"input of the {tower.stack}") for tower in towers}
-    for tower in towers:
-        layer = model.get_submodule(tower.layer_paths()[0])
-        before.append((layer, partial(_note, stacks[tower.stack], batch, tower.stack)))
-    with quiet(model), hooks(before, after):
-        call(model, batch)
+    stacks = {layer_stack.stack: MeanNorm(f"input of the {layer_stack.stack}") for layer_stack in layer_stacks}
+    for layer_stack in layer_stacks:
+        layer = model.get_submodule(layer_stack.layer_paths()[0])
+        real = real_tokens(batch, layer_stack.stack, roles)
+        before.append((layer, partial(stacks[layer_stack.stack].add, real=real)))
+    with quiet_run(model), hooks(before, after):
+        call_model(model, batch)
     measured = [replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)]
     return measured, {stack: meter.mean for stack, meter in stacks.items() if meter.mean is not None}
 
@@ -214,7 +222,3 @@ def measure_inputs(
 def _tables_with(model: nn.Module, weight: Tensor) -> list[nn.Module]:
     """Return the embeddings that are tied to one parameter."""
     return [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is weight]
-
-
-def _note(norm: MeanNorm, batch: Any, stack: str | None, hidden: Tensor) -> None:
-    norm.add(hidden, real_tokens(batch, hidden, stack))

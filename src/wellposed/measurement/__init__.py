@@ -8,8 +8,8 @@ from wellposed.lazy import import_on_first_use
 from wellposed.measurement._measurement import WEIGHT_COLUMNS as WEIGHT_COLUMNS
 from wellposed.measurement._measurement import Measurement as Measurement
 from wellposed.measurement._measurement import write_csv as write_csv
-from wellposed.measurement._text import format_number as format_number
-from wellposed.measurement._text import text_table as text_table
+from wellposed.text_table import format_number as format_number
+from wellposed.text_table import text_table as text_table
 
 if TYPE_CHECKING:
     from wellposed.measurement._activation_factor import ActivationFactor as ActivationFactor

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.measurement._text import format_number, text_table
+from wellposed.finite_json import to_json
+from wellposed.text_table import format_number, text_table
 
 SCHEMA_VERSION = 1
 
@@ -85,7 +86,7 @@ class Measurement:
         return Measurement(rows=rows, activations=self.activations, notes=self.notes)
 
     def table(self) -> str:
-        """Return the weights, then the activations, as text for a terminal (rich where installed, else plain)."""
+        """Return the weights, then the activations, as text for a terminal."""
         columns = ["weight", "shape", "err_orth", "sigma max", "sigma min", "condition", "stable rank"]
         keys = ["orthogonality_error", "sigma_max", "sigma_min", "condition_number", "stable_rank"]
         if any("orthogonality_error_ratio" in row for row in self.rows):
@@ -136,7 +137,7 @@ class Measurement:
             "notes": self.notes,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_finite(record), allow_nan=False) + "\n", encoding="utf-8")
+        path.write_bytes(to_json(record))
         return path
 
     @classmethod
@@ -227,17 +228,6 @@ def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _plain_name(row: Mapping[str, Any]) -> str:
     role = f"cross_{row['role']}" if row.get("kind") == "cross" else row["role"]
     return ".".join(str(part) for part in (row.get("stack"), row.get("layer"), role) if part is not None)
-
-
-def _finite(value: Any) -> Any:
-    """Replace non-finite numbers by ``None``, since JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _schema_problem(record: Any) -> str | None:

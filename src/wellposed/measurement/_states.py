@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
-from wellposed.measurement._activations import undisturbed
+from wellposed.watch import quiet_run
 
 States = Sequence[Tensor] | Any
 """``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output that holds them as ``hidden_states``."""
@@ -40,7 +40,7 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, .
     >>> [state.sum().item() for state in hidden_states(Two(), {"x": torch.ones(1, 2, 3)})]
     [6.0, 12.0]
     """
-    with undisturbed(model):
+    with quiet_run(model):
         try:
             output = model(**batch, output_hidden_states=True)
         except TypeError as error:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
-from wellposed.penalize._capture import AffinityCapture
+from wellposed.penalize._affinity_capture import AffinityCapture
+from wellposed.penalize._affinity_of_call import Estimate, carries_gradient
 from wellposed.penalize._in_place import accumulate_term_, check_in_place
-from wellposed.penalize._seen import Estimate
 from wellposed.penalize._terms import How, check_form, form_of, weight_terms
 from wellposed.roles import Roles, find_roles
 
@@ -239,10 +239,10 @@ class OrthogonalityPenalty:
         lost: list[str] = []
         shown = capture.take()
         scale = strength * capture.scale
-        for role, seen in shown:
-            if torch.is_grad_enabled() and role.query.parameter.requires_grad and not seen.carries_gradient():
+        for role, call in shown:
+            if torch.is_grad_enabled() and role.query.parameter.requires_grad and not carries_gradient(call):
                 lost.append(role.path)
-            per_head = seen.penalty(self._estimate)
+            per_head = self._estimate.penalty(call)
             parts.append((f"affinity.{role.stack}.{role.layer}", scale * per_head.mean(dim=0).sum()))
         if lost:
             raise ConfigError(

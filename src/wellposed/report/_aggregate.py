@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
-from wellposed.measurement import format_number, text_table, write_csv
+from wellposed.measurement import write_csv
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
 from wellposed.report.statistics import (
     PairedComparison,
@@ -18,6 +18,7 @@ from wellposed.report.statistics import (
     holm_correction,
     mean_and_standard_error,
 )
+from wellposed.text_table import format_number, text_table
 
 
 @dataclass(frozen=True)

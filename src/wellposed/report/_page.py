@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import missing_extra
-from wellposed.measurement import WEIGHT_COLUMNS, format_number, write_csv
+from wellposed.measurement import WEIGHT_COLUMNS, write_csv
 from wellposed.report._aggregate import TaskComparison, compare_runs, conclusions, flatten
 from wellposed.report._curves import task_curves
 from wellposed.report._plots import curves_figure, mean_rows, orthogonality_figure, spectra_figure
 from wellposed.report._runs import Run, find_runs, load_details
+from wellposed.text_table import format_number
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -10,11 +9,12 @@ from typing import Literal
 from torch import nn
 
 from wellposed.errors import RoleNotFoundError, listed
+from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._patterns import roles_from_patterns
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles
-from wellposed.roles._site import Site
 from wellposed.roles._views import WeightView
 from wellposed.roles.families import FAMILIES
+from wellposed.roles.layer_paths import shared_segments
 
 _NOT_TOKENS = ("type", "segment", "relative", "class", "label")
 _POSITION_PARAMETERS = (
@@ -61,10 +61,10 @@ def find_roles(model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] 
     >>> roles.attention[0].key.parameter_name
     'self_attn.in_proj_weight'
     """
-    sites = [Site(path, module, model) for path, module in model.named_modules()]
-    attention = _attention_roles(sites)
-    feedforward = tuple(_beside(role, attention) for role in _feedforward_roles(sites, attention))
-    roles = Roles(attention, feedforward, _embedding_roles(sites))
+    modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
+    attention = _attention_roles(modules)
+    feedforward = tuple(_beside(role, attention) for role in _feedforward_roles(modules, attention))
+    roles = Roles(attention, feedforward, _embedding_roles(modules))
     if patterns is not None:
         roles = roles_from_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
@@ -72,24 +72,26 @@ def find_roles(model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] 
     return roles
 
 
-def _attention_roles(sites: Iterable[Site]) -> tuple[AttentionRole, ...]:
+def _attention_roles(modules: Iterable[LocatedModule]) -> tuple[AttentionRole, ...]:
     found: list[AttentionRole] = []
-    for site in sites:
-        if any(site.path.startswith(f"{role.path}.") for role in found):
+    for place in modules:
+        if any(place.path.startswith(f"{role.path}.") for role in found):
             continue
-        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).attention(site))), None)
+        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).attention(place))), None)
         if role is not None:
             found.append(role)
     return tuple(found)
 
 
-def _feedforward_roles(sites: Iterable[Site], attention: Sequence[AttentionRole]) -> Iterable[FeedForwardRole]:
+def _feedforward_roles(
+    modules: Iterable[LocatedModule], attention: Sequence[AttentionRole]
+) -> Iterable[FeedForwardRole]:
     inside = tuple(f"{role.path}." for role in attention)
     owners = {role.path for role in attention}
-    for site in sites:
-        if site.path in owners or site.path.startswith(inside):
+    for place in modules:
+        if place.path in owners or place.path.startswith(inside):
             continue
-        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).feedforward(site))), None)
+        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).feedforward(place))), None)
         if role is not None:
             yield role
 
@@ -98,37 +100,32 @@ def _beside(role: FeedForwardRole, attention: Sequence[AttentionRole]) -> FeedFo
     """Take the stack from the attention that shares the longest path: a feed-forward module does not know it."""
     if not attention:
         return role
-    nearest = max(attention, key=lambda other: _shared_segments(other.path, role.path))
+    nearest = max(attention, key=lambda other: len(shared_segments(other.path, role.path)))
     return replace(role, stack=nearest.stack)
 
 
-def _shared_segments(first: str, second: str) -> int:
-    pairs = zip(first.split("."), second.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _embedding_roles(sites: Iterable[Site]) -> tuple[EmbeddingRole, ...]:
+def _embedding_roles(modules: Iterable[LocatedModule]) -> tuple[EmbeddingRole, ...]:
     found: list[EmbeddingRole] = []
     seen: set[int] = set()
-    for site in sites:
-        for view, kind in _tables(site):
+    for place in modules:
+        for view, kind in _tables(place):
             if id(view.parameter) not in seen:
                 seen.add(id(view.parameter))
-                found.append(EmbeddingRole(site.path, kind, view))
+                found.append(EmbeddingRole(place.path, kind, view))
     return tuple(found)
 
 
-def _tables(site: Site) -> Iterable[tuple[WeightView, Literal["token", "position"]]]:
-    name = site.name.lower()
-    if isinstance(site.module, nn.Embedding):
+def _tables(place: LocatedModule) -> Iterable[tuple[WeightView, Literal["token", "position"]]]:
+    name = place.name.lower()
+    if isinstance(place.module, nn.Embedding):
         if not any(word in name for word in _NOT_TOKENS):
             kind = "position" if "pos" in name or name == "wpe" else "token"
-            yield WeightView(site.path, site.module, "weight"), kind
+            yield WeightView(place.path, place.module, "weight"), kind
         return
     for attribute in _POSITION_PARAMETERS:
-        table = getattr(site.module, attribute, None)
+        table = getattr(place.module, attribute, None)
         if isinstance(table, nn.Parameter) and (table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)):
-            yield WeightView(site.path, site.module, attribute), "position"
+            yield WeightView(place.path, place.module, attribute), "position"
 
 
 def _nothing_found(model: nn.Module) -> RoleNotFoundError:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, nearest_names, unknown_name
+from wellposed.roles._located_module import LocatedModule, attention_role
 from wellposed.roles._roles import (
     ROLE_NAMES,
     AttentionRole,
@@ -16,7 +17,6 @@ from wellposed.roles._roles import (
     Roles,
     RoleWeight,
 )
-from wellposed.roles._site import Site, attention_role
 from wellposed.roles._views import CONV1D, WeightView
 
 _ATTENTION = ("query", "key", "value", "output")
@@ -90,8 +90,8 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     view = WeightView(path, owner, attribute, transposed=type(owner).__name__ == CONV1D)
     if role.endswith("_embedding"):
         return RoleWeight(role, None, None, path, view)
-    site = Site(path.rpartition(".")[0], model.get_submodule(path.rpartition(".")[0]), model)
-    return RoleWeight(role, site.stack, site.layer, site.path, view, site.kind if role in _ATTENTION else None)
+    place = LocatedModule(path.rpartition(".")[0], model.get_submodule(path.rpartition(".")[0]), model)
+    return RoleWeight(role, place.stack, place.layer, place.path, view, place.kind if role in _ATTENTION else None)
 
 
 def _group_attention(
@@ -106,7 +106,7 @@ def _group_attention(
         views = {weight.role: weight.view for weight in group}
         if len(views) == len(group) == len(_ATTENTION):
             try:
-                whole.append(attention_role(Site(path, model.get_submodule(path), model), views))
+                whole.append(attention_role(LocatedModule(path, model.get_submodule(path), model), views))
                 continue
             except ShapeError:
                 pass

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from wellposed.roles._views import WeightView
+from wellposed.text_table import MISSING, aligned, format_number
 
 ROLE_NAMES = (
     "query",
@@ -115,9 +116,14 @@ class Roles:
         )
 
     def __str__(self) -> str:
-        lines = [
-            f"{item.stack or '-':8}{'-' if item.layer is None else item.layer!s:>4}  {item.role:19}"
-            f"{'x'.join(map(str, item.view.shape)):>12}  {item.view.parameter_name}"
+        rows = [
+            (
+                item.stack or MISSING,
+                format_number(item.layer),
+                item.role,
+                "x".join(map(str, item.view.shape)),
+                item.view.parameter_name,
+            )
             for item in self.weights()
         ]
-        return "\n".join([f"{'stack':8}{'layer':>4}  {'role':19}{'shape':>12}  parameter", *lines])
+        return aligned([("stack", "layer", "role", "shape", "parameter"), *rows], "lrlrl")

@@ -1,7 +1,7 @@
 """BERT and RoBERTa, and ViT of older transformers: ``self.{query,key,value}``, ``intermediate``, ``output``."""
 
+from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._roles import AttentionRole
-from wellposed.roles._site import Site
 from wellposed.roles.families._family import FAMILIES, Family, attention_named, feedforward_named
 
 _READERS = tuple(
@@ -10,8 +10,8 @@ _READERS = tuple(
 )
 
 
-def _attention(site: Site) -> AttentionRole | None:
-    return next((role for reader in _READERS if (role := reader(site)) is not None), None)
+def _attention(place: LocatedModule) -> AttentionRole | None:
+    return next((role for reader in _READERS if (role := reader(place)) is not None), None)
 
 
 FAMILIES.register("bert")(Family(_attention, feedforward_named("intermediate.dense", "output.dense")))

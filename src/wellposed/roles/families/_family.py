@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wellposed.registry import Registry
+from wellposed.roles._located_module import LocatedModule, attention_role
 from wellposed.roles._roles import AttentionRole, FeedForwardRole
-from wellposed.roles._site import Site, attention_role
 from wellposed.roles._views import WeightView, chunked, is_linear, view_of
 
 
@@ -15,64 +15,66 @@ from wellposed.roles._views import WeightView, chunked, is_linear, view_of
 class Family:
     """Two readers: each returns the role a module plays, or None where the module is not of this family."""
 
-    attention: Callable[[Site], AttentionRole | None]
-    feedforward: Callable[[Site], FeedForwardRole | None]
+    attention: Callable[[LocatedModule], AttentionRole | None]
+    feedforward: Callable[[LocatedModule], FeedForwardRole | None]
 
 
 FAMILIES = Registry[Family]("model family")
 
 
-def attention_named(query: str, key: str, value: str, output: str) -> Callable[[Site], AttentionRole | None]:
+def attention_named(query: str, key: str, value: str, output: str) -> Callable[[LocatedModule], AttentionRole | None]:
     """Read an attention whose four weights are four linear layers of these names."""
     names = {"query": query, "key": key, "value": value, "output": output}
 
-    def read(site: Site) -> AttentionRole | None:
-        views = linear_views(site, names)
-        return attention_role(site, views) if len(views) == len(names) else None
+    def read(place: LocatedModule) -> AttentionRole | None:
+        views = linear_views(place, names)
+        return attention_role(place, views) if len(views) == len(names) else None
 
     return read
 
 
-def attention_fused(fused: str, output: str) -> Callable[[Site], AttentionRole | None]:
+def attention_fused(fused: str, output: str) -> Callable[[LocatedModule], AttentionRole | None]:
     """Read an attention whose query, key and value are the thirds of one linear layer."""
 
-    def read(site: Site) -> AttentionRole | None:
-        layers = linear_views(site, {"fused": fused, "output": output})
+    def read(place: LocatedModule) -> AttentionRole | None:
+        layers = linear_views(place, {"fused": fused, "output": output})
         if len(layers) != 2 or layers["fused"].shape[0] != 3 * layers["output"].shape[1]:
             return None  # grouped heads share the rows unevenly
         views = {role: chunked(layers["fused"], (i, 3)) for i, role in enumerate(("query", "key", "value"))}
-        return attention_role(site, {**views, "output": layers["output"]})
+        return attention_role(place, {**views, "output": layers["output"]})
 
     return read
 
 
-def feedforward_named(up: str, down: str, gate: str | None = None) -> Callable[[Site], FeedForwardRole | None]:
+def feedforward_named(up: str, down: str, gate: str | None = None) -> Callable[[LocatedModule], FeedForwardRole | None]:
     """Read a feed-forward network of these names; a gate that is named must be there."""
     names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
 
-    def read(site: Site) -> FeedForwardRole | None:
-        views = linear_views(site, names)
+    def read(place: LocatedModule) -> FeedForwardRole | None:
+        views = linear_views(place, names)
         if len(views) != len(names):
             return None
-        return FeedForwardRole(site.path, site.stack, site.layer, **views)
+        return FeedForwardRole(place.path, place.stack, place.layer, **views)
 
     return read
 
 
-def first_of(*readers: Callable[[Site], FeedForwardRole | None]) -> Callable[[Site], FeedForwardRole | None]:
+def first_of(
+    *readers: Callable[[LocatedModule], FeedForwardRole | None],
+) -> Callable[[LocatedModule], FeedForwardRole | None]:
     """Return the first reader's answer that is not None."""
 
-    def read(site: Site) -> FeedForwardRole | None:
-        return next((role for reader in readers if (role := reader(site)) is not None), None)
+    def read(place: LocatedModule) -> FeedForwardRole | None:
+        return next((role for reader in readers if (role := reader(place)) is not None), None)
 
     return read
 
 
-def linear_views(site: Site, names: dict[str, str]) -> dict[str, WeightView]:
+def linear_views(place: LocatedModule, names: dict[str, str]) -> dict[str, WeightView]:
     """Return the views of those named children that exist and are linear layers."""
-    layers = {role: site.child(name) for role, name in names.items()}
+    layers = {role: place.child(name) for role, name in names.items()}
     return {
-        role: view_of(site.join(names[role]), layer)
+        role: view_of(place.join(names[role]), layer)
         for role, layer in layers.items()
         if layer is not None and is_linear(layer)
     }

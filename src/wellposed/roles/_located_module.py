@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,8 +11,8 @@ from torch import nn
 from wellposed.errors import ShapeError
 from wellposed.roles._roles import AttentionRole, Stack
 from wellposed.roles._views import WeightView
+from wellposed.roles.layer_paths import layer_index
 
-_CONTAINER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|resblocks)\.(\d+)(?:\.|$)")
 _CROSS = frozenset(
     {"encoder_attn", "crossattention", "cross_attn", "cross_attention", "multihead_attn", "EncDecAttention"}
 )
@@ -21,7 +20,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "hea
 
 
 @dataclass(frozen=True)
-class Site:
+class LocatedModule:
     """A module, its dotted path, and the model it is part of."""
 
     path: str
@@ -47,11 +46,7 @@ class Site:
     @property
     def layer(self) -> int:
         """Index of the layer this module belongs to."""
-        match = _CONTAINER.search(self.path)
-        if match:
-            return int(match.group(1))
-        numbers = [int(segment) for segment in self.path.split(".") if segment.isdigit()]
-        return numbers[-1] if numbers else 0
+        return layer_index(self.path)
 
     @property
     def kind(self) -> Literal["self", "cross"]:
@@ -91,12 +86,12 @@ class Site:
         return None
 
 
-def attention_role(site: Site, views: Mapping[str, WeightView]) -> AttentionRole:
+def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the shapes of the weights."""
-    num_heads = site.num_heads()
+    num_heads = place.num_heads()
     if num_heads is None:
         raise ShapeError(
-            f"{site.path} ({type(site.module).__name__}) has query, key, value and output weights but no number of "
+            f"{place.path} ({type(place.module).__name__}) has query, key, value and output weights but no number of "
             f"heads; looked for {', '.join(_HEADS)} on it, on what contains it and on their configurations; set one"
         )
     rows = views["query"].shape[0]
@@ -104,14 +99,14 @@ def attention_role(site: Site, views: Mapping[str, WeightView]) -> AttentionRole
     head_dim = rows // num_heads
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
-            f"{site.path}: {num_heads} heads do not divide the query weight's {rows} rows and the key weight's "
+            f"{place.path}: {num_heads} heads do not divide the query weight's {rows} rows and the key weight's "
             f"{key_rows}; check the model's configuration, or pass patterns= without this module"
         )
     return AttentionRole(
-        path=site.path,
-        kind=site.kind,
-        stack=site.stack,
-        layer=site.layer,
+        path=place.path,
+        kind=place.kind,
+        stack=place.stack,
+        layer=place.layer,
         num_heads=num_heads,
         num_key_value_heads=key_rows // head_dim,
         head_dim=head_dim,

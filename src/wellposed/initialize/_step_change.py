@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.initialize._trace import call, first_tensor
+from wellposed.watch import call_model, first_tensor
 
 
 def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool = False) -> float:
@@ -58,8 +57,8 @@ def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool 
 
 
 def _output(model: nn.Module, batch: Any) -> Tensor:
-    output = call(model, batch)
-    found = first_tensor(list(output.values()) if isinstance(output, Mapping) else [output])
+    output = call_model(model, batch)
+    found = first_tensor(output)
     if found is None:
         raise ConfigError(f"{type(model).__name__} returned {type(output).__name__}, in which no floating tensor is")
     return found

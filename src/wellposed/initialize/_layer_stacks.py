@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from wellposed.errors import ConfigError, listed
 from wellposed.roles import AttentionRole, FeedForwardRole, Roles
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|resblocks)\.(\d+)(?=\.|$)")
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+from wellposed.roles.layer_paths import split_path
 
 
 @dataclass
-class Tower:
+class LayerStack:
     """A stack of layers: everything below one container, such as ``model.decoder.layers``."""
 
     path: str
@@ -51,45 +48,32 @@ class Tower:
         return f"{self.path or 'the model'}: {self.layers} layers, {self.blocks} residual blocks, {kind}"
 
 
-def find_towers(roles: Roles) -> list[Tower]:
+def find_layer_stacks(roles: Roles) -> list[LayerStack]:
     """Return the stacks of layers of a model, in model order."""
-    towers: dict[str, Tower] = {}
+    layer_stacks: dict[str, LayerStack] = {}
     for role in roles.attention:
         path = split_path(role.path)[0]
-        towers.setdefault(path, Tower(path)).attention.append(role)
+        layer_stacks.setdefault(path, LayerStack(path)).attention.append(role)
     for network in roles.feedforward:
         path = split_path(network.path)[0]
-        towers.setdefault(path, Tower(path)).feedforward.append(network)
-    return list(towers.values())
+        layer_stacks.setdefault(path, LayerStack(path)).feedforward.append(network)
+    return list(layer_stacks.values())
 
 
-def split_path(path: str) -> tuple[str, str]:
-    """Return the container and the layer that hold a module; both are the parent where nothing is numbered.
-
-    >>> split_path("model.encoder.layers.3.self_attn"), split_path("self_attn"), split_path("layers.0")
-    (('model.encoder.layers', 'model.encoder.layers.3'), ('', ''), ('layers', 'layers.0'))
-    """
-    match = _LAYER.search(path) or _NUMBER.search(path)
-    if match is not None:
-        return path[: match.start(1)].rstrip("."), path[: match.end(1)]
-    # feed-forward roles of torch's and BART's layers sit on the layer itself, whose path is empty at the root
-    return "", ""
-
-
-def encoder_and_decoder(towers: list[Tower]) -> tuple[Tower, Tower | None]:
-    """Return the only tower and None, or an encoder and the decoder that reads it.
+def encoder_and_decoder(layer_stacks: list[LayerStack]) -> tuple[LayerStack, LayerStack | None]:
+    """Return the only stack and None, or an encoder and the decoder that reads it.
 
     Raises:
         ConfigError: any other number or kind of stacks.
     """
-    if len(towers) == 1:
-        return towers[0], None
-    reading = [tower for tower in towers if tower.has_cross_attention]
-    if len(towers) == 2 and len(reading) == 1:
-        other = next(tower for tower in towers if tower is not reading[0])
+    if len(layer_stacks) == 1:
+        return layer_stacks[0], None
+    reading = [layer_stack for layer_stack in layer_stacks if layer_stack.has_cross_attention]
+    if len(layer_stacks) == 2 and len(reading) == 1:
+        other = next(layer_stack for layer_stack in layer_stacks if layer_stack is not reading[0])
         return other, reading[0]
     raise ConfigError(
-        f"T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found {len(towers)} stacks; "
-        "initialise each by itself, as t_fixup_(model.get_submodule(path)):\n"
-        + listed([str(tower) for tower in towers])
+        "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found "
+        f"{len(layer_stacks)} stacks; initialise each by itself, as t_fixup_(model.get_submodule(path)):\n"
+        + listed([str(layer_stack) for layer_stack in layer_stacks])
     )

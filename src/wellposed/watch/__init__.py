@@ -1,0 +1,12 @@
+"""See what happens inside a model while it runs, without editing or disturbing it: what several verbs share."""
+
+from wellposed.watch._attention import AttentionWatcher as AttentionWatcher
+from wellposed.watch._attention import ObservingHook as ObservingHook
+from wellposed.watch._calls import AttentionCall as AttentionCall
+from wellposed.watch._calls import MultiheadCall as MultiheadCall
+from wellposed.watch._calls import ScaledDotProductCall as ScaledDotProductCall
+from wellposed.watch._calls import SoftmaxCall as SoftmaxCall
+from wellposed.watch._run import call_model as call_model
+from wellposed.watch._run import first_tensor as first_tensor
+from wellposed.watch._run import quiet_run as quiet_run
+from wellposed.watch._run import real_tokens as real_tokens

@@ -1,0 +1,89 @@
+"""Run somebody else's model on a batch and leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.roles import Roles
+
+_PADDING = {
+    "key_padding_mask": "attention_mask",
+    "src_key_padding_mask": "attention_mask",
+    "tgt_key_padding_mask": "decoder_attention_mask",
+}
+
+
+@contextmanager
+def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
+    """Without gradients; training flags, buffers and random states are put back, and hooks see every module.
+
+    ``evaluate=False`` runs each module in the mode it is in.
+    """
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused layer hides its parts from hooks
+        if evaluate:
+            model.eval()
+        with torch.random.fork_rng(devices), torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, training in modes.items():
+            module.training = training
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # untouched ones may be part of a graph
+                    buffer.copy_(value)
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model as ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, tensors moved to its device.
+
+    Raises:
+        ConfigError: the batch is none of the three.
+    """
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+    if isinstance(batch, Tensor):
+        return model(moved(batch))
+    if isinstance(batch, Mapping):
+        return model(**{str(name): moved(value) for name, value in batch.items()})
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return model(*(moved(value) for value in batch))
+    raise ConfigError(
+        f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword arguments or a sequence of "
+        "positional ones"
+    )
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first floating tensor with at least two dimensions, looking into mappings and sequences."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() and value.ndim >= 2 else None
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+
+
+def real_tokens(batch: Any, stack: str | None, roles: Roles) -> Tensor | None:
+    """Return the bool mask (batch, tokens) of a stack's real tokens; None where the batch holds none."""
+    if not isinstance(batch, Mapping):
+        return None
+    translating = any(role.kind == "cross" for role in roles.attention)
+    wanted = "decoder_attention_mask" if translating and stack == "decoder" else "attention_mask"
+    mask = batch.get(wanted)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.bool()
+    padding = [batch[name] for name, of in _PADDING.items() if of == wanted and isinstance(batch.get(name), Tensor)]
+    return ~padding[0].bool() if padding else None

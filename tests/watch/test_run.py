@@ -1,0 +1,105 @@
+"""A quiet run leaves nothing behind: training flags, buffers, random states, gradients, torch's fast path."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.roles import Roles, find_roles
+from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
+
+
+class Restless(nn.Module):
+    """Draws numbers, counts its calls in a buffer and fails when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, fail: bool = False) -> Tensor:
+        self.calls += 1
+        x = self.norm(self.linear(x)) + torch.randn(3)
+        if fail:
+            raise RuntimeError("boom")
+        return x
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_nothing_is_left_behind(fail: bool, evaluate: bool) -> None:
+    model = Restless().train()
+    model.norm.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(RuntimeError, match="boom") if fail else nullcontext(), quiet_run(model, evaluate=evaluate):
+        assert model.training is not evaluate
+        assert not torch.backends.mha.get_fastpath_enabled()
+        assert not model(torch.randn(4, 3), fail=fail).requires_grad
+    assert (model.training, model.norm.training, model.linear.training) == (True, False, True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+
+
+def test_a_graph_of_before_can_still_be_run_backwards() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    loss = model(torch.randn(4, 3)).square().sum()
+    with quiet_run(model):
+        model(torch.randn(4, 3))
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_ways_of_calling_a_model() -> None:
+    class Add(nn.Module):
+        def forward(self, x: Tensor, y: Tensor | float = 1.0) -> Tensor:
+            return x + y
+
+    model, x = Add(), torch.ones(1, 2)
+    for batch, expected in [(x, 2.0), ((x, 2 * x), 3.0), ([x, 3 * x], 4.0), ({"x": x, "y": 4.0}, 5.0)]:
+        assert call_model(model, batch).unique().tolist() == [expected]
+    for wrong in (3, "text", None):
+        with pytest.raises(ConfigError, match="expected a tensor"):
+            call_model(model, wrong)
+
+
+def test_first_tensor_looks_into_what_models_return() -> None:
+    x = torch.ones(2, 3)
+    for value in (
+        x,
+        (None, x),
+        OrderedDict(loss=torch.tensor(1.0), logits=x),
+        [torch.ones(2, 3, dtype=torch.long), (x,)],
+    ):
+        assert first_tensor(value) is x
+    assert first_tensor({"a": None, "b": "text"}) is None
+
+
+def test_real_tokens_of_every_mask() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    real = mask.bool()
+    translating = find_roles(nn.Transformer(8, 2, 1, 1, 16, batch_first=True))
+    batches: list[tuple[Any, str | None, Roles]] = [
+        ({"attention_mask": mask}, "encoder", Roles()),
+        ({"attention_mask": mask}, None, Roles()),
+        ({"attention_mask": mask}, "decoder", Roles()),  # a decoder alone has no other mask
+        ({"decoder_attention_mask": mask, "attention_mask": mask[:, :2]}, "decoder", translating),
+        ({"src_key_padding_mask": ~real}, "encoder", translating),
+        ({"tgt_key_padding_mask": ~real}, "decoder", translating),
+        ({"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)}, "encoder", Roles()),
+    ]
+    for batch, stack, roles in batches:
+        found = real_tokens(batch, stack, roles)
+        assert found is not None
+        assert torch.equal(found, real)
+    assert real_tokens({"attention_mask": mask}, "decoder", translating) is None
+    assert real_tokens({"attention_mask": mask[0]}, "encoder", Roles()) is None
+    assert real_tokens(mask, "encoder", Roles()) is None
