@@ -18,6 +18,7 @@ PUBLIC = {
     "NotContractiveError", "NotLipschitzError", "OrthogonalityPenalty", "RoleNotFoundError", "Roles", "ShapeError",
     "WellposedError", "certify", "constrain_", "dt_fixup_", "find_roles", "lipschitz_lower_bound", "measure",
     "orthogonal", "register_rule", "remove_norms_", "signal_propagation", "step_change", "t_fixup_",
+    "tie_queries_and_keys_",
 }  # fmt: skip
 
 

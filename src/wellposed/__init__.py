@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from wellposed.initialize import signal_propagation as signal_propagation
     from wellposed.initialize import step_change as step_change
     from wellposed.initialize import t_fixup_ as t_fixup_
+    from wellposed.initialize import tie_queries_and_keys_ as tie_queries_and_keys_
     from wellposed.measurement import Measurement as Measurement
     from wellposed.measurement import Monitor as Monitor
     from wellposed.measurement import measure as measure
@@ -68,6 +69,7 @@ _EXPORTS: dict[str, str] = {
     "signal_propagation": "initialize",
     "step_change": "initialize",
     "t_fixup_": "initialize",
+    "tie_queries_and_keys_": "initialize",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "ConvergenceError": "errors",
@@ -106,6 +108,7 @@ __all__ = [
     "signal_propagation",
     "step_change",
     "t_fixup_",
+    "tie_queries_and_keys_",
 ]
 
 
