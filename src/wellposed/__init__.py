@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from wellposed.initialize import signal_propagation as signal_propagation
     from wellposed.initialize import step_change as step_change
     from wellposed.initialize import t_fixup_ as t_fixup_
+    from wellposed.initialize import tie_queries_and_keys_ as tie_queries_and_keys_
     from wellposed.measurement import Measurement as Measurement
     from wellposed.measurement import Monitor as Monitor
     from wellposed.measurement import measure as measure

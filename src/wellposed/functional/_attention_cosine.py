@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
+from wellposed.functional.as_dot_product import normalized_vectors
 
 
 def cosine_attention(
@@ -62,7 +62,7 @@ def cosine_attention(
             f"cosine_attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
             "expected (..., queries, d), (..., keys, d), (..., keys, e)"
         )
-    query, key, value = (_normalized(tokens, eps) for tokens in (query, key, value))
+    query, key, value = (normalized_vectors(tokens, eps) for tokens in (query, key, value))
     # A learnt temperature must stay a tensor, while the fused kernel takes a number.
     scale = 1.0 if isinstance(tau, Tensor) else tau
     query = (query * tau).to(key.dtype) if isinstance(tau, Tensor) else query
@@ -70,8 +70,3 @@ def cosine_attention(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
     )
     return (nu * joined).to(joined.dtype)
-
-
-def _normalized(tokens: Tensor, eps: float) -> Tensor:
-    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(tokens.dtype)

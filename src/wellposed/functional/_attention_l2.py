@@ -9,17 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError, listed
-
-# Fused kernels want head widths that are a multiple of this, and one width for queries, keys and values.
-_WIDTH_MULTIPLE = 8
-# Half-precision columns that hold one float32 number: 3 x 8 bits (bfloat16), 3 x 11 bits (float16).
-_HALF_COLUMNS = 3
-# float16 ends at 65504, so its norm columns are stored in this unit; key norms up to 5790 fit.
-_FLOAT16_UNIT = 256.0
-# Logit offset of a padded key: exp underflows to exactly zero beside any real key, and stays finite beside none.
-_PADDED = -1e30
-_PADDED_FLOAT16 = -65504.0
-_HALVES = (torch.float16, torch.bfloat16)
+from wellposed.functional.as_dot_product import common_shift, l2_vectors
 
 
 def l2_attention(
@@ -85,18 +75,15 @@ def l2_attention(
     query, key = query.expand(*lead, -1, -1), key.expand(*lead, -1, -1)
     value = key if tied else value.expand(*lead, -1, -1)
 
-    dtype = _compute_dtype(query)
-    shift = _shift(query, key, padding, first=is_causal or attn_mask is not None)
-    query, centred = (query - shift).to(dtype), (key - shift).to(dtype)
+    shift = common_shift(query, key, padding, first=is_causal or attn_mask is not None)
     # Rows of the weights sum to one only where no row can be empty and nothing is dropped; then P(k - m) + m = P k.
     shares_keys = tied and attn_mask is None and dropout_p == 0
-    columns = _HALF_COLUMNS if dtype in _HALVES else 1
     value_dim = value.shape[-1]
-    width = _round_up(max(query.shape[-1] + columns, value_dim))
-    wide_key = _augmented_key(centred, padding, columns, width)
-    wide_value = wide_key if shares_keys else F.pad(value.to(dtype), (0, width - value_dim))
+    wide_query, wide_key = l2_vectors(query, key, shift, padding=padding, value_dim=value_dim)
+    dtype = wide_key.dtype
+    wide_value = wide_key if shares_keys else F.pad(value.to(dtype), (0, wide_key.shape[-1] - value_dim))
     joined = F.scaled_dot_product_attention(
-        _four_dimensional(_augmented_query(query, columns, width), lead),
+        _four_dimensional(wide_query, lead),
         _four_dimensional(wide_key, lead),
         _four_dimensional(wide_value, lead),
         attn_mask=_align_mask(attn_mask, lead),
@@ -106,89 +93,6 @@ def l2_attention(
     )
     joined = joined[..., :value_dim].reshape(*lead, query.shape[-2], value_dim)
     return joined + shift.to(dtype) if shares_keys else joined
-
-
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """The dtype in which `scaled_dot_product_attention` will run: norm columns must be split for that one."""
-    device = query.device.type
-    if query.dtype is not torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return query.dtype
-
-
-@torch.no_grad()
-def _shift(query: Tensor, key: Tensor, padding: Tensor | None, *, first: bool) -> Tensor:
-    """Return the common shift (..., 1, d) of queries and keys; any value is valid, a good one avoids cancellation."""
-    if key.shape[-2] == 0:
-        return key.new_zeros((*key.shape[:-2], 1, key.shape[-1]))
-    if key.dtype in _HALVES:
-        return _exact_shift(query, key, padding)
-    if padding is None:
-        return key[..., :1, :] if first else key.mean(-2, keepdim=True)
-    if first:
-        index = (~padding).to(torch.uint8).argmax(-1)[..., None, None]
-        return torch.take_along_dim(key, index, -2)
-    real = ~padding[..., None]
-    return torch.where(real, key, 0).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
-
-
-def _exact_shift(query: Tensor, key: Tensor, padding: Tensor | None) -> Tensor:
-    """Return, per coordinate, the smallest value where all values lie within a factor two of it, else zero.
-
-    There `x - shift` has no rounding error (Sterbenz), while a rounded shift would cost more than it gains: products of
-    half-precision numbers are accumulated in float32 anyway. It matters for gradients, which are stored in half.
-    """
-    low, high = _range(key, padding)
-    if query.shape[-2]:
-        # Equal lengths are self-attention: a padded query then stands for a padded token.
-        ends = _range(query, padding if query.shape[-2] == key.shape[-2] else None)
-        low, high = torch.minimum(low, ends[0]), torch.maximum(high, ends[1])
-    found = low <= high
-    positive, negative = found & (low > 0) & (high <= 2 * low), found & (high < 0) & (low >= 2 * high)
-    return torch.where(positive, low, torch.where(negative, high, torch.zeros_like(low)))
-
-
-def _range(tokens: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    if padding is None:
-        return tokens.amin(-2, keepdim=True), tokens.amax(-2, keepdim=True)
-    dropped, infinity = padding[..., None], float("inf")
-    low = torch.where(dropped, infinity, tokens).amin(-2, keepdim=True)
-    return low, torch.where(dropped, -infinity, tokens).amax(-2, keepdim=True)
-
-
-def _augmented_query(query: Tensor, columns: int, width: int) -> Tensor:
-    """Append ones against the norm columns (of the unit they are stored in), then zeros."""
-    unit = _FLOAT16_UNIT if query.dtype is torch.float16 else 1.0
-    tail = (torch.arange(width - query.shape[-1], device=query.device) < columns).to(query.dtype) * unit
-    return torch.cat([query, tail.expand(*query.shape[:-1], -1)], -1)
-
-
-def _augmented_key(key: Tensor, padding: Tensor | None, columns: int, width: int) -> Tensor:
-    """Append `-|k|^2 / 2` in one or three columns, padding marked there as well, then zeros."""
-    half = key.dtype in _HALVES
-    unit, padded = (_FLOAT16_UNIT, _PADDED_FLOAT16) if key.dtype is torch.float16 else (1.0, _PADDED)
-    # Never under autocast: the norm must be summed in float32.
-    norm = key.float().square().sum(-1) if half else (key * key).sum(-1)
-    norm = norm * (-0.5 / unit)
-    if padding is not None:
-        norm = torch.where(padding, padded, norm)
-    parts = _split(norm, key.dtype, columns) if half else [norm]
-    tail = torch.stack(parts, -1)
-    return torch.cat([key, F.pad(tail, (0, width - key.shape[-1] - columns))], -1)
-
-
-def _split(number: Tensor, dtype: torch.dtype, columns: int) -> list[Tensor]:
-    """Write float32 as a sum of half-precision numbers; the gradient, the same for each, flows through the first."""
-    parts = [number.to(dtype)]
-    rest = number.detach()
-    for _ in range(columns - 1):
-        rest = rest - parts[-1].detach().float()
-        parts.append(rest.to(dtype))
-    return parts
-
-
-def _round_up(width: int) -> int:
-    return -(-width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
 def _four_dimensional(tokens: Tensor, lead: torch.Size) -> Tensor:

@@ -15,3 +15,4 @@ from wellposed.initialize._signal import SignalPropagation as SignalPropagation
 from wellposed.initialize._signal import signal_propagation as signal_propagation
 from wellposed.initialize._step_change import step_change as step_change
 from wellposed.initialize._t_fixup import t_fixup_ as t_fixup_
+from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_

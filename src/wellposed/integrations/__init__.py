@@ -1,4 +1,4 @@
-"""Thin adapters to training engines; importing this package imports neither an engine nor torch."""
+"""Thin adapters to training engines and to models of others; importing this package imports neither, nor torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from wellposed.lazy import import_on_first_use
 
 if TYPE_CHECKING:
+    from wellposed.integrations._attention_interface import register_attention as register_attention
     from wellposed.integrations._condition import ConditionMetrics as ConditionMetrics
     from wellposed.integrations._hf_trainer import ConditionCallback as ConditionCallback
     from wellposed.integrations._hf_trainer import penalized_loss as penalized_loss

@@ -17,7 +17,7 @@ from wellposed.roles._roles import (
     Roles,
     RoleWeight,
 )
-from wellposed.roles._views import CONV1D, WeightView
+from wellposed.roles._views import WeightView, is_transposed
 
 _ATTENTION = ("query", "key", "value", "output")
 _FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
@@ -87,7 +87,7 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
         owner_path, _, attribute = f".{path}".rpartition(".parametrizations.")
         path = owner_path.lstrip(".")
     owner = model.get_submodule(path)
-    view = WeightView(path, owner, attribute, transposed=type(owner).__name__ == CONV1D)
+    view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
     if role.endswith("_embedding"):
         return RoleWeight(role, None, None, path, view)
     place = LocatedModule(path.rpartition(".")[0], model.get_submodule(path.rpartition(".")[0]), model)

@@ -11,7 +11,7 @@ from torch import nn
 
 from wellposed.errors import ConfigError, ShapeError
 
-CONV1D = "Conv1D"  # GPT-2's linear layer, which stores (in, out)
+_CONV1D = "Conv1D"
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ def is_linear(layer: nn.Module) -> bool:
     return callable(weight) if not isinstance(weight, torch.Tensor) else weight.ndim == 2
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Tell whether a layer is GPT-2's, which stores its weight (in, out); parametrised ones are of a subclass."""
+    return any(kind.__name__ == _CONV1D for kind in type(layer).__mro__)
+
+
 def view_of(path: str, layer: nn.Module, *, chunk: tuple[int, int] | None = None) -> WeightView:
     """Return the view of a linear-like layer's ``weight``; ``chunk=(i, n)`` is the i-th of n equal row blocks."""
     layer, path = _unwrapped(layer, path)
@@ -107,7 +112,7 @@ def view_of(path: str, layer: nn.Module, *, chunk: tuple[int, int] | None = None
             f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed as a matrix nor "
             "trained; find roles on the model before it is quantised"
         )
-    view = WeightView(path, layer, "weight", transposed=type(layer).__name__ == CONV1D)
+    view = WeightView(path, layer, "weight", transposed=is_transposed(layer))
     return view if chunk is None else chunked(view, chunk)
 
 
