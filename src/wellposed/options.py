@@ -5,9 +5,52 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from wellposed.errors import nearest_names
+from wellposed.errors import ConfigError, listed, nearest_names
+
+Options = TypeVar("Options")
+
+
+class OptionsError(ConfigError):
+    """Options hold values that cannot be used; `problems` has one line for each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("the options cannot be used:\n" + listed(problems))
+
+
+def build_options(
+    options_class: type[Options], values: Mapping[str, Any], *, where: str, unchecked: frozenset[str] = frozenset()
+) -> Options:
+    """Return ``options_class(**values)``, or raise one error that names everything wrong with the values.
+
+    Args:
+        options_class: a dataclass; it may raise `OptionsError` for values out of range.
+        values: plain values by field name, as read from TOML, JSON or a command line.
+        where: what the lines of the error begin with, such as a file name.
+        unchecked: fields whose type is not looked at.
+
+    Raises:
+        OptionsError: the values are no mapping, or have the problems of `option_problems` or of the class itself.
+
+    When not to use: values that are typed already; call the class.
+
+    >>> @dataclasses.dataclass
+    ... class Options:
+    ...     steps: int = 10
+    >>> build_options(Options, {"steps": 3}, where="run.toml")
+    Options(steps=3)
+    """
+    if not isinstance(values, Mapping):
+        raise OptionsError([f"{where}: expected a table of options, received {values!r}"])
+    problems = option_problems(options_class, values, where=where, unchecked=unchecked)
+    if problems:
+        raise OptionsError(problems)
+    try:
+        return options_class(**values)
+    except OptionsError as error:
+        raise OptionsError([f"{where}: {problem}" for problem in error.problems]) from None
 
 
 def option_problems(
@@ -26,7 +69,7 @@ def option_problems(
     Returns:
         the lines, empty where all is well; a field without a default that has no value is a line too.
 
-    Cost: none that matters. When not to use: ranges of numbers, which an options class checks itself.
+    When not to use: ranges of numbers, which an options class checks itself.
 
     >>> @dataclasses.dataclass
     ... class Options:
