@@ -28,9 +28,8 @@ GENERATE_BATCH = 64
 class CompleteRun(Run):
     """A `Run` that keeps the weights of its evaluations and ends with the better of best and mean weights.
 
-    A task with ``generate_metrics(model, split, *, batch_size, max_examples)`` has these metrics computed once, on
-    valid and test, with the weights that were chosen. It may also define ``report_headline``, the metric a report
-    shows first, and ``describe_generation()``, which becomes ``generation`` in ``result.json``.
+    The task's ``generate_metrics`` are computed once, on valid and test, with the weights that were chosen; its
+    ``describe_generation`` becomes ``generation`` in ``result.json``.
     """
 
     def __init__(self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
@@ -57,9 +56,8 @@ class CompleteRun(Run):
         test = super()._evaluate(split, max_batches)
         scores = self._generate("valid"), self._generate("test")
         self._valid_scores = scores[0]
-        describe = getattr(self.task, "describe_generation", None)
-        if scores[1] and describe is not None:
-            notes["generation"] = describe()
+        if scores[1] and (described := self.task.describe_generation()):
+            notes["generation"] = described
         return replace(test, metrics={**test.metrics, **scores[1]}, notes=notes)
 
     def _settle_weights(self) -> dict[str, Any]:
@@ -84,17 +82,13 @@ class CompleteRun(Run):
         return {"weights": report}
 
     def _generate(self, split: Literal["valid", "test"]) -> dict[str, float]:
-        generate = getattr(self.task, "generate_metrics", None)
-        if generate is None:
-            return {}
-        if self._stop_requested():
-            raise Cancelled
-        self.progress.say(f"generating the {split} split")
+        if self.task.report_headline is not None:
+            if self._stop_requested():
+                raise Cancelled
+            self.progress.say(f"generating the {split} split")
         batch_size = min(GENERATE_BATCH, self.options.batch_size)
-        return {
-            name: float(value)
-            for name, value in generate(self.model, split, batch_size=batch_size, max_examples=None).items()
-        }
+        scores = self.task.generate_metrics(self.model, split, batch_size=batch_size)
+        return {name: float(value) for name, value in scores.items()}
 
     def _evaluations(self) -> dict[str, Evaluation]:
         return {

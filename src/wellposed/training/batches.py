@@ -63,18 +63,8 @@ class MicroBatches:
 
 
 def target_count(task: Task, batch: Batch) -> int:
-    """Return how many targets the loss of ``batch`` sums over, known before the forward pass.
-
-    A task may define ``target_count(batch)``; otherwise labels other than -100 count, the first token of a language
-    model excepted, as nothing predicts it.
-    """
-    own = getattr(task, "target_count", None)
-    if own is not None:
-        return int(own(batch))
-    labels = batch["labels"]
-    if task.kind == "causal_lm":
-        labels = labels[:, 1:]
-    return int((labels != IGNORED_LABEL).sum())
+    """Return how many targets the loss of ``batch`` sums over, known before the forward pass."""
+    return task.target_count(batch)
 
 
 def token_count(batch: Batch) -> int:
