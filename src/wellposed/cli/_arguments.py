@@ -16,9 +16,36 @@ import tyro
 
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.tasks import TASKS
-from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed.training.config import (
+    ConstrainOptions,
+    ModelOptions,
+    PenaltyOptions,
+    RunConfig,
+    StartOptions,
+    TrainOptions,
+)
 
 Flat = tyro.conf.arg(name="")
+FINE_TUNING = TrainOptions(
+    epochs=3,
+    learning_rate=3e-5,
+    schedule="linear",
+    warmup_share=0.1,
+    adam_beta2=0.999,
+    adam_epsilon=1e-8,
+)
+"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix A.3)."""
+
+
+@dataclass(frozen=True)
+class StartArguments(StartOptions):
+    """A Hugging Face model to start from."""
+
+    model: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -55,6 +82,11 @@ def task_usage(command: str) -> str:
 def base_config(task: str, words: Sequence[str]) -> RunConfig:
     """Return the configuration named by ``--preset`` and ``--config`` among the words, else the defaults."""
     config_file, preset = option_value(words, "--config"), option_value(words, "--preset")
+    start = option_value(words, "--from")
+    if start and (config_file or preset):
+        raise ConfigError("--from and --config or --preset both name a model; give one of them")
+    if start:
+        return start_config(task, start, from_scratch=any(word.startswith("--from-scratch") for word in words))
     if config_file and preset:
         raise ConfigError("--config and --preset both name a configuration; give one of them")
     if preset:
@@ -65,6 +97,21 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     if config_file:
         return _of_task(read_config(Path(config_file)), task, config_file)
     return RunConfig(task=task)
+
+
+def start_config(task: str, name: str, *, from_scratch: bool) -> RunConfig:
+    """Return what a run that starts from the model ``name`` does by default: its tokenizer, and fine-tuning."""
+    from wellposed.cli.load import model_folder
+
+    is_config = Path(name).is_file()
+    source = name if is_config else model_folder(name)
+    folder = Path(name).parent if is_config else Path(source)
+    task_options: dict[str, Any] = {}
+    has_tokenizer = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES)
+    if has_tokenizer and any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):
+        task_options["tokenizer"] = f"hf:{folder}"
+    train = TrainOptions() if from_scratch or is_config else FINE_TUNING
+    return RunConfig(task, task_options, variant="plain", train=train, start=StartOptions(source))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -93,6 +140,7 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
             ("model", ModelOptions, field(default=base.model)),
             ("penalty", PenaltyOptions, field(default=base.penalty)),
             ("constrain", ConstrainOptions, field(default=base.constrain)),
+            ("start", Annotated[StartArguments, Flat], field(default=StartArguments())),
         ],
         frozen=True,
         kw_only=True,
@@ -104,6 +152,7 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         model=base.model,
         penalty=base.penalty,
         constrain=base.constrain,
+        start=StartArguments(**dataclasses.asdict(base.start)),
     )
     parsed: Any = tyro.cli(
         arguments,
@@ -119,6 +168,7 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         model=parsed.model,
         penalty=parsed.penalty,
         constrain=parsed.constrain,
+        start=StartOptions(**{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}),
     )
     if parsed.files.print_config:
         _print_config(run)

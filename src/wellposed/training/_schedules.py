@@ -25,6 +25,7 @@ def learning_rate(step: int, options: TrainOptions, hidden_size: int) -> float:
     - ``inverse_sqrt``: lr sqrt(D / (D + n)) with D = ``decay_steps``
     - ``inverse_sqrt_warmup``: lr min(t / w, sqrt(w / t))
     - ``kim2021``: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2) (Kim et al. 2021, after Vaswani et al. 2017)
+    - ``linear``: lr t / w while t <= w, then lr (S - n) / (S - w), so the last step still moves
     - ``cosine``: lr t / w while t <= w, then lr (1 + cos(pi (n - w) / (S - w))) / 2, so the last step still moves
 
     Args:
@@ -85,3 +86,12 @@ def cosine(step: int, options: TrainOptions, hidden_size: int) -> float:
         return options.learning_rate * _warmup(step, options)
     share = (step - 1 - options.warmup_steps) / (options.steps - options.warmup_steps)
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+@SCHEDULES.register("linear")
+def linear(step: int, options: TrainOptions, hidden_size: int) -> float:
+    """Return lr times the share of the steps after warm-up that is left."""
+    del hidden_size
+    if step <= options.warmup_steps:
+        return options.learning_rate * _warmup(step, options)
+    return options.learning_rate * (options.steps - step + 1) / (options.steps - options.warmup_steps)

@@ -11,11 +11,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.tasks import build_task
 from wellposed.training import _manifest, run_folder
 from wellposed.training._complete import CompleteRun
 from wellposed.training._result import RunResult, describe_result, read_result, write_result
 from wellposed.training.build import ModelFactory, build_run_model
 from wellposed.training.config import RunConfig
+from wellposed.training.epochs import counted_in_steps
 from wellposed.training.progress import Progress
 from wellposed.training.signals import StopRequest
 from wellposed.training.state import TrainerState
@@ -85,15 +87,15 @@ def train(
     """
     resume = str(resume)
     accelerator = Accelerator(mixed_precision="no")  # bf16 is an explicit autocast in the step
+    if config.train.epochs is not None or config.train.warmup_share:
+        task = task or build_task(config.task, config.task_options)
+        config = counted_in_steps(config, task, processes=accelerator.num_processes)
     if accelerator.is_main_process:
         run_folder.check_run_folder(out, config, resume)
     finished = read_result(out) if resume == "auto" else None
     if finished is not None and finished.status == "success" and (out / "final").is_dir():
         return finished
-    if task is None:
-        from wellposed.tasks import build_task
-
-        task = build_task(config.task, config.task_options)
+    task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
     run = None
     try:

@@ -24,13 +24,18 @@ ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
 
 def build_run_model(config: RunConfig, task: Task) -> nn.Module:
-    """Return the model that ``config.model`` describes, with the vocabulary, labels and positions of ``task``.
+    """Return the model that ``config.start`` or ``config.model`` describes, made for the data of ``task``.
 
     Raises:
         ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad combination.
     """
-    from wellposed.models import build_model
+    from wellposed.models import build_model, start_model
 
+    if config.start.model:
+        start, wanted = config.start, task.model_kwargs()
+        return start_model(
+            start.model, task.kind, wanted, from_scratch=start.from_scratch, new_head=start.new_head
+        ).model
     given = {**_chosen_options(config.model), **task.model_kwargs()}
     return build_model(config.model.architecture, task.kind, **given)
 

@@ -13,11 +13,17 @@ from typing import Any, Literal
 
 from wellposed.errors import ConfigError
 from wellposed.options import build_options, flat_options, refuse
-from wellposed.training.ranges import constrain_problems, model_problems, penalty_problems, train_problems
+from wellposed.training.ranges import (
+    constrain_problems,
+    model_problems,
+    penalty_problems,
+    start_problems,
+    train_problems,
+)
 
 SCHEMA_VERSION = 1
 
-Schedule = Literal["constant", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
+Schedule = Literal["constant", "linear", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
 Scalar = str | int | float | bool | None
 
 
@@ -142,6 +148,8 @@ class TrainOptions:
 
     steps: int = 1000
     """Optimizer steps."""
+    epochs: float | None = None
+    """Passes over the train split; the number of steps then follows from the data."""
     batch_size: int = 32
     """Sequences in one micro-batch."""
     gradient_accumulation: int = 1
@@ -151,7 +159,9 @@ class TrainOptions:
     schedule: Schedule = "cosine"
     """Learning-rate schedule."""
     warmup_steps: int = 0
-    """Steps of linear warm-up (constant, cosine), w of kim2021, or of inverse_sqrt_warmup."""
+    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of inverse_sqrt_warmup."""
+    warmup_share: float = 0.0
+    """Share of the steps that warm up, in the place of warmup_steps."""
     decay_steps: int = 4000
     """D of inverse_sqrt: lr sqrt(D / (D + n))."""
     gamma: float = 1.0
@@ -192,6 +202,21 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
+class StartOptions:
+    """A Hugging Face model that the run begins with, in the place of an architecture of ours; none where empty."""
+
+    model: str = ""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+    from_scratch: bool = False
+    """Read the configuration of that model alone and draw every weight."""
+    new_head: bool = False
+    """Draw a new head although the saved one has other labels."""
+
+    def __post_init__(self) -> None:
+        refuse(start_problems(self))
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that identifies a run; written to ``config.toml`` before step 1."""
 
@@ -205,6 +230,17 @@ class RunConfig:
     penalty: PenaltyOptions = PenaltyOptions()
     train: TrainOptions = TrainOptions()
     constrain: ConstrainOptions = ConstrainOptions()
+    start: StartOptions = StartOptions()
+
+    def __post_init__(self) -> None:
+        if self.start.model and self.model != ModelOptions():
+            chosen = flat_options(dataclasses.asdict(self.model))
+            usual = flat_options(dataclasses.asdict(ModelOptions()))
+            names = [f"model.{name} = {value!r}" for name, value in chosen.items() if value != usual[name]]
+            raise ConfigError(
+                f"{self.start.model}: a model to start from brings its own architecture; received besides: "
+                f"{', '.join(names)}; leave these options out, or the model"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values; ``None`` fields are left out, as TOML has no null."""

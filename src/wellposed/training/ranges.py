@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, TrainOptions
+    from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, StartOptions, TrainOptions
 
 Rule = tuple[str, Callable[[Any], bool]]
 
@@ -37,6 +37,8 @@ PENALTY_RULES: dict[str, Rule] = {
 }
 TRAIN_RULES: dict[str, Rule] = {
     "steps": AT_LEAST_ONE,
+    "epochs": POSITIVE,
+    "warmup_share": BELOW_ONE,
     "batch_size": AT_LEAST_ONE,
     "gradient_accumulation": AT_LEAST_ONE,
     "learning_rate": POSITIVE,
@@ -59,6 +61,7 @@ TRAIN_RULES: dict[str, Rule] = {
     "seed": SEED,
 }
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
+DECAYS_TO_ZERO = ("cosine", "linear")
 
 
 def model_problems(options: ModelOptions) -> list[str]:
@@ -89,17 +92,27 @@ def constrain_problems(options: ConstrainOptions) -> list[str]:
     return problems
 
 
+def start_problems(options: StartOptions) -> list[str]:
+    """Return one line per option of a start that needs a model to start from and has none."""
+    given = [name for name in ("from_scratch", "new_head") if getattr(options, name)]
+    if not options.model:
+        return [f"{name} needs a model to start from; name it with --from" for name in given]
+    return ["from_scratch draws a new head as well; leave new_head out"] if len(given) > 1 else []
+
+
 def train_problems(options: TrainOptions) -> list[str]:
     """Return one line per field of ``options`` that is out of range or does not fit the schedule."""
     problems = _out_of_range(options, TRAIN_RULES)
-    if options.schedule in NEEDS_WARMUP and options.warmup_steps < 1:
+    if options.warmup_share and options.warmup_steps:
+        problems.append(f"warmup_share = {options.warmup_share} and warmup_steps = {options.warmup_steps}: give one")
+    if options.schedule in NEEDS_WARMUP and options.warmup_steps < 1 and not options.warmup_share:
         problems.append(
             f"warmup_steps = {options.warmup_steps}, expected at least 1 for the schedule {options.schedule}"
         )
-    if options.schedule == "cosine" and options.steps <= options.warmup_steps:
+    if options.schedule in DECAYS_TO_ZERO and options.epochs is None and options.steps <= options.warmup_steps:
         problems.append(
             f"warmup_steps = {options.warmup_steps}, expected fewer than steps = {options.steps} "
-            "for the schedule cosine"
+            f"for the schedule {options.schedule}"
         )
     return problems
 

@@ -1,0 +1,114 @@
+"""`--from`: the commands on a Hugging Face model of the user's, small and made here."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from wellposed.cli import main
+from wellposed.training import RunConfig, TrainOptions, train
+from wellposed.training.epochs import counted_in_steps
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(20)), "good", "bad"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT without a head, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts whose label is one of their words."""
+    draw = random.Random(0)
+    rows = ["label\ttext"]
+    for _ in range(200):
+        label = draw.choice(["good", "bad"])
+        words = [f"w{draw.randrange(20)}" for _ in range(5)]
+        words.insert(draw.randrange(6), label)
+        rows.append(f"{label}\t{' '.join(words)}")
+    path = tmp_path_factory.mktemp("table") / "train.tsv"
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def _words(table: Path, source: Path, out: Path, *more: str) -> list[str]:
+    words = ["train", "text_classification", "--data", str(table), "--max-length", "16", "--from", str(source)]
+    return [*words, "--out", str(out), "--quiet", *more]
+
+
+def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(checkpoint: Path, table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(_words(table, checkpoint, out, "--epochs", "2")) == 0
+    config = (out / "config.toml").read_text()
+    for line in (
+        'schedule = "linear"',
+        "epochs = 2",
+        "steps = 12",
+        "warmup_steps = 1",
+        f'tokenizer = "hf:{checkpoint}"',
+    ):
+        assert line in config
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.config.id2label == {0: "bad", 1: "good"}
+    assert main(_words(table, checkpoint, out, "--epochs", "2", "--resume", "auto")) == 0  # finished: nothing to do
+    assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
+
+
+def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
+    table: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = ["--steps", "150", "--epochs", "None", "--learning-rate", "3e-3"]
+    assert main(_words(table, checkpoint / "config.json", tmp_path / "run", *options)) == 0
+    run = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert run["results"]["text_classification"]["accuracy,valid"] == 1.0
+
+
+def test_an_architecture_of_ours_beside_it_is_refused(
+    checkpoint: Path, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_words(table, checkpoint, tmp_path / "run", "--model.hidden-size", "64")) != 0
+    assert "brings its own architecture; received besides: model.hidden_size = 64" in capsys.readouterr().err
+
+
+def test_epochs_are_counted_in_steps_of_the_data() -> None:
+    from wellposed.tasks import build_task
+
+    task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
+    for epochs, batch, accumulation, processes in ((1, 32, 1, 1), (0.5, 32, 3, 1), (2, 7, 1, 2)):
+        config = RunConfig(
+            "char_lm", train=TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation)
+        )
+        batches = -(-len(task.dataset("train")) // batch)
+        expected = -(-int(2 * epochs * batches) // (2 * accumulation * processes))
+        assert counted_in_steps(config, task, processes=processes).train.steps == expected
+
+
+def test_a_finished_run_of_epochs_is_known_again(tmp_path: Path) -> None:
+    options = TrainOptions(epochs=1, batch_size=8, warmup_share=0.25, schedule="linear", eval_batches=1)
+    config = RunConfig("char_lm", {"limit_chars": 4000, "seq_len": 64}, train=options)
+    assert train(config, tmp_path / "run", progress=False).status == "success"
+    assert train(config, tmp_path / "run", resume="auto", progress=False).status == "success"
