@@ -118,7 +118,8 @@ def _unseen(mask: Tensor | None) -> Tensor | None:
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
-    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if options.get(name) not in (None, False)]
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in given]
     if asked:
         raise ConfigError(
             f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call asks for; run it with "
