@@ -1,8 +1,8 @@
 """Forward + backward time of Hugging Face models with our attention implementations against ``sdpa``.
 
 Ratios are medians over interleaved rounds, so that a busy machine slows every candidate alike. ``attention`` times the
-attention functions alone on one layer's queries, keys and values, ``model`` two layers of BERT (no mask), the same with a
-quarter of padding, GPT-2 (causal) and Llama (causal, four query heads on one key head).
+attention functions alone on one layer's queries, keys and values, ``model`` two layers of BERT (no mask), the same with
+a quarter of padding, GPT-2 (causal) and Llama (causal, four query heads on one key head).
 Run: python benchmarks/attention_interface.py [--tokens 512 1024 2048] [--rounds 7] [--quick]
 """
 
