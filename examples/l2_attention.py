@@ -13,10 +13,9 @@ import wellposed as wp
 config = BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
 tokens, labels = torch.randint(0, 100, (8, 16)), torch.randint(0, 2, (8,))
 
-# The four lines: two names for transformers, one of them for the model, one parameter where there were two.
-wp.integrations.register_attention()
+# The three lines: a model, another attention in it, and one parameter where queries and keys had two.
 model = BertForSequenceClassification(config)
-model.set_attn_implementation("wellposed_l2")  # or from_pretrained(folder, attn_implementation="wellposed_l2")
+wp.integrations.set_attention_(model, "wellposed_l2")
 print("tied:", *wp.tie_queries_and_keys_(model))
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

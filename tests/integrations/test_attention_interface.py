@@ -292,6 +292,35 @@ def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it()
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
+def test_a_built_model_is_given_the_attention(family: str, name: str) -> None:
+    given, named = model_of(family, "sdpa"), model_of(family, name)
+    wp.integrations.set_attention_(given, name)
+    given.load_state_dict(named.state_dict())
+    inputs, _ = inputs_of(family)
+    assert torch.equal(given(**inputs).last_hidden_state, named(**inputs).last_hidden_state)
+
+
+def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> None:
+    sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+    for implementation in ("eager", "wellposed_l2"):
+        config = hf.MPNetConfig(**sizes, vocab_size=V)
+        model = hf.MPNetForMaskedLM._from_config(config, attn_implementation=implementation)
+        with pytest.raises(ConfigError, match=r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"):
+            wp.integrations.set_attention_(model, "wellposed_l2")
+        assert model.config._attn_implementation == implementation
+
+
+def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+        wp.integrations.set_attention_(nn.Linear(2, 2), "wellposed_l2")
+    with pytest.raises(ConfigError, match="build wellposed's own with attention='l2'"):
+        wp.integrations.set_attention_(ZOO["ours, classifier"].build(), "wellposed_l2")
+    with pytest.raises(ConfigError, match="unknown attention implementation 'l2'; nearest: wellposed_l2"):
+        wp.integrations.set_attention_(model_of("bert", "sdpa"), "l2")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_loads_with_the_attention_that_is_named(name: str, tmp_path: Path) -> None:
     model = model_of("bert", name).float()
     ids, mask = padded()

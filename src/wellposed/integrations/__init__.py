@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wellposed.integrations._attention_interface import register_attention as register_attention
+    from wellposed.integrations._attention_interface import set_attention_ as set_attention_
     from wellposed.integrations._condition import ConditionMetrics as ConditionMetrics
     from wellposed.integrations._hf_trainer import ConditionCallback as ConditionCallback
     from wellposed.integrations._hf_trainer import penalized_loss as penalized_loss
@@ -18,6 +19,7 @@ _LAZY = {
     "ConditionCallback": "_hf_trainer",
     "penalized_loss": "_hf_trainer",
     "register_attention": "_attention_interface",
+    "set_attention_": "_attention_interface",
     "LightningConditionCallback": "_lightning",
 }
 
