@@ -12,7 +12,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("bert", "penalty/total"), ("gpt2", "decoder.0.query"), ("vit", "err_orth / initial")],
+    [
+        ("bert", "penalty/total"),
+        ("gpt2", "decoder.0.query"),
+        ("vit", "err_orth / initial"),
+        ("l2_attention", "loads as it was saved: True"),
+    ],
 )
 def test_an_example_runs_and_prints(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

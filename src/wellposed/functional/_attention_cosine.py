@@ -49,6 +49,7 @@ def cosine_attention(
 
     Cost: one `scaled_dot_product_attention` and three norms. Norms are computed in float32 at least.
 
+    >>> import torch
     >>> x = 1e6 * torch.randn(3, 4)
     >>> bool(cosine_attention(x, x, x).norm(dim=-1).max() <= 1 + 1e-6)
     True

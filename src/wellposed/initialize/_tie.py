@@ -183,5 +183,5 @@ def _check_equal(name: str, query: Tensor, key: Tensor) -> None:
     if not query.is_meta and not torch.equal(query, key):
         raise CheckpointError(
             f"{name}: the model has one weight for queries and keys, and in this state dict they differ; load it into "
-            "the model first, then call tie_queries_and_keys_"
+            "a new model first, then call tie_queries_and_keys_ (this one is loaded in part)"
         )

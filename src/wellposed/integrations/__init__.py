@@ -8,6 +8,7 @@ from wellposed.lazy import import_on_first_use
 
 if TYPE_CHECKING:
     from wellposed.integrations._attention_interface import register_attention as register_attention
+    from wellposed.integrations._attention_interface import set_attention_ as set_attention_
     from wellposed.integrations._condition import ConditionMetrics as ConditionMetrics
     from wellposed.integrations._hf_trainer import ConditionCallback as ConditionCallback
     from wellposed.integrations._hf_trainer import penalized_loss as penalized_loss

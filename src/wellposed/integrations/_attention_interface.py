@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, listed, missing_extra
+from wellposed.errors import ConfigError, listed, missing_extra, unknown_name
 from wellposed.functional.as_dot_product import common_shift, l2_vectors, normalized_vectors
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 except ImportError as error:
     raise missing_extra("transformers", "hf", "attention implementations for Hugging Face models") from error
 
@@ -57,8 +57,8 @@ def register_attention() -> tuple[str, ...]:
 
     Cost: as `wellposed.functional.l2_attention` and `cosine_attention`, beside sdpa.
     When not to use: with pretrained weights and no training, which were learnt with another attention; with a family
-    that ignores ``attn_implementation`` (no ``ALL_ATTENTION_FUNCTIONS`` in its code), where transformers warns only
-    in ``model.set_attn_implementation``.
+    whose code has an attention of its own and ignores the name (XLNet, DeBERTa), which `set_attention_` refuses and
+    ``from_pretrained`` does not.
 
     >>> register_attention()
     ('wellposed_l2', 'wellposed_cosine')
@@ -67,6 +67,57 @@ def register_attention() -> tuple[str, ...]:
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
     return tuple(_FORWARD)
+
+
+def set_attention_(model: nn.Module, name: str) -> None:
+    """Give every attention of a model that is already built the implementation ``name``, or refuse.
+
+    Exact, as `register_attention`, which it calls: ``model.set_attn_implementation(name)`` that raises where
+    transformers only logs that it cannot.
+
+    Args:
+        model: a model of Hugging Face.
+        name: ``"wellposed_l2"`` or ``"wellposed_cosine"``.
+
+    Raises:
+        ConfigError: another name, another kind of model, or a part whose code does not ask transformers for its
+            attention. The model is as it was then.
+
+    Cost: none. When not to use: where the name can be given to ``from_pretrained`` and the family is known to ask.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+    >>> model = BertModel(BertConfig(**sizes))
+    >>> set_attention_(model, "wellposed_cosine")
+    >>> model.config._attn_implementation
+    'wellposed_cosine'
+    """
+    if name not in register_attention():
+        raise unknown_name("attention implementation", name, _FORWARD)
+    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("wellposed."):
+        raise ConfigError(
+            f"set_attention_: {type(model).__name__} is no model of transformers that is told its attention by name; "
+            "build wellposed's own with attention='l2' or 'cosine'"
+        )
+    before = model.config._attn_implementation or "eager"
+    # A part that has an attention of its own keeps whichever name it had, so one of two does not stick.
+    deaf = {part for tried in ("eager", name) for part in _parts_that_ignore(model, tried)}
+    if deaf:
+        model.set_attn_implementation(before)
+        raise ConfigError(
+            f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention of its own:\n"
+            + listed(sorted(deaf))
+        )
+
+
+def _parts_that_ignore(model: PreTrainedModel, name: str) -> list[str]:
+    """Name the attention of every part, and return the parts that did not take the name."""
+    model.set_attn_implementation(name)
+    return [
+        f"{path}: {type(part).__name__}".lstrip(": ")
+        for path, part in model.named_modules()
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation != name
+    ]
 
 
 def _l2_forward(  # noqa: PLR0917
@@ -118,7 +169,8 @@ def _unseen(mask: Tensor | None) -> Tensor | None:
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
-    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if options.get(name) not in (None, False)]
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in given]
     if asked:
         raise ConfigError(
             f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call asks for; run it with "

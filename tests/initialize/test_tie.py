@@ -1,0 +1,229 @@
+"""Queries and keys that are one parameter: what the model computes, learns, saves and loads, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tests.roles.zoo import HEADS, PLAIN, SPECIAL, ZOO, D
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import wellposed as wp
+from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
+from wellposed.roles import AttentionRole
+
+SEPARATE = ("bert", "roberta", "distilbert", "t5", "bart", "marian", "vit", "ours, classifier")
+FUSED = ("gpt2", "timm look-alike", "torch encoder", "torch decoder")
+GROUPED = ("llama", "mistral", "qwen2", "phi3")
+
+
+def build(family: str) -> nn.Module:
+    if family == "llama, one key head a query head":
+        return hf.LlamaModel(hf.LlamaConfig(**PLAIN)).eval()
+    if family == "phi3, one key head a query head":
+        return hf.Phi3Model(hf.Phi3Config(**PLAIN, **SPECIAL)).eval()
+    return ZOO[family].build().eval()
+
+
+def run(model: nn.Module, family: str) -> Tensor:
+    torch.manual_seed(1)
+    return ZOO[family.partition(",")[0] if family.startswith(("llama", "phi3")) else family].run(model)
+
+
+EVERY = (*SEPARATE, *FUSED, "llama, one key head a query head", "phi3, one key head a query head")
+
+
+def self_attention(model: nn.Module) -> list[AttentionRole]:
+    return [role for role in wp.find_roles(model).attention if role.kind == "self"]
+
+
+def biases(role: AttentionRole) -> list[Tensor | None]:
+    """The query's and the key's bias, rows of a fused one taken out."""
+    found = []
+    for view in (role.query, role.key):
+        bias = getattr(view.owner, "in_proj_bias" if view.attribute == "in_proj_weight" else "bias", None)
+        found.append(bias if bias is None or view.rows is None else bias[slice(*view.rows)])
+    return found
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_model_computes_what_one_with_copied_query_weights_computes(family: str) -> None:
+    model = build(family)
+    with torch.no_grad():
+        for role in self_attention(model):
+            for bias in biases(role):
+                if bias is not None:
+                    bias.normal_()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for role in self_attention(copied):
+            role.key.tensor().copy_(role.query.tensor())
+            query, key = biases(role)
+            if query is not None and key is not None:
+                key.copy_(query)
+    values = {role.path: role.value.tensor().detach().clone() for role in self_attention(model)}
+    cross = [role for role in wp.find_roles(model).attention if role.kind == "cross"]
+    untouched = [role.key.parameter for role in cross]
+    names = wp.tie_queries_and_keys_(model)
+    assert len(names) == len(values)
+    for role in self_attention(model):
+        assert torch.equal(role.query.tensor(), role.key.tensor())
+        assert torch.equal(role.value.tensor(), values[role.path])
+    assert all(role.key.parameter is before for role, before in zip(cross, untouched, strict=True))
+    torch.testing.assert_close(run(model, family), run(copied, family), rtol=0, atol=1e-6)
+    assert wp.tie_queries_and_keys_(model) == ()
+    torch.testing.assert_close(run(model, family), run(copied, family), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_training_keeps_them_equal_and_counts_both_uses_in_the_gradient(family: str) -> None:
+    model = build(family)
+    wp.tie_queries_and_keys_(model)
+    twice = copy.deepcopy(model)
+    sizes = [sum(parameter.numel() for parameter in net.parameters()) for net in (build(family), model)]
+    tied = sum(
+        role.query.tensor().numel() + (0 if (bias := biases(role)[0]) is None else bias.numel())
+        for role in self_attention(model)
+    )
+    assert sizes[0] - sizes[1] == tied, "one parameter, not two"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    before = [role.query.tensor().detach().clone() for role in self_attention(model)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        run(model, family).square().sum().backward()
+        optimizer.step()
+    for role, old in zip(self_attention(model), before, strict=True):
+        assert torch.equal(role.query.tensor(), role.key.tensor())
+        assert not torch.equal(role.query.tensor(), old)
+        query, key = biases(role)
+        assert query is None or torch.equal(query, key)
+    for role, old in zip(self_attention(twice), before, strict=True):
+        assert torch.equal(role.query.tensor(), old), "a deep copy is a model of its own"
+        assert torch.equal(role.query.tensor(), role.key.tensor())
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_its_state_dict_is_that_of_the_plain_model_and_loads_both_ways(family: str) -> None:
+    model, plain = build(family), build(family)
+    wp.tie_queries_and_keys_(model)
+    state = model.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    pointers = [tensor.data_ptr() for name, tensor in state.items() if "key" in name or "k_" in name]
+    assert len(set(pointers)) == len(pointers), "no key shares memory with anything"
+    plain.load_state_dict(state)
+    assert torch.equal(run(plain, family), run(model, family))
+    other = build(family)
+    wp.tie_queries_and_keys_(other)
+    other.load_state_dict(state)
+    assert torch.equal(run(other, family), run(model, family))
+    wp.tie_queries_and_keys_(plain)
+    assert torch.equal(run(plain, family), run(model, family))
+    with pytest.raises(CheckpointError, match=r"they differ; load it into a new model first"):
+        model.load_state_dict(build(family).state_dict())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "bart", "vit"])
+def test_a_saved_model_loads_without_being_told(family: str, tmp_path: Path) -> None:
+    model: Any = build(family)
+    wp.tie_queries_and_keys_(model)
+    model.save_pretrained(tmp_path)
+    again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(run(again.eval(), family), run(model, family))
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_grouped_heads_are_refused_and_nothing_is_changed(family: str) -> None:
+    model = build(family)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ShapeError, match=r"grouped heads.*\n.*query \(16, 16\), key \(8, 16\)\n.*query \(16, 16\)"):
+        wp.tie_queries_and_keys_(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_be_tied_is_named_and_nothing_is_changed() -> None:
+    model = build("bert")
+    first, second = (layer.attention.self for layer in model.encoder.layer)
+    first.key.bias = None
+    parametrizations.orthogonal(second.key)
+    with pytest.raises(ConfigError) as caught:
+        wp.tie_queries_and_keys_(model)
+    assert "encoder.layer.0.attention: one of query and key has a bias and the other has none" in str(caught.value)
+    assert "encoder.layer.1.attention: encoder.layer.1.attention.self.key.parametrizations" in str(caught.value)
+    assert first.key.weight is not first.query.weight
+
+
+class Adapter(nn.Module):
+    """A linear layer with a trainable product beside it, as adapter libraries put it in place of the layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.low, self.high = layer, nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.base_layer(tokens) + self.high(self.low(tokens))
+
+
+def test_tie_first_and_adapt_then() -> None:
+    model, adapted = build("bert"), build("bert")
+    wp.tie_queries_and_keys_(model)
+    for net in (model, adapted):
+        for layer in net.encoder.layer:
+            layer.attention.self.key = Adapter(layer.attention.self.key)
+    with pytest.raises(ConfigError, match="it carries adapters, which would stay untied; tie first, then add them"):
+        wp.tie_queries_and_keys_(adapted)
+    adapted.load_state_dict(model.state_dict())
+    assert torch.equal(run(adapted, "bert"), run(model, "bert"))
+
+
+def test_a_model_without_self_attention_says_so() -> None:
+    with pytest.raises(RoleNotFoundError):
+        wp.tie_queries_and_keys_(nn.Linear(4, 4))
+
+
+def test_patterns_name_the_weights_of_an_unknown_family() -> None:
+    class Attention(nn.Module):
+        num_heads = HEADS
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wa, self.wb, self.wc, self.wd = (nn.Linear(D, D) for _ in range(4))
+
+    model = nn.ModuleDict({"block": Attention()})
+    names = dict(zip(("query", "key", "value", "output"), ("wa", "wb", "wc", "wd"), strict=True))
+    found = wp.tie_queries_and_keys_(model, patterns={role: f"*.{name}.weight" for role, name in names.items()})
+    assert found == ("block.wb.weight",)
+    assert model["block"].wb.weight is model["block"].wa.weight
+    assert model["block"].wb.bias is model["block"].wa.bias
+
+
+def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one_tied() -> None:
+    """Theory note B4: three tokens whose first lies as far from the keys of the second as from those of the third."""
+    wp.integrations.register_attention()
+    config = hf.BertConfig(hidden_size=1, num_attention_heads=1, num_hidden_layers=1, intermediate_size=1, vocab_size=3)
+    model: Any = hf.BertModel._from_config(config, attn_implementation="wellposed_l2").double().eval()
+    attention = model.encoder.layer[0].attention
+    with torch.no_grad():
+        for layer, weight in ((attention.self.query, 1.0), (attention.self.key, 0.5), (attention.self.value, 1.0)):
+            layer.weight.fill_(weight)
+            layer.bias.zero_()
+
+    def slopes() -> list[float]:
+        def joined(tokens: Tensor) -> Tensor:
+            return attention.self(tokens)[0]
+
+        places = [size * torch.tensor([[[1.0], [1.2], [2.8]]]).double() for size in (1, 10, 100)]
+        found = [torch.autograd.functional.jacobian(joined, place).reshape(3, 3) for place in places]
+        return [torch.linalg.matrix_norm(jacobian, 2).item() for jacobian in found]
+
+    untied = slopes()
+    assert untied[1] > 50
+    assert untied[2] > 90 * untied[1]
+    wp.tie_queries_and_keys_(attention)
+    assert max(slopes()) < 2

@@ -1,0 +1,354 @@
+"""``attn_implementation="wellposed_..."`` against attention by explicit float64 loops, in models of every family."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tests.roles.zoo import PLAIN, ZOO, D, V
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import wellposed as wp
+from wellposed.errors import ConfigError
+
+NAMES = wp.integrations.register_attention()
+ENCODERS, DECODERS, SEQ2SEQ = (
+    ("bert", "roberta", "distilbert"),
+    ("gpt2", "llama", "mistral", "phi3"),
+    ("t5", "bart", "marian"),
+)
+EPS = 0.01
+
+
+def loops(
+    kind: str, query: Tensor, key: Tensor, value: Tensor, added: Tensor, *, scaling: float, groups: int
+) -> Tensor:
+    """Return (batch, queries, heads, width): one softmax for each batch, head and query; a row of -inf gives zero."""
+    batch, heads, length, width = query.shape
+    out = value.new_zeros(batch, length, heads, value.shape[-1])
+    added = added.expand(batch, heads, length, key.shape[2])
+    if kind == "wellposed_cosine":
+        query, key, value = (
+            tokens / (tokens.square().sum(-1, keepdim=True) + EPS).sqrt() for tokens in (query, key, value)
+        )
+    for b in range(batch):
+        for h in range(heads):
+            keys, values = key[b, h // groups], value[b, h // groups]
+            for i in range(length):
+                q = query[b, h, i]
+                if kind == "wellposed_l2":
+                    logits = torch.stack([-scaling * (q - k).dot(q - k) for k in keys])
+                else:
+                    logits = torch.stack([math.sqrt(width) * q.dot(k) for k in keys])
+                weights = (logits + added[b, h, i]).softmax(0).nan_to_num(0.0)
+                out[b, i, h] = sum(w * v for w, v in zip(weights, values, strict=True))
+    return out
+
+
+def reference(kind: str) -> Any:
+    """Attention as transformers calls it, with the additive masks that it makes for ``eager``."""
+
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float, position_bias: Tensor | None = None, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        added = query.new_zeros(1, 1, query.shape[2], key.shape[2])
+        for part in (attention_mask, position_bias):
+            added = added if part is None else added + part
+        groups = getattr(module, "num_key_value_groups", 1)
+        return loops(kind, query, key, value, added, scaling=scaling, groups=groups), None
+
+    return forward
+
+
+for _name in NAMES:
+    AttentionInterface.register(f"loops_{_name}", reference(_name))
+    AttentionMaskInterface.register(f"loops_{_name}", AttentionMaskInterface()["eager"])
+
+
+def padded(*, left: bool = False, rows: int = 2, length: int = 7) -> tuple[Tensor, Tensor]:
+    """Tokens and their mask: the first text has three tokens of padding, the others none."""
+    ids, mask = torch.randint(3, V, (rows, length)), torch.ones(rows, length, dtype=torch.long)
+    mask[0, slice(None, 3) if left else slice(-3, None)] = 0
+    return ids, mask
+
+
+def model_of(family: str, implementation: str) -> hf.PreTrainedModel:
+    model: Any = ZOO[family].build().eval().double()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def inputs_of(family: str) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return what the model takes, and the mask of the output's real tokens."""
+    if family == "vit":
+        return {"pixel_values": torch.randn(2, 3, 8, 8).double()}, None
+    ids, mask = padded(left=family in DECODERS)
+    if family in SEQ2SEQ:
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": torch.randint(3, V, (2, 5))}, None
+    return {"input_ids": ids, "attention_mask": mask}, mask
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "qwen2", "vit"])
+def test_every_family_computes_what_the_loops_compute(family: str, name: str) -> None:
+    """Padding, causal masks, grouped heads, position bias and cross-attention included; gradients as well."""
+    ours = model_of(family, name)
+    slow = copy.deepcopy(ours)
+    slow.set_attn_implementation(f"loops_{name}")
+    inputs, real = inputs_of(family)
+    outputs = [model(**inputs).last_hidden_state for model in (ours, slow)]
+    if real is not None:
+        outputs = [output[real.bool()] for output in outputs]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
+    weight = torch.randn_like(outputs[0])
+    for output in outputs:
+        (output * weight).sum().backward()
+    for (path, one), two in zip(ours.named_parameters(), slow.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None), path
+        if one.grad is not None and two.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-8, msg=path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_mask_of_four_dimensions_may_be_bool_or_additive(family: str, name: str) -> None:
+    model = model_of(family, name)
+    ids, _ = padded()
+    allowed = (torch.rand(2, 1, 7, 7) < 0.5) | torch.eye(7, dtype=torch.bool)
+    added = torch.zeros(2, 1, 7, 7).double().masked_fill(~allowed, torch.finfo(torch.float64).min)
+    with torch.no_grad():
+        boolean = model(ids, attention_mask=allowed).last_hidden_state
+        additive = model(ids, attention_mask=added).last_hidden_state
+        model.set_attn_implementation(f"loops_{name}")
+        slow = model(ids, attention_mask=added).last_hidden_state
+    torch.testing.assert_close(boolean, slow, rtol=0, atol=1e-10)
+    torch.testing.assert_close(additive, slow, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch.dtype) -> None:
+    """Another padding token, and where attention is causal another last token, leave the rest exactly as it is."""
+    model = model_of(family, name).to(dtype)
+    inputs, real = inputs_of(family)
+    changed = inputs["input_ids"].clone()
+    changed[inputs["attention_mask"] == 0] = 1 + V // 2
+    with torch.no_grad():
+        before, after = (
+            model(**(inputs | {"input_ids": ids})).last_hidden_state for ids in (inputs["input_ids"], changed)
+        )
+    keep = torch.ones(before.shape[:2], dtype=torch.bool) if real is None else real.bool()
+    assert torch.equal(before[keep], after[keep])
+    if family in (*DECODERS, *SEQ2SEQ):
+        tokens = "decoder_input_ids" if family in SEQ2SEQ else "input_ids"
+        later = inputs[tokens].clone()
+        later[:, -1] = 1 + V // 2
+        with torch.no_grad():
+            other = model(**(inputs | {tokens: later})).last_hidden_state
+        keep[:, -1] = False
+        assert torch.equal(before[keep], other[keep])
+        assert not torch.equal(before[:, -1], other[:, -1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", [*DECODERS, *SEQ2SEQ])
+def test_generation_with_a_cache_has_the_logits_of_generation_without(family: str, cache: str, name: str) -> None:
+    config = ZOO[family].build().config
+    head = hf.AutoModelForSeq2SeqLM if family in SEQ2SEQ else hf.AutoModelForCausalLM
+    model = head.from_config(config, attn_implementation=name).eval().double()
+    assert model.config._attn_implementation == name
+    ids, mask = padded(left=True)
+    fixed: dict[str, Any] = {
+        "attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True,
+        "return_dict_in_generate": True, "disable_compile": True,
+    }  # fmt: skip
+    cached = model.generate(ids, use_cache=True, cache_implementation=cache, **fixed)
+    plain = model.generate(ids, use_cache=False, **fixed)
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(cached.logits, plain.logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads_far_from_the_origin_keep_the_accuracy_of_the_dtype(
+    name: str, dtype: torch.dtype, masked: bool
+) -> None:
+    """Outputs err by the rounding of weights and values in the dtype, not by that of `|k|^2`, which is large here."""
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True, scaling=0.5)
+    query, key = (torch.randn(2, heads, 9, 8).add(4).to(dtype) for heads in (6, 2))
+    value = torch.randn(2, 2, 9, 5).to(dtype)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9).clone()
+    if masked:
+        causal[0, :, :, :2] = False
+    out, weights = AttentionInterface()[name](
+        module, query, key, value, causal if masked else None, scaling=0.5, dropout=0.0
+    )
+    added = torch.zeros(causal.shape).double().masked_fill(~causal, -math.inf)
+    slow = loops(name, query.double(), key.double(), value.double(), added, scaling=0.5, groups=3)
+    assert weights is None
+    assert out.dtype is dtype
+    # Half precision: normalised vectors are themselves rounded, and the logits (up to sqrt 8) with them.
+    tolerance = 4 * torch.finfo(dtype).eps * (value.abs().max().item() if name == "wellposed_l2" else 4)
+    torch.testing.assert_close(out.double(), slow, rtol=0, atol=max(tolerance, 2e-5))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_is_applied_in_training_alone(name: str) -> None:
+    config = hf.BertConfig(**PLAIN, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    model = hf.BertModel._from_config(config, attn_implementation=name)
+    ids, _ = padded()
+    first, second = (model.train()(ids).last_hidden_state for _ in range(2))
+    assert not torch.equal(first, second)
+    first, second = (model.eval()(ids).last_hidden_state for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_half_precision_by_autocast_is_close_to_float32() -> None:
+    model = model_of("llama", "wellposed_l2").float()
+    ids, mask = padded(left=True)
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask).last_hidden_state
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = model(ids, attention_mask=mask).last_hidden_state
+    assert (full - half)[mask.bool()].abs().max() < 32 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_penalty_sees_the_affinities(name: str) -> None:
+    """Its value is that of the same attention written as a softmax over square logits."""
+
+    def plain(
+        _: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **__: Any
+    ) -> tuple[Tensor, None]:
+        assert mask is None
+        if name == "wellposed_l2":
+            logits = -scaling * (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
+        else:
+            query, key, value = (t / (t.square().sum(-1, keepdim=True) + EPS).sqrt() for t in (query, key, value))
+            logits = math.sqrt(query.shape[-1]) * query @ key.mT
+        return (logits.softmax(-1) @ value).transpose(1, 2), None
+
+    AttentionInterface.register("softmax_in_the_open", plain)
+    AttentionMaskInterface.register("softmax_in_the_open", AttentionMaskInterface()["sdpa"])
+    model, ids, values = model_of("bert", name), torch.randint(3, V, (2, 7)), []
+    for implementation in (name, "softmax_in_the_open"):
+        model.set_attn_implementation(implementation)
+        penalty = wp.OrthogonalityPenalty(model, affinity=1.0)
+        kept = model(ids)
+        values.append(penalty())
+        penalty.remove()
+        del kept
+    assert values[0].requires_grad
+    torch.testing.assert_close(*values, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ({"output_attentions": True}, "attention weights, which are never made"),
+        ({"softcap": 30.0}, "a cap on the logits"),
+        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"cache": object()}, "a paged cache"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(name: str, call: dict[str, Any], says: str) -> None:
+    ids, mask = padded()
+    with pytest.raises(ConfigError, match=f"LlamaAttention.*\n.*{says}"):
+        model_of("llama", name)(ids, attention_mask=mask, **call)
+
+
+def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it() -> None:
+    sizes = {
+        "ffn_dim": 24,
+        "word_embed_proj_dim": D,
+        "hidden_size": D,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    model = hf.OPTModel(hf.OPTConfig(**sizes, vocab_size=V, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+    ids, mask = padded(left=True)
+    model.set_attn_implementation("wellposed_l2")
+    with pytest.raises(ConfigError, match=r"OPTAttention: it scales its queries itself.*wellposed_cosine"):
+        model(ids, attention_mask=mask)
+    model.set_attn_implementation("wellposed_cosine")
+    fast = model(ids, attention_mask=mask).last_hidden_state
+    model.set_attn_implementation("loops_wellposed_cosine")
+    slow = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(fast[mask.bool()], slow[mask.bool()], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
+def test_a_built_model_is_given_the_attention(family: str, name: str) -> None:
+    given, named = model_of(family, "sdpa"), model_of(family, name)
+    wp.integrations.set_attention_(given, name)
+    given.load_state_dict(named.state_dict())
+    inputs, _ = inputs_of(family)
+    assert torch.equal(given(**inputs).last_hidden_state, named(**inputs).last_hidden_state)
+
+
+def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> None:
+    sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+    for implementation in ("eager", "wellposed_l2"):
+        config = hf.MPNetConfig(**sizes, vocab_size=V)
+        model = hf.MPNetForMaskedLM._from_config(config, attn_implementation=implementation)
+        with pytest.raises(ConfigError, match=r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"):
+            wp.integrations.set_attention_(model, "wellposed_l2")
+        assert model.config._attn_implementation == implementation
+
+
+def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+        wp.integrations.set_attention_(nn.Linear(2, 2), "wellposed_l2")
+    with pytest.raises(ConfigError, match="build wellposed's own with attention='l2'"):
+        wp.integrations.set_attention_(ZOO["ours, classifier"].build(), "wellposed_l2")
+    with pytest.raises(ConfigError, match="unknown attention implementation 'l2'; nearest: wellposed_l2"):
+        wp.integrations.set_attention_(model_of("bert", "sdpa"), "l2")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_loads_with_the_attention_that_is_named(name: str, tmp_path: Path) -> None:
+    model = model_of("bert", name).float()
+    ids, mask = padded()
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModel.from_pretrained(tmp_path, attn_implementation=name).eval()
+    assert again.config._attn_implementation == name
+    assert torch.equal(again(ids, attention_mask=mask)[0], model(ids, attention_mask=mask)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_model_computes_the_same(name: str) -> None:
+    model = model_of("llama", name)
+    ids, mask = padded(left=True)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        one, two = (run(ids, attention_mask=mask).last_hidden_state for run in (model, compiled))
+    torch.testing.assert_close(one[mask.bool()], two[mask.bool()], rtol=0, atol=1e-12)
+
+
+def test_the_names_are_known_after_one_line_and_importing_alone_loads_no_transformers() -> None:
+    code = """
+import sys
+import wellposed as wp
+import wellposed.integrations
+assert "transformers" not in sys.modules
+assert wp.integrations.register_attention() == ("wellposed_l2", "wellposed_cosine")
+assert wp.integrations.register_attention() == ("wellposed_l2", "wellposed_cosine")
+from transformers import AttentionInterface
+assert {"wellposed_l2", "wellposed_cosine"} <= set(AttentionInterface())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
