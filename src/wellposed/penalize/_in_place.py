@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, listed
-from wellposed.functional.penalties import accumulate_gram_penalty_, is_distributed
+from wellposed.functional.penalties import accumulate_gram_penalty_
+from wellposed.linalg.sharded import is_sharded
 from wellposed.penalize._terms import How, Term
 from wellposed.roles import WeightView
 
@@ -19,7 +20,7 @@ def check_in_place(terms: Sequence[Term], hows: Mapping[str, How]) -> None:
     for view in (view for term in terms for view in term.views):
         if not view.parameter.is_leaf:
             offenders.append(f"{view.parameter_name}: a parametrised weight, computed from another parameter")
-        elif is_distributed(view.parameter):
+        elif is_sharded(view.parameter):
             offenders.append(f"{view.parameter_name}: sharded over processes")
     if offenders:
         raise ConfigError(
