@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.functional import gram_penalty, orthogonality_error, qr_penalty
+from wellposed.functional.orthogonality import orthogonality_errors
 
 SHAPES = {"square": (6, 6), "tall": (9, 4), "wide": (4, 9)}
 
@@ -157,9 +159,32 @@ def test_orthogonality_error_is_the_largest_off_diagonal_product() -> None:
 
 def test_orthogonality_error_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(11, 3)
-    whole = orthogonality_error(weight)
-    monkeypatch.setattr("wellposed.functional.penalties._BLOCK", 4)
+    whole, scale_free = orthogonality_error(weight), orthogonality_errors(weight).scale_free.item()
+    monkeypatch.setattr("wellposed.functional.orthogonality._BLOCK", 4)
     assert torch.equal(orthogonality_error(weight), whole)
+    assert orthogonality_errors(weight).scale_free.item() == pytest.approx(scale_free, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e3, 1e12])
+def test_scale_free_error_is_the_least_over_all_scales(scale: float) -> None:
+    """Against a search over scales in float64; the same for every multiple of a weight."""
+    weight = torch.randn(5, 7)
+    gram = weight.double() @ weight.double().T
+    best = min(
+        torch.linalg.matrix_norm(gram / s - torch.eye(5)).item() for s in torch.linspace(0.05, 30, 20_000).double()
+    )
+    found = orthogonality_errors(scale * weight).scale_free.item()
+    assert found == pytest.approx(best / math.sqrt(5), rel=1e-5)
+
+
+def test_scale_free_error_of_extremes() -> None:
+    orthogonal = torch.linalg.qr(torch.randn(64, 64))[0]
+    assert orthogonality_errors(7 * orthogonal).scale_free.item() < 1e-6
+    assert orthogonality_errors(torch.ones(4, 6)).scale_free.item() == pytest.approx(math.sqrt(3 / 4), rel=1e-6)
+    assert orthogonality_errors(torch.randn(1, 6)).scale_free.item() < 1e-7
+    assert orthogonality_errors(torch.zeros(2, 3)).scale_free.isnan()
+    random = orthogonality_errors(torch.randn(400, 800))  # sqrt(m / (m + n)), from the moments of normal numbers
+    assert random.scale_free.item() == pytest.approx(math.sqrt(1 / 3), rel=0.01)
 
 
 @pytest.mark.parametrize("function", [gram_penalty, qr_penalty, orthogonality_error])

@@ -40,6 +40,7 @@ SMALL: dict[str, Any] = {
 }
 PINNED = {
     "cond/encoder.0.query/orthogonality_error",
+    "cond/encoder.0.query/scale_free_orthogonality_error",
     "cond/encoder.0.key/sigma_max",
     "cond/encoder.1.feedforward_in/stable_rank",
     "cond/token_embedding/orthogonality_error",

@@ -65,6 +65,9 @@ def test_every_role_of_every_layer_against_numpy() -> None:
             assert row["singular_values"] == pytest.approx(values.tolist(), rel=1e-9)
             # float32 dot products of length <= 24
             assert row["orthogonality_error"] == pytest.approx(slow_error(weight), rel=1e-5)
+            # the same number from the singular values: 1 - (sum s^2)^2 / (n sum s^4)
+            angle = (values**2).sum() ** 2 / (len(values) * (values**4).sum())
+            assert row["scale_free_orthogonality_error"] == pytest.approx(math.sqrt(1 - angle), rel=1e-5)
             assert row["gram"] == ("columns" if weight.shape[0] > weight.shape[1] else "rows")
             assert row["sigma_max_status"] == "exact"
 
@@ -77,6 +80,7 @@ def test_orthogonal_weights_have_no_error() -> None:
                 nn.init.orthogonal_(parameter)
     (row,) = measure(model).find(role="feedforward_in")
     assert row["orthogonality_error"] < 1e-6
+    assert row["scale_free_orthogonality_error"] < 1e-6
     assert row["condition_number"] == pytest.approx(1, abs=1e-5)
 
 

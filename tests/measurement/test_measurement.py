@@ -29,6 +29,7 @@ def row(layer: int | None = 0, role: str = "query", **changes: Any) -> dict[str,
         "parameter": f"{role}.weight",
         "rows": 3,
         "cols": 4,
+        "scale_free_orthogonality_error": 0.125,
         "orthogonality_error": 0.25,
         "gram": "rows",
         "sigma_max": 2.0,
@@ -136,7 +137,7 @@ def test_columns_of_the_table_are_padded() -> None:
     lines = full().table().splitlines()
     assert lines[0] == "Weights"
     assert set(lines[2]) == {"-", " "}
-    assert lines[3].split() == ["encoder.0.query", "3", "x", "4", "0.25", "2", "0.5", "4", "1.312"]
+    assert lines[3].split() == ["encoder.0.query", "3", "x", "4", "0.125", "0.25", "2", "0.5", "4", "1.312"]
     assert {line.index("x") for line in lines[3:6]} == {lines[3].index("x")}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.measurement import Monitor, measure
 
-QUICK = ["orthogonality_error", "sigma_max", "stable_rank"]
+QUICK = ["scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank"]
 EXACT = [*QUICK, "sigma_min", "condition_number"]
 SELF = ["query", "key", "value", "output"]
 FEEDFORWARD = ["feedforward_in", "feedforward_out"]
@@ -74,6 +74,8 @@ def test_follows_the_weights_and_leaves_no_trace() -> None:
     key = "cond/encoder.0.feedforward_in/"
     assert second[key + "sigma_max"] == pytest.approx(3 * first[key + "sigma_max"], rel=1e-5)
     assert second[key + "orthogonality_error"] == pytest.approx(9 * first[key + "orthogonality_error"], rel=1e-5)
+    scale_free = key + "scale_free_orthogonality_error"
+    assert second[scale_free] == pytest.approx(first[scale_free], rel=1e-5)
     assert second[key + "stable_rank"] == pytest.approx(first[key + "stable_rank"], rel=1e-5)
     assert torch.equal(torch.get_rng_state(), state)
     assert [sorted(vars(module)) for module in model.modules()] == attributes

@@ -67,7 +67,8 @@ def test_low_precision_and_frozen_weights() -> None:
     compare(ZOO["bert"].build(), 2**-6, gram_dtype=torch.bfloat16, **WEIGHTS)
     model = ZOO["bert"].build().double()
     model.encoder.layer[0].attention.self.key.weight.requires_grad_(False)
-    compare(model, **WEIGHTS)
+    with pytest.warns(UserWarning, match=r"(?s)frozen.*layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"):
+        compare(model, **WEIGHTS)
     assert model.encoder.layer[0].attention.self.key.weight.grad is None
 
 

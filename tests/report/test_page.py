@@ -212,6 +212,23 @@ def test_models_without_known_roles_have_no_heat_map(compare: Any, tmp_path: Pat
     assert len(page.tags["svg"]) == 3
 
 
+@pytest.mark.parametrize("old", [0, 1, 2], ids=["none", "some", "all"])
+def test_runs_with_and_without_the_scale_free_error_are_drawn(compare: Any, tmp_path: Path, old: int) -> None:
+    """Runs of version 0.1 hold the raw error alone; the figure shows what all runs have, and the table both."""
+    folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
+    files = sorted(folder.glob("**/measure-*.json"))
+    assert len(files) == 4
+    for file in files[2 * old :]:
+        record = json.loads(file.read_text())
+        for row in record["rows"]:
+            row["scale_free_orthogonality_error"] = 0.0625
+        file.write_text(json.dumps(record))
+    page = build_report([folder], tmp_path / "page" / "report.html").read_text()
+    assert ("err_orth = |W Wᵀ / s - I|" in page) is (old == 0)
+    assert ("err_orth = max off-diagonal of |W Wᵀ|" in page) is (old > 0)
+    assert ("<td>0.0625</td>" in page) is (old < 2)
+
+
 @pytest.mark.slow
 def test_a_deep_model_with_many_singular_values_stays_small(make_run: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from wellposed.constrain._handle import Constraint, decay_error, handles_of, owns, reads_weight_size
 from wellposed.constrain._report import ConstrainedWeight, ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
-from wellposed.constrain._sharded import read, write_
 from wellposed.constrain._weight import TOLERANCES, Weight
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.linalg import isometry_error, nearest_orthogonal
+from wellposed.linalg.sharded import read, write_
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._sharded import is_sharded, read, write_
 from wellposed.linalg import (
     Retraction,
     Workspace,
@@ -19,6 +18,7 @@ from wellposed.linalg import (
     tall,
     tangent_gradient_,
 )
+from wellposed.linalg.sharded import is_sharded, read, write_
 
 # Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an entry of W^T W by at
 # most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that far: see the test. With u = 2^-8 that is

@@ -5,6 +5,6 @@ from wellposed.functional._attention_l2 import l2_attention as l2_attention
 from wellposed.functional._diagnostics import attention_entropy as attention_entropy
 from wellposed.functional._diagnostics import softmax_sensitivity as softmax_sensitivity
 from wellposed.functional.gram import gram_attention as gram_attention
+from wellposed.functional.orthogonality import orthogonality_error as orthogonality_error
 from wellposed.functional.penalties import gram_penalty as gram_penalty
-from wellposed.functional.penalties import orthogonality_error as orthogonality_error
 from wellposed.functional.penalties import qr_penalty as qr_penalty

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg.sharded import gathered, is_sharded
 
 Side = Literal["columns", "rows"]
-_BLOCK = 4096  # rows of a Gram matrix held at once by orthogonality_error
 
 
 def gram_penalty(
@@ -120,41 +120,6 @@ def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = 
         return _root((q - matrix).square().sum())
 
 
-@torch.no_grad()
-def orthogonality_error(weight: Tensor) -> Tensor:
-    """Return ``max |(W W^T)_ij|`` over i != j: zero if and only if the rows are orthogonal to each other.
-
-    Status: exact to rounding, computed in at least float32; no gradient. Method: McGrath (2024, eq. 3), reading
-    "equivalent to the identity" as "equal to zero", as the diagonal has been removed. Lengths of rows do not enter.
-
-    Args:
-        weight: shape (m, n), floating point.
-
-    Returns:
-        a scalar; 0 for a single row.
-
-    Raises:
-        ShapeError: not a matrix. ConfigError: quantised weight, or float16 on a CPU.
-
-    Cost: 2 m^2 n FLOPs; memory is bounded by blocks of 4096 rows.
-
-    When not to use: it depends on the scale of W; for the condition number use `wellposed.measure`.
-
-    >>> orthogonality_error(torch.tensor([[3.0, 0.0], [1.0, 2.0]])).item()
-    3.0
-    """
-    check_weights([weight])
-    weight = gathered(weight)
-    matrix = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    worst = matrix.new_zeros(())
-    with torch.autocast(matrix.device.type, enabled=False):
-        for start in range(0, matrix.shape[0], _BLOCK):
-            gram = matrix[start : start + _BLOCK] @ matrix.t()
-            gram.diagonal(offset=start).zero_()
-            worst = torch.maximum(worst, gram.abs().amax())
-    return worst
-
-
 def check_weights(weights: Sequence[Tensor]) -> None:
     """Raise for what no orthogonality penalty can be computed on; all offenders in one message."""
     if not weights:
@@ -190,7 +155,7 @@ class _Shards:
     @classmethod
     def of(cls, weights: Sequence[Tensor]) -> _Shards | None:
         """Return None for plain tensors."""
-        if not any(is_distributed(weight) for weight in weights):
+        if not any(is_sharded(weight) for weight in weights):
             return None
         placements = {tuple(getattr(weight, "placements", ())) for weight in weights}
         (first, *others) = placements
@@ -299,16 +264,6 @@ class _Gram(torch.autograd.Function):
                 stack = weights[0] if len(weights) == 1 else torch.cat(weights)
                 grads = list((scaled @ stack.to(ctx.dtype)).split([weight.shape[0] for weight in weights]))
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
-
-
-def is_distributed(weight: Tensor) -> bool:
-    """Tell a DTensor from a plain tensor without importing torch.distributed."""
-    return hasattr(weight, "placements") and hasattr(weight, "to_local")
-
-
-def gathered(weight: Tensor) -> Tensor:
-    """Return the whole of a distributed weight; a plain one as it is."""
-    return weight.full_tensor() if is_distributed(weight) else weight  # type: ignore[attr-defined]
 
 
 def _is_tall(weights: Sequence[Tensor]) -> bool:

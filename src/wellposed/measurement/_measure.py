@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.functional import orthogonality_error
+from wellposed.functional.orthogonality import orthogonality_errors
 from wellposed.linalg import condition_of, largest_singular_value, singular_values
 from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
@@ -17,13 +17,17 @@ from wellposed.roles import RoleWeight, find_roles
 
 
 def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Measurement:
-    """Return ``max_{i != j} |(W W^T)_ij|``, ``sigma_max``, ``sigma_min``, ratio, ``|W|_F^2 / |W|_2^2`` of every role.
+    """Return how far every weight with a role is from orthogonal, its singular values, their ratio and stable rank.
+
+    ``min_s |G / s - I|_F / sqrt(n)`` and ``max_{i != j} |G_ij|`` with G of n rows the smaller of ``W W^T`` and
+    ``W^T W`` (the larger cannot be near the identity; ``gram`` in each row says which: ``"rows"`` or ``"columns"``),
+    ``sigma_max``, ``sigma_min``, ``sigma_max / sigma_min`` and ``|W|_F^2 / |W|_2^2``. The first does not change when W
+    is multiplied by a number; the second does, by its square.
 
     Status: with ``spectra`` exact to float64 rounding (SVD); without, ``sigma_max`` and the stable rank are empirical
-    (Lanczos to 1e-3, from below), and ``sigma_min`` and the condition number are ``None``. Sources: McGrath (2024,
-    eq. 3) for the orthogonality error, on the smaller of the two Gram matrices, as the larger cannot be diagonal
-    (``gram`` in each row says which: ``"rows"`` is ``W W^T``, ``"columns"`` is ``W^T W``); Rudelson and Vershynin
-    (2007) for the stable rank. On a batch: mean and largest 2-norm of the token vectors behind every layer, attention
+    (Lanczos to 1e-3, from below), and ``sigma_min`` and the condition number are ``None``. Both errors are exact to
+    float32 rounding. Sources: McGrath (2024, eq. 3) for ``max |G_ij|``; Rudelson and Vershynin (2007) for the stable
+    rank. On a batch: mean and largest 2-norm of the token vectors behind every layer, attention
     and feed-forward module, and per head the mean entropy (nats) of the attention rows, their mean sensitivity
     ``p1 (1 - p1 + p2)`` and the orthogonality error of the affinity A (McGrath, 2024, sec. 4.3): the largest
     ``|(A A^T)_ij|`` over queries i != j, mean of the batch. Padded tokens are left out where the batch holds a mask.
@@ -83,6 +87,7 @@ def weight_row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
     """Return the numbers of one weight."""
     matrix = weight.view.tensor().detach()
     rows, cols = matrix.shape
+    errors = orthogonality_errors(matrix if rows <= cols else matrix.mT)
     row: dict[str, Any] = {
         "stack": weight.stack,
         "layer": weight.layer,
@@ -92,7 +97,8 @@ def weight_row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
         "parameter": weight.view.parameter_name,
         "rows": rows,
         "cols": cols,
-        "orthogonality_error": orthogonality_error(matrix if rows <= cols else matrix.mT).item(),
+        "scale_free_orthogonality_error": None if errors.scale_free.isnan() else errors.scale_free.item(),
+        "orthogonality_error": errors.raw.item(),
         "gram": "rows" if rows <= cols else "columns",
     }
     return {**row, **(_exact(matrix) if spectra else _quick(matrix))}

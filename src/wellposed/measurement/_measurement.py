@@ -23,6 +23,7 @@ WEIGHT_COLUMNS = (
     "parameter",
     "rows",
     "cols",
+    "scale_free_orthogonality_error",
     "orthogonality_error",
     "gram",
     "sigma_max",
@@ -38,12 +39,14 @@ ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm",
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers of every weight that plays a role: ``err_orth``, ``sigma_max``, ``sigma_min``, condition, stable rank.
+    """Numbers of every weight that plays a role: orthogonality errors, singular values, condition, stable rank.
 
     ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter, rows, cols,
-    orthogonality_error, gram, sigma_max, sigma_min, condition_number, stable_rank, sigma_max_status`` (``"exact"``:
-    float64 SVD; ``"empirical"``: Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``.
-    ``orthogonality_error`` is that of `wellposed.functional`, of rows or columns, whichever are fewer: ``gram`` says.
+    scale_free_orthogonality_error, orthogonality_error, gram, sigma_max, sigma_min, condition_number, stable_rank,
+    sigma_max_status`` (``"exact"``: float64 SVD; ``"empirical"``: Lanczos, a lower estimate) and, where spectra were
+    asked for, ``singular_values``. With G the smaller of ``W W^T`` (``gram`` is ``"rows"``) and ``W^T W``
+    (``"columns"``), n x n: ``scale_free_orthogonality_error`` is ``min_s |G / s - I|_F / sqrt(n)``, between 0 and 1
+    (absent from files of version 0.1); ``orthogonality_error`` is ``max_{i != j} |G_ij|``.
     ``activations`` holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
     max_norm, attention_entropy, attention_sensitivity, affinity_orthogonality_error``. The last three are lists of one
     value per head, or ``None`` where attention was not seen; the last is ``max |(A A^T)_ij|`` over pairs of different
@@ -87,8 +90,24 @@ class Measurement:
 
     def table(self) -> str:
         """Return the weights, then the activations, as text for a terminal."""
-        columns = ["weight", "shape", "err_orth", "sigma max", "sigma min", "condition", "stable rank"]
-        keys = ["orthogonality_error", "sigma_max", "sigma_min", "condition_number", "stable_rank"]
+        columns = [
+            "weight",
+            "shape",
+            "err_orth (best scale)",
+            "err_orth (raw)",
+            "sigma max",
+            "sigma min",
+            "condition",
+            "stable rank",
+        ]
+        keys = [
+            "scale_free_orthogonality_error",
+            "orthogonality_error",
+            "sigma_max",
+            "sigma_min",
+            "condition_number",
+            "stable_rank",
+        ]
         if any("orthogonality_error_ratio" in row for row in self.rows):
             columns.append("err_orth / initial")
             keys.append("orthogonality_error_ratio")

@@ -9,7 +9,7 @@ from wellposed.measurement._measure import check_measurable, weight_row
 from wellposed.measurement._measurement import row_names
 from wellposed.roles import find_roles
 
-QUICK = ("orthogonality_error", "sigma_max", "stable_rank")
+QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
 EXACT = (*QUICK, "sigma_min", "condition_number")
 
 
@@ -35,7 +35,7 @@ class Monitor:
 
     >>> monitor = Monitor(nn.TransformerEncoderLayer(16, 4, 32), every=2)
     >>> [len(monitor.step()) for _ in range(3)]
-    [18, 0, 18]
+    [24, 0, 24]
     """
 
     def __init__(self, model: nn.Module, every: int = 100, *, spectra: bool = False) -> None:

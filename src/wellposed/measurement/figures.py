@@ -9,7 +9,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,6 +121,20 @@ def heat_map(rows: Sequence[Mapping[str, Any]], value: str) -> HeatMap:
     return HeatMap([f"{stack} {layer}" for stack, layer in layers], names, grid)
 
 
+class ErrorShown(NamedTuple):
+    """Which orthogonality error a figure shows: its name in a row, and how a figure writes it."""
+
+    name: str
+    formula: str
+
+
+def error_shown(rows: Iterable[Mapping[str, Any]]) -> ErrorShown:
+    """Return the scale-free error where every row has it, else (rows of version 0.1, zero weights) the raw one."""
+    if all(row.get("scale_free_orthogonality_error") is not None for row in rows):
+        return ErrorShown("scale_free_orthogonality_error", "|W Wᵀ / s - I| / |I| at the best scale s")
+    return ErrorShown("orthogonality_error", "max off-diagonal of |W Wᵀ|")
+
+
 def shared_log_norm(maps: Sequence[HeatMap]) -> Normalize:
     """Return one logarithmic colour scale for all maps, so that their colours can be compared."""
     from matplotlib.colors import LogNorm
@@ -211,7 +225,8 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"{path}: a figure is written as .svg or .png, received suffix {path.suffix!r}")
     with figure_style():
-        heat = heat_map(measurement.rows, "orthogonality_error")
+        error = error_shown(measurement.rows)
+        heat = heat_map(measurement.rows, error.name)
         roles = spectra_by_role(measurement.rows)
         tall = 1.2 + 0.32 * max(len(heat.layers), 1)
         lines = math.ceil(len(roles) / 3)
@@ -221,7 +236,7 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
         )
         axes = parts[0, 0].subplots()
         norm = shared_log_norm([heat])
-        mesh = draw_heat_map(axes, heat, norm, "Orthogonality error, max off-diagonal of |W Wᵀ|")
+        mesh = draw_heat_map(axes, heat, norm, f"Orthogonality error, {error.formula}")
         if mesh is not None:
             add_colour_bar(parts[0, 0], mesh, axes, "err_orth")
         if roles:

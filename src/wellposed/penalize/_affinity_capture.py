@@ -133,5 +133,6 @@ class AffinityCapture:
         if output.grad_fn is None:
             notes.append(lambda: call)
             return
-        output.grad_fn.metadata.setdefault(_KEPT_IN_GRAPH, []).append(call)
+        metadata: Any = output.grad_fn.metadata
+        metadata.setdefault(_KEPT_IN_GRAPH, []).append(call)
         notes.append(weakref.ref(call))

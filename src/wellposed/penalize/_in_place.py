@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, listed
-from wellposed.functional.penalties import accumulate_gram_penalty_, is_distributed
+from wellposed.functional.penalties import accumulate_gram_penalty_
+from wellposed.linalg.sharded import is_sharded
 from wellposed.penalize._terms import How, Term
-from wellposed.roles import WeightView
+from wellposed.roles import AdaptedView, WeightView
 
 
 def check_in_place(terms: Sequence[Term], hows: Mapping[str, How]) -> None:
     """Raise `ConfigError` for terms whose gradient only autograd can give; every one is named."""
     offenders = [f"{name}: form 'qr'" for name, how in hows.items() if how.form == "qr"]
     for view in (view for term in terms for view in term.views):
-        if not view.parameter.is_leaf:
+        if isinstance(view, AdaptedView):
+            offenders.append(f"{view.parameter_name}: the gradient goes to the factors of its adapters")
+        elif not view.parameter.is_leaf:
             offenders.append(f"{view.parameter_name}: a parametrised weight, computed from another parameter")
-        elif is_distributed(view.parameter):
+        elif is_sharded(view.parameter):
             offenders.append(f"{view.parameter_name}: sharded over processes")
     if offenders:
         raise ConfigError(

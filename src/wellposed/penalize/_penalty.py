@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.penalize._affinity_capture import AffinityCapture
 from wellposed.penalize._affinity_of_call import Estimate, carries_gradient
+from wellposed.penalize._frozen import frozen_weights
 from wellposed.penalize._in_place import accumulate_term_, check_in_place
-from wellposed.penalize._terms import How, check_form, form_of, weight_terms
-from wellposed.roles import Roles, find_roles
+from wellposed.penalize._terms import How, adapted_terms, check_form, form_of, weight_terms
+from wellposed.roles import AttentionRole, Roles, find_roles
+from wellposed.watch import AttentionCall
 
 Strength = float | Callable[[int], float]
 
@@ -47,7 +49,8 @@ class OrthogonalityPenalty:
     ``form={"feedforward": "gram"}``. mcgrath2024 prints ``gram``.
 
     A weight that plays two roles of one strength (or two of query, key and value) is counted once; a warning and
-    ``notes`` say which.
+    ``notes`` say which. A strength whose weights are all frozen (``requires_grad=False``, as the base weights of LoRA)
+    has no gradient: calling the penalty is an error. Where some of them are frozen, a warning names them.
 
     Args:
         model: the module that will be called; with ``affinity``, hooks are placed on it and its self-attention modules.
@@ -61,6 +64,9 @@ class OrthogonalityPenalty:
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
+        adapters: penalise ``W + scale B A``, the weight that a layer with LoRA factors computes with, so that the
+            gradient trains A and B while W is frozen. (The factors themselves are not drawn to orthogonality: B is 0 at
+            the start, and B^T B = I would undo the pretrained weight.) Make the penalty after the adapters.
         patterns: passed to `wellposed.find_roles`.
         generator: source of the probes; the global one by default.
 
@@ -68,7 +74,8 @@ class OrthogonalityPenalty:
 
     Raises:
         ConfigError: no or a negative strength, an unknown form, mode or estimator, quantised or (on a CPU) float16
-            weights, or an attention implementation that cannot be watched.
+            weights, an attention implementation that cannot be watched, or ``adapters`` where there are none, or none
+            that can be added to the weight (merged, switched off, DoRA).
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
@@ -109,6 +116,7 @@ class OrthogonalityPenalty:
         qr_method: Literal["householder", "gram_schmidt"] = "householder",
         gram_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
+        adapters: bool = False,
         patterns: Mapping[str, str | Sequence[str]] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -132,6 +140,9 @@ class OrthogonalityPenalty:
         self._terms, notes = weight_terms(
             self.roles, named, attention_mode=attention_mode, cross_attention=cross_attention
         )
+        if adapters:
+            self._terms = adapted_terms(model, self._terms)
+        self._warned = False
         self.notes = tuple(notes)
         if notes:
             warnings.warn("weights shared between roles are penalised once:\n" + listed(notes), stacklevel=2)
@@ -147,11 +158,14 @@ class OrthogonalityPenalty:
 
         Raises:
             ConfigError: after `remove`; or, with ``affinity``, before a forward pass, after its graph was freed, or
-                where an attention module could not be seen; a schedule that returns a negative number.
+                where an attention module could not be seen; a schedule that returns a negative number; with gradients
+                enabled, a strength whose weights are all frozen, or affinities that carry no gradient.
         """
         strengths = self._advance()
         if strengths is None:
             return self._device_of().new_zeros((), dtype=torch.float32)
+        if torch.is_grad_enabled():
+            self._check_trained()
         parts: dict[str, Tensor] = {}
         for name, part in self._weight_parts(strengths):
             parts[name] = parts[name] + part if name in parts else part
@@ -173,8 +187,9 @@ class OrthogonalityPenalty:
         (True, True)
 
         Raises:
-            ConfigError: affinity terms, ``form="qr"``, parametrised or sharded weights, whose gradient needs the
-                graph; after `remove`; a schedule that returns a negative number. Nothing has been added then.
+            ConfigError: affinity terms, ``form="qr"``, parametrised, adapted or sharded weights, whose gradient needs
+                the graph; a strength whose weights are all frozen; after `remove`; a schedule that returns a negative
+                number. Nothing has been added then.
 
         Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of the gradient. When
         not to use: inside a compiled step, or with hooks on gradients (DDP, FSDP), which it goes past; under DDP every
@@ -186,6 +201,7 @@ class OrthogonalityPenalty:
                 "or a second OrthogonalityPenalty for the affinity alone"
             )
         check_in_place(self._terms, self._hows)
+        self._check_trained()
         strengths = self._advance()
         if strengths is None:
             return 0.0
@@ -225,6 +241,16 @@ class OrthogonalityPenalty:
             return None
         return {name: _at(name, strength, step) * self.every for name, strength in self._strengths.items()}
 
+    def _check_trained(self) -> None:
+        frozen = frozen_weights(self._terms)
+        if frozen and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "these weights are frozen, so their part of the penalty is a number without gradient:\n"
+                + listed(frozen),
+                stacklevel=3,
+            )
+
     def _next_step(self) -> int | None:
         return None if self.step % self.every else self.step
 
@@ -235,22 +261,25 @@ class OrthogonalityPenalty:
         ]
 
     def _affinity_parts(self, capture: AffinityCapture, strength: float) -> list[tuple[str, Tensor]]:
-        parts: list[tuple[str, Tensor]] = []
-        lost: list[str] = []
         shown = capture.take()
+        if torch.is_grad_enabled():
+            _check_gradients(shown)
         scale = strength * capture.scale
-        for role, call in shown:
-            if torch.is_grad_enabled() and role.query.parameter.requires_grad and not carries_gradient(call):
-                lost.append(role.path)
-            per_head = self._estimate.penalty(call)
-            parts.append((f"affinity.{role.stack}.{role.layer}", scale * per_head.mean(dim=0).sum()))
-        if lost:
-            raise ConfigError(
-                "the forward pass ran without gradient in these attention modules, so their affinity penalty would "
-                "train nothing:\n" + listed(lost) + "\nRun it outside torch.no_grad() (or call the penalty inside it); "
-                "with gradient checkpointing pass use_reentrant=False"
-            )
-        return parts
+        return [
+            (f"affinity.{role.stack}.{role.layer}", scale * self._estimate.penalty(call).mean(dim=0).sum())
+            for role, call in shown
+        ]
+
+
+def _check_gradients(shown: Sequence[tuple[AttentionRole, AttentionCall]]) -> None:
+    without = [role for role, call in shown if not carries_gradient(call)]
+    lost = [role.path for role in without if len(without) == len(shown) or role.query.trainable]
+    if lost:
+        raise ConfigError(
+            "the forward pass left no gradient in these attention modules, so their affinity penalty would train "
+            "nothing:\n" + listed(lost) + "\nRun it outside torch.no_grad() (or call the penalty inside it); with "
+            "gradient checkpointing pass use_reentrant=False; in a frozen model train something they depend on"
+        )
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import gram_penalty, qr_penalty
 from wellposed.functional.penalties import Side, check_weights
-from wellposed.roles import AttentionRole, Roles, WeightView, joined_views
+from wellposed.roles import AttentionRole, Roles, WeightView, adapted_view, has_lora, joined_views
 
 FORMS = ("gram_squared", "gram", "qr")
 SINGLE_ROLES = ("query", "key", "value")
@@ -73,6 +73,20 @@ def weight_terms(
     terms = _counted_once(terms, notes)
     _check(terms)
     return terms, notes
+
+
+def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:
+    """Return the terms on the weights that layers compute with, LoRA factors included.
+
+    Raises:
+        ConfigError: the model holds no LoRA factors, or some that cannot be added to the weight.
+    """
+    if not any(map(has_lora, model.modules())):
+        raise ConfigError(
+            f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A and lora_B beside a "
+            "base_layer); make the penalty after the adapters, or leave adapters out"
+        )
+    return [replace(term, views=tuple(adapted_view(model, view) for view in term.views)) for term in terms]
 
 
 def form_of(strength: str, form: str | Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from wellposed.errors import missing_extra
 from wellposed.measurement import WEIGHT_COLUMNS, write_csv
 from wellposed.report._aggregate import TaskComparison, compare_runs, conclusions, flatten
 from wellposed.report._curves import task_curves
-from wellposed.report._plots import curves_figure, mean_rows, orthogonality_figure, spectra_figure
+from wellposed.report._plots import curves_figure, mean_rows, orthogonality_figure, spectra_figure, weights_error
 from wellposed.report._runs import Run, find_runs, load_details
 from wellposed.text_table import format_number
 
@@ -162,8 +162,8 @@ def _figures(
     if any(row["layer"] is not None for row in rows):
         file = write_csv(folder / f"{slug}-weights.csv", columns, rows)
         caption = (
-            f"Orthogonality error err_orth = max off-diagonal of |W Wᵀ| (of the smaller Gram matrix) by layer and role"
-            f"{mean}; 0 is orthogonal. One logarithmic colour scale for all maps."
+            f"Orthogonality error err_orth = {weights_error(weights).formula} (of the smaller Gram matrix) by layer "
+            f"and role{mean}; 0 is orthogonal. One logarithmic colour scale for all maps."
         )
         svg = orthogonality_figure(weights, f"{slug}-orth")
         figures.append(Figure(Markup(svg), caption, f"{folder.name}/{file.name}"))

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wellposed.measurement.figures import (
+    ErrorShown,
     add_colour_bar,
     draw_heat_map,
     draw_spectra,
+    error_shown,
     figure_style,
     heat_map,
     new_figure,
@@ -60,8 +62,9 @@ def curves_figure(
 
 def orthogonality_figure(weights: Weights, prefix: str) -> str:
     """Draw err_orth as layers x roles, before and after training, one line of maps per variant, one colour scale."""
+    error = weights_error(weights)
     with figure_style():
-        maps = [[heat_map(rows, "orthogonality_error") for rows in (before, after)] for _, before, after in weights]
+        maps = [[heat_map(rows, error.name) for rows in (before, after)] for _, before, after in weights]
         norm = shared_log_norm([heat for pair in maps for heat in pair])
         first = maps[0][0]
         same_roles = len({tuple(heat.roles) for pair in maps for heat in pair}) == 1
@@ -77,6 +80,11 @@ def orthogonality_figure(weights: Weights, prefix: str) -> str:
         what = "Heat maps of the orthogonality error by layer and role, before and after training"
         label = f"{what}, for {_listing(weights)}."
         return svg_markup(figure, prefix=prefix, label=label)
+
+
+def weights_error(weights: Weights) -> ErrorShown:
+    """Return the orthogonality error that all the measurements hold."""
+    return error_shown(row for _, before, after in weights for row in (*before, *after))
 
 
 def spectra_figure(weights: Weights, prefix: str) -> str | None:

@@ -63,7 +63,15 @@ class WeightView:
         return rows, columns
 
     @property
-    def key(self) -> tuple[int, tuple[int, int] | None, bool]:
+    def trainable(self) -> bool:
+        """Whether a gradient of the weight reaches a parameter that is trained."""
+        if self._parametrized:
+            parametrizations: Any = self.owner.parametrizations
+            return any(parameter.requires_grad for parameter in parametrizations[self.attribute].parameters())
+        return self.parameter.requires_grad
+
+    @property
+    def key(self) -> tuple[Any, ...]:
         """What two views of the same numbers have in common: parameter identity, rows, orientation."""
         identity = id(self.owner) if self._parametrized else id(self.parameter)
         return identity, self.rows, self.transposed

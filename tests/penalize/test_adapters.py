@@ -1,0 +1,163 @@
+"""Frozen weights are refused in words, and LoRA factors are trained by the penalty of the weight they make."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.penalize import OrthogonalityPenalty
+
+from ..roles.zoo import ZOO
+from .models import batch, bert
+
+RANK, SCALE = 2, 1.5
+
+
+class LoraLinear(nn.Module):
+    """A linear layer under LoRA, with the names that PEFT's has."""
+
+    def __init__(self, base: nn.Module, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(in_features, RANK, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, out_features, bias=False)})
+        self.scaling = {"default": SCALE}
+        self.use_dora = {"default": False}
+        self.active_adapters = ["default"]
+        self.merged = self.disable_adapters = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + SCALE * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted(model: nn.Module, name: str) -> nn.Module:
+    """Freeze a model and put LoRA on all its layers called ``name``."""
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        base = getattr(parent, name, None)
+        if isinstance(base, nn.Module):
+            rows, columns = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
+            setattr(parent, name, LoraLinear(base, rows, columns))
+    return model
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The same model with every adapter added to a trained weight: the slow, obvious reference."""
+    twin = copy.deepcopy(model)
+    for parent in list(twin.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, LoraLinear):
+                base: Any = layer.base_layer
+                delta = SCALE * layer.lora_B["default"].weight.detach() @ layer.lora_A["default"].weight.detach()
+                base.weight.data += delta if isinstance(base, nn.Linear) else delta.T
+                setattr(parent, name, base.requires_grad_(True))
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "strengths"),
+    [
+        ("bert", "key", {"key": 1.0}),
+        ("gpt2", "c_attn", {"key": 1.0, "query": 0.5}),
+        ("gpt2", "c_attn", {"attention": 1.0}),
+        ("llama", "q_proj", {"query": 1.0, "form": "gram"}),
+        ("llama", "up_proj", {"feedforward": 1.0}),
+    ],
+)
+def test_the_penalty_is_that_of_the_merged_weight(family: str, name: str, strengths: dict[str, Any]) -> None:
+    """Value of the merged model; gradients of the factors by the chain rule: s B^T G and s G A^T."""
+    model = adapted(ZOO[family].build(), name).double()
+    twin = merged(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the weights beside the adapters are frozen
+        value = OrthogonalityPenalty(model, adapters=True, **strengths)()
+        expected = OrthogonalityPenalty(twin, **strengths)()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)  # the call sums in float32 at least
+    value.backward()
+    expected.backward()
+    layers = {path: part for path, part in model.named_modules() if isinstance(part, LoraLinear)}
+    assert layers
+    for path, layer in layers.items():
+        base: Any = twin.get_submodule(path)
+        gradient = base.weight.grad if isinstance(base, nn.Linear) else base.weight.grad.T
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        torch.testing.assert_close(a.grad, SCALE * b.T @ gradient, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(b.grad, SCALE * gradient @ a.T, rtol=1e-9, atol=1e-9)
+        assert layer.base_layer.weight.grad is None
+
+
+def test_frozen_weights_are_an_error_that_names_them() -> None:
+    model = adapted(bert(), "key")
+    penalty = OrthogonalityPenalty(model, key=1.0)
+    with pytest.raises(ConfigError, match=r"(?s)frozen.*layer\.2\.attention\.self\.key\.base_layer\.weight.*adapters="):
+        penalty()
+    with pytest.raises(ConfigError, match="frozen"):
+        penalty.accumulate_()
+    with torch.no_grad():
+        assert penalty().item() > 0
+    query = OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True)
+    with pytest.raises(ConfigError, match=r"query of encoder\.0") as caught:
+        query()
+    assert "key of" not in str(caught.value)
+
+
+def test_freezing_after_the_penalty_was_made_is_noticed() -> None:
+    model = bert()
+    penalty = OrthogonalityPenalty(model, key=1.0)
+    assert penalty().item() > 0
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="frozen"):
+        penalty()
+
+
+def test_some_frozen_weights_are_warned_of_once() -> None:
+    model = bert()
+    model.encoder.layer[0].requires_grad_(False)
+    penalty = OrthogonalityPenalty(model, key=1.0)
+    with pytest.warns(UserWarning, match=r"layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"):
+        penalty()
+    penalty()  # warnings are errors in these tests
+
+
+def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained() -> None:
+    model, inputs = adapted(bert(), "key"), batch()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    output = model(**inputs)
+    penalty().backward()
+    assert all(
+        part.lora_B["default"].weight.grad.abs().sum() > 0 for part in model.modules() if isinstance(part, LoraLinear)
+    )
+    model.requires_grad_(False)
+    output = model(**inputs)
+    with pytest.raises(ConfigError, match=r"(?s)no gradient.*layer\.0\.attention.*frozen"):
+        penalty()
+    assert output is not None
+
+
+@pytest.mark.parametrize("change", ["merged", "disable_adapters", "use_dora"])
+def test_adapters_that_are_not_added_to_the_weight_are_refused(change: str) -> None:
+    model = adapted(bert(), "key")
+    layer: Any = model.get_submodule("encoder.layer.1.attention.self.key")
+    setattr(layer, change, {"default": True} if change == "use_dora" else True)
+    with pytest.raises(ConfigError, match=r"layer\.1\.attention\.self\.key"):
+        OrthogonalityPenalty(model, key=1.0, adapters=True)
+
+
+def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused() -> None:
+    model = adapted(bert(), "key").double()
+    layer: Any = model.get_submodule("encoder.layer.1.attention.self.key")
+    plain = merged(model)
+    layer.lora_A["other"], layer.lora_B["other"] = nn.Linear(16, RANK).double(), nn.Linear(RANK, 16).double()
+    layer.scaling["other"] = 9.0
+    found, expected = OrthogonalityPenalty(model, key=1.0, adapters=True)(), OrthogonalityPenalty(plain, key=1.0)()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.raises(ConfigError, match="gradient goes to the factors"):
+        OrthogonalityPenalty(model, key=1.0, adapters=True).accumulate_()
+    with pytest.raises(ConfigError, match="holds LoRA factors"):
+        OrthogonalityPenalty(plain, key=1.0, adapters=True)
