@@ -7,23 +7,24 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from wellposed.tasks import Task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
 
 VOCABULARY = 11
 
 
-class StubTask:
+class StubTask(Task):
     """Predict the next of a few tokens; examples differ in length, so targets are spread unevenly over batches."""
 
-    name = "stub"
-    kind = "causal_lm"
-    headline = "nats"
-    higher_is_better = False
+    name: ClassVar = "stub"
+    kind: ClassVar = "causal_lm"
+    headline: ClassVar = "nats"
+    higher_is_better: ClassVar = False
     sizes: ClassVar[Mapping[str, int]] = {"train": 23, "valid": 6, "test": 5}
 
     def __init__(self, delay: float = 0.0) -> None:
@@ -39,6 +40,9 @@ class StubTask:
             ]
             for split, size in self.sizes.items()
         }
+
+    def _build_tokenizer(self) -> NoReturn:
+        raise NotImplementedError("the stub has token ids and no text")
 
     def model_kwargs(self) -> dict[str, Any]:
         return {"vocab_size": VOCABULARY}

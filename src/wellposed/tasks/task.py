@@ -15,13 +15,14 @@ from wellposed.options import build_options
 from wellposed.registry import Registry
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerFast
 
 Kind: TypeAlias = Literal["causal_lm", "sequence_classification", "seq2seq_lm", "sequence_pair_classification"]
 Split: TypeAlias = Literal["train", "valid", "test"]
 Example: TypeAlias = "dict[str, list[int]]"
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
+IGNORED_LABEL = -100
 
 
 class Task(ABC):
@@ -40,6 +41,8 @@ class Task(ABC):
     """The metric a table shows first."""
     higher_is_better: ClassVar[bool]
     """Direction of the headline metric."""
+    report_headline: ClassVar[str | None] = None
+    """The metric of generated text that a report shows first; None where no text is generated."""
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -82,6 +85,14 @@ class Task(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed float32 cross entropy in nats and the number of predictions; a causal shift is inside."""
 
+    def target_count(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many predictions `loss_sum` sums over, known before the forward pass.
+
+        Labels other than -100 count; the first token of a language model does not, as nothing predicts it.
+        """
+        labels = batch["labels"][:, 1:] if self.kind == "causal_lm" else batch["labels"]
+        return int((labels != IGNORED_LABEL).sum())
+
     @abstractmethod
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
@@ -89,6 +100,26 @@ class Task(ABC):
     @abstractmethod
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """Return the metrics of added-up (sum, count) pairs."""
+
+    def generate_metrics(
+        self, model: nn.Module, split: Split, *, batch_size: int, max_examples: int | None = None
+    ) -> dict[str, float]:
+        """Return the scores of texts that ``model`` generates for a split: none, unless the task generates text.
+
+        They are computed once, on valid and test, with the final weights.
+
+        Args:
+            model: the trained model; its mode is put back.
+            split: valid or test.
+            batch_size: most examples at a time.
+            max_examples: the first so many examples; the task's own limit where not given.
+        """
+        del model, split, batch_size, max_examples
+        return {}
+
+    def describe_generation(self) -> dict[str, Any]:
+        """Return how the texts of `generate_metrics` were searched for and scored."""
+        return {}
 
     @abstractmethod
     def reference(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
 from wellposed.training import durable_files
 from wellposed.training._manifest import verify_run_file
 from wellposed.training.config import RunConfig
@@ -73,7 +74,7 @@ def read_result(run_folder: Path) -> RunResult | None:
 
 def write_result(result: RunResult) -> RunResult:
     """Write ``result.json`` in one step and return ``result``."""
-    durable_files.replace_file(result.out / NAME, durable_files.to_json(result.result, indent=2))
+    durable_files.replace_file(result.out / NAME, to_json(result.result, indent=2))
     return result
 
 
@@ -140,7 +141,7 @@ def describe_result(
 
 def _report_headline(task: Task, metrics: Collection[str]) -> str:
     """Return the metric a report shows first: of generated text, where the run got so far, else what chose weights."""
-    wanted: str = getattr(task, "report_headline", task.headline)
+    wanted = task.report_headline or task.headline
     return wanted if wanted in metrics else task.headline
 
 
@@ -150,7 +151,7 @@ def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
     A task states the direction of its headline, which its other metrics share (bits beside nats, F1 beside accuracy).
     Where a report has another headline, the scores of generated text are better when higher.
     """
-    plain = task.headline if getattr(task, "report_headline", None) else None
+    plain = task.headline if task.report_headline else None
     return {
         metric: metric != "loss" and (task.higher_is_better if plain in (None, metric) else True)
         for metric in sorted(metrics)

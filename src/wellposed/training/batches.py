@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wellposed.errors import ConfigError, DataError
+from wellposed.tasks.task import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 Batch = dict[str, torch.Tensor]
-IGNORED_LABEL = -100
 
 
 class MicroBatches:
@@ -60,21 +60,6 @@ class MicroBatches:
                 f"{self._batch_size}; use more data or a smaller batch_size"
             )
         return order
-
-
-def target_count(task: Task, batch: Batch) -> int:
-    """Return how many targets the loss of ``batch`` sums over, known before the forward pass.
-
-    A task may define ``target_count(batch)``; otherwise labels other than -100 count, the first token of a language
-    model excepted, as nothing predicts it.
-    """
-    own = getattr(task, "target_count", None)
-    if own is not None:
-        return int(own(batch))
-    labels = batch["labels"]
-    if task.kind == "causal_lm":
-        labels = labels[:, 1:]
-    return int((labels != IGNORED_LABEL).sum())
 
 
 def token_count(batch: Batch) -> int:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 TEMPORARY = ".tmp-"
 OLD = f"{TEMPORARY}old-"
@@ -94,21 +91,6 @@ def remove_litter(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def to_json(value: Any, *, indent: int | None = None) -> bytes:
-    """Return ``value`` as strict JSON with a final newline; NaN and infinities, which JSON lacks, become null."""
-    return (json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n").encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value
 
 
 def digest(path: Path) -> str:

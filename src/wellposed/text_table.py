@@ -1,0 +1,56 @@
+"""Tables for a terminal: columns padded with spaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+MISSING = "-"
+
+
+def format_number(value: Any, digits: int = 4) -> str:
+    """Return ``value`` with ``digits`` significant digits; ``-`` for ``None``.
+
+    >>> [format_number(value) for value in (0.123456, 3, None, float("inf"), 12345.678, 1.2e-7)]
+    ['0.1235', '3', '-', 'inf', '1.235e+04', '1.2e-07']
+    """
+    if value is None:
+        return MISSING
+    if isinstance(value, float):
+        return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
+    return str(value)
+
+
+def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Return a titled table; the first ``left`` columns are aligned left, the others right.
+
+    >>> print(text_table("norms", ["role", "sigma"], [["query", "1.02"]]))
+    norms
+    role   sigma
+    -----  -----
+    query   1.02
+    """
+    dashes = ["-" * width for width in _widths([columns, *rows])]
+    return f"{title}\n{aligned([columns, dashes, *rows], 'l' * left + 'r')}"
+
+
+def aligned(lines: Sequence[Sequence[str]], alignment: str = "lr") -> str:
+    """Return lines of cells as text; ``alignment`` has an l (left) or r (right) for each column, the last one repeated.
+
+    >>> print(aligned([("weight", "error"), ("a", "2e-06")]))
+    weight  error
+    a       2e-06
+    """
+    widths = _widths(lines)
+    sides = alignment.ljust(len(widths), alignment[-1])
+
+    def padded(line: Sequence[str]) -> str:
+        cells = zip(line, widths, sides, strict=False)
+        return "  ".join(cell.ljust(width) if side == "l" else cell.rjust(width) for cell, width, side in cells)
+
+    return "\n".join(padded(line).rstrip() for line in lines)
+
+
+def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
