@@ -29,10 +29,11 @@ from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.training.batches import Batch, MicroBatches
 from wellposed.training.build import build_run_model
-from wellposed.training.loop import Run
+from wellposed.training.loop import take_step
 from wellposed.training.metrics import MetricsFile
 from wellposed.training.optimizer import build_optimizer, set_learning_rate
 from wellposed.training.progress import Progress
+from wellposed.training.run import Run
 
 WARMUP = 5
 CASES = {
@@ -91,16 +92,15 @@ def measure(
     copies = [copy.deepcopy(first) for _ in range(3)]
     size, seed = config.train.batch_size, config.train.seed
     run = Run(config, folder, task, copies[0], Accelerator(mixed_precision="no", cpu=True))
-    run.batches = MicroBatches(task, size, seed)
     run.progress = Progress(enabled=False, steps=steps, description="")
     run.metrics = MetricsFile(folder)
-    run._began = time.monotonic()
+    run.begin(None)
     collated = MicroBatches(task, size, seed)
     ready = iter(MicroBatches(task, size, seed).take(steps + WARMUP))
     optimizers = [build_optimizer(model, config.train) for model in copies[1:]]
     kind = task.kind
     sides: list[Callable[[], None]] = [
-        run._step,
+        lambda: take_step(run),
         lambda: bare_step(copies[1], optimizers[0], lambda: collated.take(1)[0], config, kind),
         lambda: bare_step(copies[2], optimizers[1], lambda: next(ready), config, kind),
     ]

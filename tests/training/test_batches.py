@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.training.batches import MicroBatches, check_target_count, target_count, token_count
+from wellposed.training.batches import MicroBatches, check_target_count, token_count
 
 
 def ids(batches: list[dict[str, torch.Tensor]]) -> list[list[list[int]]]:
@@ -48,7 +48,7 @@ def test_targets_are_counted_as_the_loss_counts_them(stub: ModuleType) -> None:
     task = stub.StubTask()
     for batch in MicroBatches(task, 5, seed=0).take(6):
         logits = torch.zeros(*batch["input_ids"].shape, stub.VOCABULARY)
-        assert target_count(task, batch) == int(task.loss_sum(logits, batch)[1])
+        assert task.target_count(batch) == int(task.loss_sum(logits, batch)[1])
         assert token_count(batch) == int((batch["input_ids"] != 0).sum())
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
 from wellposed.training import checkpoints, durable_files
 from wellposed.training.state import TrainerState
 from wellposed.training.tensors import load_random_tensors, random_tensors
@@ -214,7 +215,7 @@ def test_a_checkpoint_of_another_model_or_other_processes_is_refused(held: Held)
 
 
 def test_numbers_that_json_lacks_become_null() -> None:
-    assert json.loads(durable_files.to_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {
+    assert json.loads(to_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {
         "a": [None, 1.5],
         "b": [None],
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
 from wellposed.training import durable_files
 
 NAME = "manifest.json"
@@ -27,7 +28,7 @@ def write(folder: Path, names: Iterable[str]) -> None:
     """Write the manifest of those files of ``folder`` that exist, in one step."""
     paths = [folder / name for name in sorted(names)]
     entries = {path.name: _entry(path.stat().st_size, durable_files.digest(path)) for path in paths if path.is_file()}
-    durable_files.replace_file(folder / NAME, durable_files.to_json({"format": FORMAT, "files": entries}, indent=2))
+    durable_files.replace_file(folder / NAME, to_json({"format": FORMAT, "files": entries}, indent=2))
 
 
 def remove(folder: Path) -> None:

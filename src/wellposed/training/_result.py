@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
 from wellposed.training import durable_files
 from wellposed.training._manifest import verify_run_file
 from wellposed.training.config import RunConfig
@@ -73,7 +74,7 @@ def read_result(run_folder: Path) -> RunResult | None:
 
 def write_result(result: RunResult) -> RunResult:
     """Write ``result.json`` in one step and return ``result``."""
-    durable_files.replace_file(result.out / NAME, durable_files.to_json(result.result, indent=2))
+    durable_files.replace_file(result.out / NAME, to_json(result.result, indent=2))
     return result
 
 

@@ -13,13 +13,17 @@ from accelerate.utils import set_seed
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import build_task
 from wellposed.training import _manifest, run_folder
-from wellposed.training._complete import CompleteRun
 from wellposed.training._result import RunResult, describe_result, read_result, write_result
 from wellposed.training.build import ModelFactory, build_run_model
 from wellposed.training.config import RunConfig
+from wellposed.training.divergence import Divergence
 from wellposed.training.epochs import counted_in_steps
+from wellposed.training.finish import cancel, fail, finish
+from wellposed.training.loop import fit
+from wellposed.training.metrics import MetricsFile
 from wellposed.training.progress import Progress
-from wellposed.training.signals import StopRequest
+from wellposed.training.run import Run
+from wellposed.training.signals import Cancelled, StopRequest
 from wellposed.training.state import TrainerState
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -99,19 +103,19 @@ def train(
     set_seed(config.train.seed)
     run = None
     try:
-        run = CompleteRun(config, out, task, model(config, task), accelerator)
+        run = Run(config, out, task, model(config, task), accelerator)
         checkpoint, notes = run.enter(resume, command)
-        with (
-            Progress(
-                enabled=progress and accelerator.is_main_process,
-                steps=config.train.steps,
-                description=f"{config.task} {config.variant} seed {config.train.seed}",
-            ) as shown,
-            StopRequest() as stop,
-        ):
+        shown = Progress(
+            enabled=progress and run.is_main,
+            steps=config.train.steps,
+            description=f"{config.task} {config.variant} seed {config.train.seed}",
+        )
+        with shown as run.progress, StopRequest() as run.stop:
             for note in notes:
-                shown.say(note, warn="damaged" in note)
-            return run.go(checkpoint, shown, stop)
+                run.progress.say(note, warn="damaged" in note)
+            run.begin(checkpoint)
+            with MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main) as run.metrics:
+                return _train_to_the_end(run)
     except ConvergenceError as error:
         # The weights or their constraint could not be made: such a run has failed, as one whose loss is not finite.
         return _failed_at_start(
@@ -127,6 +131,16 @@ def train(
     finally:
         if run is not None:
             run.close()
+
+
+def _train_to_the_end(run: Run) -> RunResult:
+    try:
+        fit(run)
+        return finish(run)
+    except Cancelled:
+        return cancel(run)
+    except (Divergence, ConvergenceError) as error:
+        return fail(run, error)
 
 
 def _failed_at_start(

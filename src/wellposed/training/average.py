@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from wellposed.errors import CheckpointError
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed.training import durable_files
+from wellposed.training.config import RunConfig
 from wellposed.training.tensors import decode, encode, load_model_tensors, model_tensors
 
 if TYPE_CHECKING:
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
 
 FOLDER = "averaging"
 _NAME = re.compile(r"^step-(\d+)\.safetensors$")
+
+
+def weight_history(config: RunConfig, run_folder: Path) -> WeightHistory | None:
+    """Return the history that ``average_checkpoints`` asks for, or None where nothing is averaged.
+
+    Raises:
+        ConfigError: weights are held orthogonal, which their mean would not be.
+    """
+    count = config.train.average_checkpoints
+    if count and config.constrain.where:
+        raise ConfigError(
+            f"train.average_checkpoints = {count} with constrain.where = {config.constrain.where!r}: the mean of "
+            "orthogonal matrices is not orthogonal; leave one of them at its default"
+        )
+    return WeightHistory(run_folder, count) if count else None
 
 
 class WeightHistory:
@@ -105,8 +121,8 @@ def choose_weights(
         "best_step": best_step,
         "averaged_steps": steps,
         "chosen_by": f"{metric},valid",
+        "best": best,
     }
-    report["best"] = best
     if len(steps) < 2:
         return {**report, "average": None}, None
     own = {name: tensor.clone() for name, tensor in model_tensors(model)[0].items()}

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wellposed.errors import ConfigError, DataError
+from wellposed.tasks.task import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 Batch = dict[str, torch.Tensor]
-IGNORED_LABEL = -100
 
 
 class MicroBatches:
@@ -60,11 +60,6 @@ class MicroBatches:
                 f"{self._batch_size}; use more data or a smaller batch_size"
             )
         return order
-
-
-def target_count(task: Task, batch: Batch) -> int:
-    """Return how many targets the loss of ``batch`` sums over, known before the forward pass."""
-    return task.target_count(batch)
 
 
 def token_count(batch: Batch) -> int:

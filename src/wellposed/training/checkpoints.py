@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
 from wellposed.training import _manifest, durable_files
 from wellposed.training.state import TrainerState
 from wellposed.training.tensors import (
@@ -51,7 +52,7 @@ def take_snapshot(
     files = {
         MODEL: encode(model_tensors(model)[0]),
         OPTIMIZER: encode(*optimizer_tensors(optimizer)),
-        STATE: durable_files.to_json(state.to_dict(), indent=2),
+        STATE: to_json(state.to_dict(), indent=2),
         **{random_name(rank): data for rank, data in enumerate(random_states)},
     }
     config: Any = getattr(model, "config", None)
@@ -83,7 +84,7 @@ def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
         with durable_files.replace_folder(folder) as temporary:
             for name, data in snapshot.files.items():
                 durable_files.write_synced(temporary / name, data)
-            durable_files.write_synced(temporary / _manifest.NAME, durable_files.to_json(manifest, indent=2))
+            durable_files.write_synced(temporary / _manifest.NAME, to_json(manifest, indent=2))
     except OSError as error:
         size = sum(map(len, snapshot.files.values()))
         older = newest_complete(run_folder)[0]

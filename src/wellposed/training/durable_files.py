@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from wellposed.finite_json import to_json  # noqa: F401 - read from here by what writes run files
-
 TEMPORARY = ".tmp-"
 OLD = f"{TEMPORARY}old-"
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
 from wellposed.training import durable_files
 
 NAME = "metrics.jsonl"
@@ -33,7 +34,7 @@ class MetricsFile:
         """
         try:
             if self._file is not None:
-                self._file.write(durable_files.to_json(row))
+                self._file.write(to_json(row))
                 self._file.flush()
         except OSError as error:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, listed
+from wellposed.finite_json import to_json
 from wellposed.training import checkpoints, durable_files
 from wellposed.training.config import RunConfig, config_difference
 from wellposed.version import __version__
@@ -158,7 +159,7 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
                 "then continue with --resume auto"
             ) from error
     entry = {"from_step": step, "date": values["date"], "command": values["command"]}
-    durable_files.replace_file(path, durable_files.to_json({**values, "starts": [*starts, entry]}, indent=2))
+    durable_files.replace_file(path, to_json({**values, "starts": [*starts, entry]}, indent=2))
 
 
 def versions() -> dict[str, str]:

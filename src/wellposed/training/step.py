@@ -17,7 +17,6 @@ from wellposed.training.batches import (
     Batch,
     check_target_count,
     forward_with_auxiliary,
-    target_count,
     to_device,
     token_count,
 )
@@ -131,7 +130,7 @@ def _totals(task: Task, micro_batches: Sequence[Batch]) -> torch.Tensor:
     """Return how many targets, sequences and tokens the micro-batches hold."""
     return torch.tensor(
         [
-            sum(target_count(task, batch) for batch in micro_batches),
+            sum(task.target_count(batch) for batch in micro_batches),
             sum(len(batch["input_ids"]) for batch in micro_batches),
             sum(map(token_count, micro_batches)),
         ]

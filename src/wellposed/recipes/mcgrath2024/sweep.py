@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, WellposedError, listed, missing_extra
+from wellposed.finite_json import to_json
 from wellposed.recipes.mcgrath2024 import STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.tasks.data.minbert import read_minbert
-from wellposed.training.durable_files import replace_file, to_json
+from wellposed.training.durable_files import replace_file
 from wellposed.training.signals import Cancelled, StopRequest
 
 STUDY = "mcgrath2024"

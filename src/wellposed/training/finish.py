@@ -1,0 +1,137 @@
+"""What follows the last step of a run, in order: final weights are chosen, scored and saved, and the result written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.training import _manifest, checkpoints, run_folder
+from wellposed.training._result import RunResult, Status, describe_result, write_result
+from wellposed.training._save import save_final
+from wellposed.training.average import choose_weights
+from wellposed.training.divergence import Divergence
+from wellposed.training.evaluate import Evaluation
+from wellposed.training.loop import evaluate_split, validate
+from wellposed.training.signals import Cancelled
+
+if TYPE_CHECKING:
+    from wellposed.training.run import Run
+
+GENERATE_BATCH = 64
+
+
+def finish(run: Run) -> RunResult:
+    """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them in ``final/``."""
+    lost = load_best_weights(run)
+    notes = choose_mean_weights(run)
+    test = evaluate_split(run, "test")
+    valid_scores, test_scores = score_texts(run, "valid"), score_texts(run, "test")
+    if test_scores and (described := run.task.describe_generation()):
+        notes["generation"] = described
+    test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
+    run.add_row({"step": run.state.best_step, "split": "test", **test.metrics, "seconds": run.elapsed()})
+    valid = run.best_evaluation()["valid"]
+    valid = replace(valid, metrics={**valid.metrics, **valid_scores})
+    run.measure("measure-final.json")
+    if run.is_main:
+        save_final(run.out, run.model, run.task)
+    result = end(run, "success", {"valid": valid, "test": test}, lost)
+    if run.history is not None and run.is_main:
+        run.history.remove()
+    return result
+
+
+def cancel(run: Run) -> RunResult:
+    """Save a checkpoint and end a run that was asked to stop."""
+    run.save()
+    message = f"interrupted after step {run.state.step}; continue with --resume auto"
+    run.progress.say(f"{run.out}: {message}", warn=True)
+    return end(run, "cancelled", run.best_evaluation(), message)
+
+
+def fail(run: Run, error: Divergence | ConvergenceError) -> RunResult:
+    """End a run that cannot go on; the weights are those of the last step with finite numbers."""
+    run.progress.say(f"stopped: {error}", warn=True)
+    divergence = error if isinstance(error, Divergence) else None
+    return end(run, "failed", run.best_evaluation(), str(error), divergence)
+
+
+def load_best_weights(run: Run) -> str:
+    """Load the weights that were best on *valid*; where those are damaged, keep the last ones and return why."""
+    state = run.state
+    if state.best_step == state.step:
+        return ""
+    best = run.out / f"checkpoint-{state.best_step}"
+    try:
+        checkpoints.verify(best)
+    except CheckpointError as error:
+        lost = f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are used: {error}"
+        run.progress.say(lost, warn=True)
+        state.best_value = None
+        validate(run)
+        return lost
+    checkpoints.load_checkpoint(best, run.model)
+    return ""
+
+
+def choose_mean_weights(run: Run) -> dict[str, Any]:
+    """Take the mean of the last evaluated weights where it is better on *valid*; return what was compared and used."""
+    if run.history is None:
+        return {}
+    run.accelerator.wait_for_everyone()
+    state = run.state
+    report, found = choose_weights(
+        run.history,
+        run.model,
+        best=cast(float, state.best_value),
+        best_step=cast(int, state.best_step),
+        evaluate=lambda: evaluate_split(run, "valid"),
+        metric=run.task.headline,
+        higher_is_better=run.task.higher_is_better,
+    )
+    if found is not None:
+        state.best_metrics, state.best_examples = found.metrics, found.examples
+    used, rule = report["used"], report["chosen_by"]
+    run.progress.say(f"final weights: {used} ({rule}: best {report['best']}, mean {report['average']})")
+    return {"weights": report}
+
+
+def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
+    """Return the scores of texts that the final weights generate for ``split``; none for a task without texts."""
+    if run.task.report_headline is not None:
+        if run.stop_requested():
+            raise Cancelled
+        run.progress.say(f"generating the {split} split")
+    batch_size = min(GENERATE_BATCH, run.options.batch_size)
+    scores = run.task.generate_metrics(run.model, split, batch_size=batch_size, max_examples=None)
+    return {name: float(value) for name, value in scores.items()}
+
+
+def end(
+    run: Run,
+    status: Status,
+    evaluations: Mapping[str, Evaluation],
+    message: str = "",
+    divergence: Divergence | None = None,
+) -> RunResult:
+    """Write ``result.json`` and the manifest, and return the result."""
+    run.state.seconds = run.elapsed()
+    values = describe_result(
+        status=status,
+        config=run.config,
+        task=run.task,
+        state=run.state,
+        evaluations=evaluations,
+        environment=run.environment or run_folder.environment(None),
+        parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+        message=message,
+        divergence=divergence,
+    )
+    values["train_info"].update(run.isometry_error())
+    result = RunResult(status, run.out, values, message)
+    if run.is_main:
+        write_result(result)
+        _manifest.write(run.out, _manifest.RECORDS)
+    return result

@@ -1,0 +1,159 @@
+"""The objects of one run, and where it stands; what its steps and its end do with them is in other files."""
+
+from __future__ import annotations
+
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from wellposed.training import _manifest, checkpoints, run_folder
+from wellposed.training._save import measure_model
+from wellposed.training.average import weight_history
+from wellposed.training.batches import MicroBatches
+from wellposed.training.build import build_constraint, build_penalty, constrained_weights
+from wellposed.training.config import RunConfig
+from wellposed.training.evaluate import Evaluation
+from wellposed.training.metrics import MetricsFile
+from wellposed.training.optimizer import build_optimizer
+from wellposed.training.progress import Progress
+from wellposed.training.signals import StopRequest
+from wellposed.training.state import TrainerState
+from wellposed.training.step import sum_over_processes
+from wellposed.training.tensors import gather_bytes
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+
+class Run:
+    """Model, optimizer, penalty, constraint, counters and files of one run.
+
+    `progress`, `stop` and `metrics` are open while it trains; `begin` makes `batches`.
+    """
+
+    progress: Progress
+    stop: StopRequest
+    metrics: MetricsFile
+    batches: MicroBatches
+
+    def __init__(self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
+        self.config, self.options, self.out, self.task = config, config.train, out, task
+        self.accelerator = accelerator
+        self.history = weight_history(config, out)
+        self.model = model.to(accelerator.device).train()
+        self.penalty = build_penalty(config.penalty, self.model)
+        # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is saved and measured.
+        # The optimizer is used without Accelerate's wrapper: with no gradient scaler it adds nothing but a search for
+        # packages at every step (0.5 ms).
+        constrained = constrained_weights(config.constrain, self.model)
+        self.prepared, wrapper = accelerator.prepare(
+            self.model, build_optimizer(self.model, config.train, constrained=constrained)
+        )
+        self.optimizer: torch.optim.Optimizer = wrapper.optimizer
+        self.constraint = build_constraint(config.constrain, self.model, self.optimizer)
+        self.state = TrainerState()
+        self.environment: dict[str, Any] = {}
+        self._saved: tuple[int, int] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files."""
+        return self.accelerator.is_main_process
+
+    def enter(self, resume: str, command: list[str] | None) -> tuple[Path | None, list[str]]:
+        """Make or re-enter the run folder; return the checkpoint to load and notes for the user."""
+        if not self.is_main:
+            self.accelerator.wait_for_everyone()
+            return run_folder.find_checkpoint(self.out, resume)
+        checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
+        self.environment = run_folder.environment(command)
+        _manifest.remove(self.out)  # of an earlier start: what it describes grows again
+        step = checkpoints.step_of(checkpoint) if checkpoint else 0
+        run_folder.write_environment(self.out, self.environment, step)
+        self.accelerator.wait_for_everyone()
+        return checkpoint, notes
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Take the place of ``checkpoint``, or of the first step."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        if checkpoint is not None:
+            self.state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, rank=rank)
+            self._saved = self._moment
+        else:
+            self.measure("measure-initial.json")
+            # Not the generator that drew the weights: dropout must not depend on how many numbers a variant drew.
+            torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}"))
+        state, options = self.state, self.options
+        position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
+        self.batches = MicroBatches(self.task, options.batch_size, options.seed, **position)
+        self._began = time.monotonic() - state.seconds
+        self.progress.start(state.step)
+
+    def close(self) -> None:
+        """Detach the penalty and the constraint and let go of the prepared objects."""
+        for attached in (self.penalty, self.constraint):
+            if attached is not None:
+                attached.remove()
+        if self.accelerator.device.type != "cpu":
+            self.accelerator.free_memory()
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment, unless it is the one written or loaded last."""
+        if self._saved == self._moment:
+            return
+        state = self.state
+        state.seconds = self.elapsed()
+        state.metrics_rows = self.metrics.sync()
+        random_states = gather_bytes(self.accelerator, checkpoints.random_snapshot())
+        if self.is_main:
+            checkpoints.write_checkpoint(
+                self.out, checkpoints.take_snapshot(self.model, self.optimizer, state, random_states)
+            )
+            keep = self.options.keep_checkpoints
+            checkpoints.prune(self.out, step=state.step, keep=keep, best_step=state.best_step)
+        self.accelerator.wait_for_everyone()
+        self._saved = self._moment
+
+    def measure(self, name: str) -> None:
+        """Write the condition of every weight to the file ``name`` of the run folder."""
+        problem = measure_model(self.model, self.out / name) if self.is_main else None
+        if problem:
+            self.progress.say(problem)
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Add a row to ``metrics.jsonl`` and show it."""
+        self.metrics.append(row)
+        self.progress.row(row)
+
+    def elapsed(self) -> float:
+        """Return the seconds of this run, those before it was interrupted included."""
+        return time.monotonic() - self._began
+
+    def stop_requested(self) -> bool:
+        """Return whether any process was asked to stop, so that all of them stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return self.stop.requested
+        return bool(sum_over_processes(self.accelerator, torch.tensor(int(self.stop.requested))))
+
+    def best_evaluation(self) -> dict[str, Evaluation]:
+        """Return the best evaluation so far by its split, or nothing before the first."""
+        state = self.state
+        return {} if state.best_step is None else {"valid": Evaluation(state.best_metrics, state.best_examples)}
+
+    def isometry_error(self) -> dict[str, float]:
+        """Return max |W^T W / g^2 - I| of the worst constrained weight, where there are any."""
+        return {} if self.constraint is None else {"isometry_error": self.constraint.error().worst}
+
+    @property
+    def _moment(self) -> tuple[int, int]:
+        return self.state.step, self.state.evaluated_step
+
+
+def derived_seed(seed: int, purpose: str) -> int:
+    """Return a seed for one ``purpose``, unrelated to those of other purposes."""
+    return int.from_bytes(sha256(f"{seed}/{purpose}".encode()).digest()[:7])
