@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+LIGHTNING_SAYS = (".*LeafSpec.*", ".*does not have many workers.*")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -17,6 +18,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("gpt2", "decoder.0.query"),
         ("vit", "err_orth / initial"),
         ("l2_attention", "loads as it was saved: True"),
+        ("accelerate_loop", "step 19: penalty"),
+        pytest.param(
+            "lightning_module",
+            "largest |W^T W - I| after training: ",
+            marks=[pytest.mark.filterwarnings(f"ignore:{notice}") for notice in LIGHTNING_SAYS],
+        ),
+        pytest.param(
+            "peft_lora",
+            "penalty of the merged weights: ",
+            marks=pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+        ),
     ],
 )
 def test_an_example_runs_and_prints(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
