@@ -36,12 +36,19 @@ class LoraLinear(nn.Module):
         return self.base_layer(x) + SCALE * self.lora_B["default"](self.lora_A["default"](x))
 
 
+def factors(layer: LoraLinear) -> tuple[Any, Any]:
+    """A and B of the active adapter."""
+    a: Any = layer.lora_A["default"]
+    b: Any = layer.lora_B["default"]
+    return a.weight, b.weight
+
+
 def adapted(model: nn.Module, name: str) -> nn.Module:
     """Freeze a model and put LoRA on all its layers called ``name``."""
     model.requires_grad_(False)
     for parent in list(model.modules()):
-        base = getattr(parent, name, None)
-        if isinstance(base, nn.Module):
+        base: Any = getattr(parent, name, None)
+        if base is not None:
             rows, columns = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
             setattr(parent, name, LoraLinear(base, rows, columns))
     return model
@@ -54,7 +61,8 @@ def merged(model: nn.Module) -> nn.Module:
         for name, layer in list(parent.named_children()):
             if isinstance(layer, LoraLinear):
                 base: Any = layer.base_layer
-                delta = SCALE * layer.lora_B["default"].weight.detach() @ layer.lora_A["default"].weight.detach()
+                a, b = factors(layer)
+                delta = SCALE * (b @ a).detach()
                 base.weight.data += delta if isinstance(base, nn.Linear) else delta.T
                 setattr(parent, name, base.requires_grad_(True))
     return twin
@@ -86,7 +94,7 @@ def test_the_penalty_is_that_of_the_merged_weight(family: str, name: str, streng
     for path, layer in layers.items():
         base: Any = twin.get_submodule(path)
         gradient = base.weight.grad if isinstance(base, nn.Linear) else base.weight.grad.T
-        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        a, b = factors(layer)
         torch.testing.assert_close(a.grad, SCALE * b.T @ gradient, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(b.grad, SCALE * gradient @ a.T, rtol=1e-9, atol=1e-9)
         assert layer.base_layer.weight.grad is None
@@ -130,9 +138,8 @@ def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained(
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     output = model(**inputs)
     penalty().backward()
-    assert all(
-        part.lora_B["default"].weight.grad.abs().sum() > 0 for part in model.modules() if isinstance(part, LoraLinear)
-    )
+    layers = [part for part in model.modules() if isinstance(part, LoraLinear)]
+    assert all(factors(layer)[1].grad.abs().sum() > 0 for layer in layers)
     model.requires_grad_(False)
     output = model(**inputs)
     with pytest.raises(ConfigError, match=r"(?s)no gradient.*layer\.0\.attention.*frozen"):

@@ -146,7 +146,9 @@ def check_steps(model: nn.Module, steps: Sequence[Step], leave: Sequence[str], w
         for name, parameter in _matrices(model)
         if id(parameter) not in known and not matches(name, leave)
     ]
-    parametrized = [step.view.parameter_name for step in steps if ".parametrizations." in f".{_full_name(step)}"]
+    parametrized = [
+        step.view.parameter_name for step in steps if ".parametrizations." in f".{step.view.parameter_name}"
+    ]
     if parametrized:
         raise ConfigError(
             "parametrized weights cannot be drawn; initialise before the parametrization is registered:\n"
@@ -159,19 +161,15 @@ def check_steps(model: nn.Module, steps: Sequence[Step], leave: Sequence[str], w
             "they are with leave='...' (roles, or shell-style patterns on parameter names)"
         )
     drawn = [step for step in steps if step.draw != "kept"]
-    frozen = [_full_name(step) for step in drawn if not step.view.parameter.requires_grad]
+    frozen = [step.view.parameter_name for step in drawn if not step.view.parameter.requires_grad]
     if frozen:
         raise ConfigError(
-            "frozen weights (requires_grad=False) would not be trained out of what is written here; unfreeze them, or "
+            "frozen weights (requires_grad=False) would keep these random numbers for good; unfreeze them, or "
             "give the new layers to dt_fixup_:\n" + listed(frozen)
         )
-    empty = [_full_name(step) for step in drawn if step.view.parameter.is_meta]
+    empty = [step.view.parameter_name for step in drawn if step.view.parameter.is_meta]
     if empty:
         raise ConfigError("weights on the meta device hold no numbers; materialise the model first:\n" + listed(empty))
-
-
-def _full_name(step: Step) -> str:
-    return step.view.parameter_name
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -172,7 +172,7 @@ def _role_paths(layer_stack: LayerStack) -> list[str]:
 
 
 def _check_depth(model: nn.Module, layer_stacks: list[LayerStack]) -> None:
-    """Refuse one stack whose configuration speaks of another depth: layers are shared, or were not recognised."""
+    """Refuse one stack whose configuration names another depth: layers are shared, or were not recognised."""
     depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     if len(layer_stacks) == 1 and isinstance(depth, int) and depth != layer_stacks[0].layers:
         raise ConfigError(

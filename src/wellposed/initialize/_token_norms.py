@@ -103,10 +103,10 @@ class MeanNorm:
 
     @property
     def mean(self) -> float | None:
-        """Mean norm, None where no token came by."""
+        """Mean norm; None where no token was seen."""
         return self.total / self.tokens if self.tokens else None
 
     @property
     def root_mean_square(self) -> float | None:
-        """Root of the mean squared norm, None where no token came by."""
+        """Root of the mean squared norm; None where no token was seen."""
         return math.sqrt(self.squares / self.tokens) if self.tokens else None

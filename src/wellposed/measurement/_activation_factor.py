@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.measurement._states import States, read_states, real_tokens, refuse_non_finite, sequences
+from wellposed.measurement._states import States, checked_mask, read_states, refuse_non_finite, sequences
 from wellposed.measurement._token_distances import DistanceMetric, between, check_metric, paired
 
 _BLOCK = 512  # tokens whose distances to all others are held at once
@@ -103,7 +103,7 @@ def activation_factor(
         raise ConfigError(f"activation_factor: pairs = {pairs!r}, expected a whole number of at least 1, or None")
     found = read_states(states)
     generator = torch.Generator().manual_seed(seed)
-    real = real_tokens(attention_mask, found[0])
+    real = checked_mask(attention_mask, found[0])
     refuse_non_finite(found, real, "activation_factor")
     tallies: list[_Tally] = []
     left_out = 0

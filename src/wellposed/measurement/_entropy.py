@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, unknown_name
-from wellposed.measurement._states import States, read_states, real_tokens
+from wellposed.measurement._states import States, checked_mask, read_states
 
 EntropyEstimator = Literal["knn", "histogram"]
 
@@ -103,7 +103,7 @@ def layer_entropy(
     ((2, 2), True)
     """
     found = read_states(states)
-    real = real_tokens(attention_mask, found[0])
+    real = checked_mask(attention_mask, found[0])
     if not bool(real.any()):
         raise ConfigError("layer_entropy: the attention_mask marks no real token, so there is nothing to measure")
     uneven = sorted({state.shape[-1] for state in found if heads < 1 or state.shape[-1] % heads})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError, missing_extra
 from wellposed.measurement._measurement import write_csv
-from wellposed.measurement._states import States, read_states, real_tokens, refuse_non_finite
+from wellposed.measurement._states import States, checked_mask, read_states, refuse_non_finite
 
 COLUMNS = ("layer", "position", "token", "chosen", "x", "y")
 
@@ -35,8 +35,8 @@ class IsomapPoints:
 def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (), neighbors: int = 5) -> IsomapPoints:
     """Place the tokens of one sequence in a plane so that distances along their neighbourhood graph are kept.
 
-    Status: empirical, a picture: each layer is fitted by itself, then turned (and mirrored, never scaled) onto the
-    layer before it, so that what moves between two pictures moved in the model. Source: Tenenbaum, de Silva and
+    Status: empirical, a picture. Each layer is fitted alone, then turned (and mirrored, never scaled) onto the layer
+    before it, so that what moves between two pictures moved in the model. Source: Tenenbaum, de Silva and
     Langford (2000), by scikit-learn; Sengupta et al. (2023, Figure 4).
 
     Args:
@@ -99,7 +99,7 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
 
 
 def _check_values(states: Sequence[Tensor]) -> None:
-    refuse_non_finite(states, real_tokens(None, states[0]), "isomap")
+    refuse_non_finite(states, checked_mask(None, states[0]), "isomap")
     collapsed = [index for index, state in enumerate(states) if bool((state == state[:, :1]).all())]
     if collapsed:
         raise ConfigError(

@@ -80,8 +80,8 @@ def read_states(states: States) -> tuple[Tensor, ...]:
     return found
 
 
-def real_tokens(attention_mask: Tensor | None, first: Tensor) -> Tensor:
-    """Return boolean (batch, tokens), True for real tokens."""
+def checked_mask(attention_mask: Tensor | None, first: Tensor) -> Tensor:
+    """Return the mask as booleans (batch, tokens), True for real tokens; all are real without one."""
     if attention_mask is None:
         return torch.ones(first.shape[:2], dtype=torch.bool, device=first.device)
     if attention_mask.shape != first.shape[:2]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import unknown_name
-from wellposed.measurement._states import States, read_states, real_tokens
+from wellposed.measurement._states import States, checked_mask, read_states
 
 DistanceMetric = Literal["euclidean", "cosine", "dot"]
 METRICS = ("euclidean", "cosine", "dot")
@@ -41,7 +41,7 @@ def token_distances(
     """
     check_metric(metric)
     found = read_states(states)
-    real = real_tokens(attention_mask, found[0])
+    real = checked_mask(attention_mask, found[0])
     both = real.unsqueeze(1) & real.unsqueeze(2)
     wide = torch.float32 if real.device.type == "mps" else torch.float64
     return tuple(

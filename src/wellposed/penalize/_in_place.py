@@ -11,7 +11,8 @@ from wellposed.errors import ConfigError, listed
 from wellposed.functional.penalties import accumulate_gram_penalty_
 from wellposed.linalg.sharded import is_sharded
 from wellposed.penalize._terms import How, Term
-from wellposed.roles import AdaptedView, WeightView
+from wellposed.roles import WeightView
+from wellposed.roles.adapters import AdaptedView
 
 
 def check_in_place(terms: Sequence[Term], hows: Mapping[str, How]) -> None:

@@ -192,7 +192,7 @@ class OrthogonalityPenalty:
                 number. Nothing has been added then.
 
         Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of the gradient. When
-        not to use: inside a compiled step, or with hooks on gradients (DDP, FSDP), which it goes past; under DDP every
+        not to use: inside a compiled step, or with hooks on gradients (FSDP), which it does not run. Under DDP every
         process adds the same, so call it after the gradients were averaged.
         """
         if self._capture is not None:

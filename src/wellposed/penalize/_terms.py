@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import gram_penalty, qr_penalty
 from wellposed.functional.penalties import Side, check_weights
-from wellposed.roles import AttentionRole, Roles, WeightView, adapted_view, has_lora, joined_views
+from wellposed.roles import AttentionRole, Roles, WeightView, joined_views
+from wellposed.roles.adapters import adapted_view, has_lora
 
 FORMS = ("gram_squared", "gram", "qr")
 SINGLE_ROLES = ("query", "key", "value")

@@ -1,8 +1,5 @@
 """Find which weight plays which part in a model somebody else wrote."""
 
-from wellposed.roles._adapted_view import AdaptedView as AdaptedView
-from wellposed.roles._adapted_view import adapted_view as adapted_view
-from wellposed.roles._adapted_view import has_lora as has_lora
 from wellposed.roles._find import find_roles as find_roles
 from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES
 from wellposed.roles._roles import AttentionRole as AttentionRole
