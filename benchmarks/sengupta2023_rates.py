@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wellposed.recipes.recipe import Request
 from wellposed.recipes.sengupta2023.studies import arena_study, text_study, words_study
-from wellposed.recipes.sengupta2023.trained import VARIANTS, Study, train_variant
+from wellposed.recipes.sengupta2023.trained import VARIANTS, Study, train_study
 from wellposed.tasks import Task, build_task
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -54,7 +54,7 @@ def valid_metric(job: tuple[str, str, float, str, Path]) -> tuple[str, str, floa
     study = study_of(request, name)
     study = replace(study, sizes=replace(study.sizes, learning_rate=rate, rates={}))
     task = task_of(study.task, json.dumps(study.options(request)))
-    run = train_variant(request, study, variant, SEED, task=task)
+    _, (run,) = train_study(request, study, variants=(variant,), seeds=(SEED,), task=task)
     value = -run.metric("perplexity,valid") if name == "ptb-words" else run.metric("accuracy,valid")
     print(f"{name:15s} {variant:17s} {rate:<6g} {abs(value):.4f}", flush=True)
     return name, variant, rate, value

@@ -1,16 +1,16 @@
-"""Line charts and histograms of recipes, drawn with matplotlib as SVG files; free of torch."""
+"""Line charts and histograms from rows of numbers, drawn with matplotlib as SVG files; free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from wellposed.measurement.figures import figure_style, new_figure
+from wellposed.measurement.figures import COLOURS, add_grid, figure_style, new_figure
 
-# Okabe and Ito (2008): told apart with any kind of colour vision.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
+Row = Mapping[str, Any]
+Style = Literal["solid", "dashed", "dots", "bars"]
 _DASHES = {"solid": "-", "dashed": (0, (5, 1.5)), "dots": ""}
 
 
@@ -21,9 +21,9 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    style: Literal["solid", "dashed", "dots", "bars"] = "solid"
+    style: Style = "solid"
     colour: int | None = None
-    """Number in `COLOURS`; the position in the panel where not given."""
+    """Number in the palette; the position in the panel where not given."""
     errors: Sequence[float] = ()
     """Half lengths of error bars, one a point; none where empty."""
 
@@ -41,6 +41,30 @@ class Panel:
     legend: bool = True
     names: Sequence[str] = ()
     """What stands at x = 0, 1, ... in place of numbers."""
+
+
+def where(rows: Sequence[Row], **wanted: Any) -> list[Row]:
+    """Return the rows whose columns hold the wanted values.
+
+    >>> where([{"layer": 1, "loss": 0.5}, {"layer": 2, "loss": 0.4}], layer=2)
+    [{'layer': 2, 'loss': 0.4}]
+    """
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def lines(
+    rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
+) -> list[Series]:
+    """Return one series of column ``y`` over column ``x`` for each value of ``by``, in the order these come.
+
+    >>> rows = [{"model": "a", "layer": 1, "loss": 0.5}, {"model": "a", "layer": 2, "loss": 0.4}]
+    >>> [(line.label, line.x, line.y) for line in lines(rows, "layer", "loss", by="model")]
+    [('a', [1, 2], [0.5, 0.4])]
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(by(row) if callable(by) else str(row[by]), []).append(row)
+    return [Series(label, [row[x] for row in mine], [row[y] for row in mine], style) for label, mine in groups.items()]
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int = 4) -> None:
@@ -91,6 +115,6 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)  # layers, seeds and counts have no halves
     if panel.names:
         axes.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor")
-    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
+    add_grid(axes)
     if panel.legend and len(panel.series) > 0:
         axes.legend(fontsize=7.5, handlelength=2.4)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from wellposed.recipes import mcgrath2024 as mcgrath
 from wellposed.recipes.compare import compare
-from wellposed.recipes.huang2020.depth import sizes, summarise, train_depth
+from wellposed.recipes.huang2020.depth import Sizes, summarise, train_depths
 from wellposed.recipes.mcgrath2024 import output, sweep
+from wellposed.recipes.mcgrath2024.grid import chosen_cells
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.reproduce import Request
+from wellposed.recipes.runs import FinishedRun
 from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.report import aggregate, build_report
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
@@ -25,12 +26,14 @@ GOOD = {"baseline": (0.50, 0.51, 0.52), "key:1e-2": (0.60, 0.62, 0.63), "query:1
 
 def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
     request = Request("toy", tmp_path)
-    chosen = replace(sizes(request), learning_rate=1e30)
-    run = train_depth(request, chosen, "post_ln", 1, 0)
-    (file,) = tmp_path.rglob("result.json")
-    assert run.error == json.loads(file.read_text())["train_info"]["reason"] != ""
-    assert not run.trains
-    assert summarise(request, chosen, [run, replace(run, variant="t_fixup")]).rows[0]["error"] == run.error
+    sizes = Sizes((1,), steps=4, seeds=1, width=8, batch_size=4, pairs=40, learning_rate=1e30)
+    fixup, post_ln = train_depths(request, sizes)
+    reasons = {json.loads(file.read_text())["train_info"]["reason"] for file in tmp_path.rglob("result.json")}
+    assert {fixup.failure, post_ln.failure} == reasons
+    assert "" not in reasons
+    rows = summarise(request, sizes, [fixup, post_ln]).rows
+    assert [row["error"] for row in rows] == [fixup.failure, post_ln.failure]
+    assert not any(row["trains"] for row in rows)
 
 
 def test_a_real_comparison_whose_baseline_diverges_says_so_everywhere(tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def write_results(folder: Path, failed: dict[str, tuple[int, ...]]) -> sweep.Swe
     """The results of a sweep of three cells, some of whose seeds failed."""
     settings = sweep.SweepSettings(
         data="", out=str(folder), scale="mini", options=MultiTaskOptions(),
-        cells=mcgrath.chosen_cells(["key:1e-2", "query:1e-2"]), seeds=(0, 1, 2),
+        cells=chosen_cells(["key:1e-2", "query:1e-2"]), seeds=(0, 1, 2),
     )  # fmt: skip
     errors: list[dict[str, Any]] = [{"step": 0, "layer.0.key": 1.0}, {"step": 1, "layer.0.key": 0.5}]
     for cell in settings.cells:
@@ -72,7 +75,7 @@ def write_results(folder: Path, failed: dict[str, tuple[int, ...]]) -> sweep.Swe
                 overall = GOOD[cell.name][seed]
                 scores = {"sst": overall, "para": overall, "sts": 2 * overall - 1, "overall": overall}
                 record |= {"scores": scores, "cpu_seconds": 1.0, "errors": errors}
-            path = settings.result_path(sweep.Key(cell, seed))
+            path = settings.result_path(sweep.Training(cell, seed))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record))
     return settings
@@ -113,28 +116,33 @@ def test_cells_of_the_sweep_with_failed_seeds_have_no_verdict(
         assert rows[cell]["failed"] == str(len(failed.get(cell, ())))
 
 
-def study_rows(**scores: tuple[float | None, ...]) -> list[tables.Row]:
+def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[FinishedRun]:
+    """Runs with these BLEU scores by variant and seed; None is a run that failed."""
     return [
-        tables.Row(
-            "corpus", variant, None if variant == tables.TRANSFORMER else 1e-4, seed,
-            float("inf") if value is None else 9.0, {} if value is None else {"bleu": value},
+        FinishedRun(
+            RunConfig("translation", variant=variant.replace("_at_", ":"), train=TrainOptions(seed=seed)),
+            folder,
+            {} if value is None else {"bleu,test": value, "perplexity,valid": 9.0},
         )
         for variant, values in scores.items()
         for seed, value in enumerate(values)
-    ]  # fmt: skip
+    ]
 
 
-def test_a_failed_transformer_does_not_count_as_a_score_of_zero() -> None:
+def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path: Path) -> None:
     study = tables.Study("corpus", RunConfig(task="translation"), {})
-    plain, oc3 = tables.TRANSFORMER, tables.OC3
-    finished = study_rows(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, 25.2, 25.1)})
-    assert tables._compare(study, finished, [oc3])[1] is True
+    plain, oc3 = tables.TRANSFORMER, f"{tables.OC3}_at_1e-06"
+
+    def compared(**scores: tuple[float | None, ...]) -> tuple[str, bool | None]:
+        return tables.compare_variants(study, study_runs(tmp_path, **scores), [tables.OC3])
+
+    assert compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, 25.2, 25.1)})[1] is True
     for failed in ((None, None, None), (20.0, None, 20.3)):
-        text, better = tables._compare(study, study_rows(**{plain: failed, oc3: (25.0, 25.2, 25.1)}), [oc3])
+        text, better = compared(**{plain: failed, oc3: (25.0, 25.2, 25.1)})
         assert better is None
         assert "cannot be said: the baseline" in text
-    text, better = tables._compare(study, study_rows(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, None, 25.1)}), [oc3])
+    text, better = compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, None, 25.1)})
     assert better is None
     assert "cannot be said: 1 of 3 seeds failed" in text
-    assert tables._compare(study, study_rows(**{plain: (None,), oc3: (25.0,)}), [oc3])[1] is None
-    assert tables._compare(study, study_rows(**{plain: (20.0,), oc3: (25.0,)}), [oc3])[1] is True
+    assert compared(**{plain: (None,), oc3: (25.0,)})[1] is None
+    assert compared(**{plain: (20.0,), oc3: (25.0,)})[1] is True

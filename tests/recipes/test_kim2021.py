@@ -121,7 +121,7 @@ def test_random_layers_show_what_figure_3_shows() -> None:
     assert bool((x[:, 0] == 0).all())
     ends = {
         kind: inverse.reconstruction_errors(inverse.random_layer(kind, 32, 24), x, 0.5, 20)[-1]
-        for kind in inverse.LABELS
+        for kind in inverse.KINDS
     }
     assert ends["l2_contractive"] < 1e-4
     assert ends["l2_tied"] < 1e-3
@@ -147,8 +147,8 @@ def test_runs_are_kept_and_a_diverged_run_is_a_row(text: str, tmp_path: Path, mo
 
     sizes = training.Sizes(16, 16, 4, 3, (1,), fixed_rate=1e30, limit_chars=2000, eval_batches=1)
     request = Request("toy", tmp_path, text)
-    (run,) = training.train_grid(request, "diverge", ("dot_product",), sizes)
-    assert math.isinf(run.test)
+    (run,) = training.train_models(request, "diverge", ("dot_product",), sizes)
+    assert math.isinf(training.nll(run))
     assert depths_learned([run], "dot_product") == []
     monkeypatch.setattr("wellposed.recipes.kim2021.figures_4_9_11_tables_2_3.tuned", lambda request: training.Sizes(
         16, 16, 4, 3, (1,), warmups=(2,), limit_chars=2000, eval_batches=1

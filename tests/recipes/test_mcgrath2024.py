@@ -22,9 +22,9 @@ from transformers import BertConfig, BertModel
 from wellposed.cli import main
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.functional import gram_penalty, orthogonality_error
-from wellposed.recipes import mcgrath2024 as study
+from wellposed.recipes.mcgrath2024 import encoders, multitask, sweep
 from wellposed.recipes.mcgrath2024 import figures_1_3_table_1_qr as recipes
-from wellposed.recipes.mcgrath2024 import multitask, sweep
+from wellposed.recipes.mcgrath2024 import grid as study
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions, overall_score
 from wellposed.recipes.reproduce import RECIPES, Reproduced, reproduce
 from wellposed.tasks.data.minbert import read_minbert
@@ -63,8 +63,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sets(data: Path) -> multitask.EncodedSets:
-    return multitask.encode_sets(read_minbert(data), TINY)
+def sets(data: Path) -> encoders.EncodedSets:
+    return encoders.encode_sets(read_minbert(data), TINY)
 
 
 def settings(data: Path, out: Path, *names: str, seeds: int = 1) -> sweep.SweepSettings:
@@ -132,11 +132,11 @@ def test_batches_hold_every_row_once_a_pass() -> None:
     assert [next(again) for _ in range(2)] == [drawn[:4], drawn[4:8]]
 
 
-def test_affinity_errors_leave_padding_out(sets: multitask.EncodedSets) -> None:
+def test_affinity_errors_leave_padding_out(sets: encoders.EncodedSets) -> None:
     torch.manual_seed(0)
-    model = multitask.build_multitask_model(TINY, sets.tokenizer).eval()
+    model = encoders.build_multitask_model(TINY, sets.tokenizer).eval()
     rows = sets.valid["sst"]
-    short, _ = multitask.batch_of(rows, [0], sets.tokenizer.pad_token_id)
+    short, _ = encoders.batch_of(rows, [0], sets.tokenizer.pad_token_id)
     padded = {name: F.pad(column, (0, 4), value=0) for name, column in short.items()}
     found = multitask.affinity_errors(model, short)
     assert list(found) == ["affinity.0"]
@@ -148,7 +148,7 @@ def test_training_lowers_the_loss_and_reaches_the_reference_scores(data: Path) -
     import dataclasses
 
     options = dataclasses.replace(TINY, steps=30, learning_rate=2e-2, batch_size=8, dropout=0.0)
-    found = multitask.train_multitask(multitask.encode_sets(read_minbert(data), options), options)
+    found = multitask.train_multitask(encoders.encode_sets(read_minbert(data), options), options)
     assert found["train_loss"] < 3  # from ln 5 + ln 2 + the variance of the scores, about 4
     assert found["errors"][0]["step"] == 0
     assert found["errors"][-1]["step"] == 30
@@ -158,7 +158,7 @@ def test_training_lowers_the_loss_and_reaches_the_reference_scores(data: Path) -
 
 
 def test_a_seed_decides_weights_and_batches_whatever_the_penalty(
-    sets: multitask.EncodedSets, monkeypatch: pytest.MonkeyPatch
+    sets: encoders.EncodedSets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[list[int]] = []
     real = multitask.batch_of
@@ -178,10 +178,10 @@ def test_a_seed_decides_weights_and_batches_whatever_the_penalty(
     assert again["errors"] == baseline["errors"]
 
 
-def test_the_penalty_of_a_cell_is_his_equation(sets: multitask.EncodedSets) -> None:
+def test_the_penalty_of_a_cell_is_his_equation(sets: encoders.EncodedSets) -> None:
     from wellposed import OrthogonalityPenalty
 
-    model = multitask.build_multitask_model(TINY, sets.tokenizer)
+    model = encoders.build_multitask_model(TINY, sets.tokenizer)
     key = model.encoder.encoder.layer[0].attention.self.key.weight  # type: ignore[union-attr, index]
     cell = study.chosen_cells(["key:1e-2"])[1]
     expected = 1e-2 * torch.linalg.matrix_norm(key @ key.T - torch.eye(16))  # type: ignore[operator, union-attr]
@@ -190,7 +190,7 @@ def test_the_penalty_of_a_cell_is_his_equation(sets: multitask.EncodedSets) -> N
     assert orthogonality_error(key).item() > 0  # type: ignore[arg-type]
 
 
-def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: multitask.EncodedSets, tmp_path: Path) -> None:
+def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: encoders.EncodedSets, tmp_path: Path) -> None:
     import dataclasses
 
     torch.manual_seed(5)
@@ -201,16 +201,16 @@ def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: multitas
     encoder.save_pretrained(tmp_path / "encoder")
     sets.tokenizer.save_pretrained(tmp_path / "encoder")
     options = dataclasses.replace(TINY, encoder=str(tmp_path / "encoder"), steps=1)
-    loaded = multitask.encode_sets(read_minbert(data), options)
+    loaded = encoders.encode_sets(read_minbert(data), options)
     assert loaded.train["sts"].columns == sets.train["sts"].columns
-    model = multitask.build_multitask_model(options, loaded.tokenizer)
+    model = encoders.build_multitask_model(options, loaded.tokenizer)
     torch.testing.assert_close(
         model.encoder.embeddings.word_embeddings.weight,
         encoder.embeddings.word_embeddings.weight,  # type: ignore[union-attr]
     )
     assert multitask.train_multitask(loaded, options)["scores"].keys() == {"sst", "para", "sts", "overall"}
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        multitask.encode_sets(read_minbert(data), dataclasses.replace(TINY, encoder=str(tmp_path / "nothing")))
+        encoders.encode_sets(read_minbert(data), dataclasses.replace(TINY, encoder=str(tmp_path / "nothing")))
 
 
 def test_bad_options_are_refused_together() -> None:
@@ -433,7 +433,7 @@ def test_verdicts_at_mini_scale(
 def test_interrupt_then_resume_in_two_processes(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = (
-        "import sys; from wellposed.recipes import mcgrath2024 as study; from wellposed.cli import main\n"
+        "import sys; from wellposed.recipes.mcgrath2024 import grid as study; from wellposed.cli import main\n"
         "from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions\n"
         f"study.SCALES['mini'] = MultiTaskOptions(**{TINY.to_dict()!r} | {{'steps': 60}})\n"
         "if __name__ == '__main__': raise SystemExit(main(sys.argv[1:]))\n"

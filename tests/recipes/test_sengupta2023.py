@@ -16,12 +16,13 @@ from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed.recipes.runs import FinishedRun, mean_and_error
 from wellposed.recipes.sengupta2023 import states
 from wellposed.recipes.sengupta2023 import table_4_speed as speed
 from wellposed.recipes.sengupta2023 import table_5_parameters as counts
 from wellposed.recipes.sengupta2023 import tables_1_2_3 as tables
 from wellposed.recipes.sengupta2023.studies import arena_studies, text_study, words_study
-from wellposed.recipes.sengupta2023.trained import VARIANTS, Run, find_data, mean_and_error, run_config, train_study
+from wellposed.recipes.sengupta2023.trained import VARIANTS, find_data, run_config, train_study
 
 WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
 NAMES = [f"table-{number}" for number in range(1, 6)] + [
@@ -124,17 +125,17 @@ def test_data_is_found_in_a_folder_or_named_itself(data: str, tmp_path: Path) ->
 def test_a_task_that_no_model_learns_has_no_part_in_the_verdict(tmp_path: Path) -> None:
     study = arena_studies(Request("mini", tmp_path))[0]
     chance = {"task": study.name, "ours": 52.0, "standard_error": 1.5, "reference": 50.0}
-    assert not tables._is_learnt([chance], study)
-    assert tables._is_learnt([chance, {**chance, "standard_error": 0.9}], study)
-    assert not tables._is_learnt([{**chance, "task": "other", "ours": 90.0}], study)
+    assert not tables._is_learnt([chance], study.name)
+    assert tables._is_learnt([chance, {**chance, "standard_error": 0.9}], study.name)
+    assert not tables._is_learnt([{**chance, "task": "other", "ours": 90.0}], study.name)
     means = {study.name: dict.fromkeys(VARIANTS, 3.0), "lra-image": dict.fromkeys(VARIANTS, 5.0)}
-    assert tables._average(means, [study])["transject"] == 3.0
+    assert tables._average(means, [study.name])["transject"] == 3.0
 
 
 def test_a_chart_names_the_models_and_shows_their_errors(tmp_path: Path) -> None:
     study = text_study(Request("mini", tmp_path), "imdb")
     rows = [{"model": name, "paper": 80.0, "ours": 70.0 + i, "standard_error": 0.5} for i, name in enumerate("AB")]
-    panel = tables._panel(study, [{**row, "model": f"Model {row['model']}"} for row in rows])
+    panel = tables.chart(study, [{**row, "model": f"Model {row['model']}"} for row in rows])
     plain = replace(panel, series=[replace(series, errors=()) for series in panel.series])
     draw([panel], tmp_path / "with.svg")
     draw([plain], tmp_path / "without.svg")
@@ -187,14 +188,14 @@ def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path
 
     request = Request("toy", tmp_path, data)
     study = text_study(request, "imdb")
-    _, (first,) = train_study(request, study, variants=("post_ln",), seeds=1)
+    _, (first,) = train_study(request, study, variants=("post_ln",), seeds=[0])
     before = (first.folder / "result.json").stat().st_mtime_ns
-    _, (again,) = train_study(request, study, variants=("post_ln",), seeds=1)
-    assert isinstance(again, Run)
+    _, (again,) = train_study(request, study, variants=("post_ln",), seeds=[0])
+    assert isinstance(again, FinishedRun)
     assert again.metrics == first.metrics
     assert (first.folder / "result.json").stat().st_mtime_ns == before
     wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, clip=0.0, steps=6))
-    _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=1)
+    _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}
     assert math.isnan(broken.metric("accuracy,test"))
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError
-from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16
-from wellposed.recipes.huang2020.depth import Run, Sizes, summarise
-from wellposed.recipes.huang2020.pairs import translation_data
+from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16, translation_data
+from wellposed.recipes.huang2020.depth import Sizes, summarise
 from wellposed.recipes.named import NAMED
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed.recipes.runs import FinishedRun
 from wellposed.recipes.zhang2021 import printed as values
 from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
-from wellposed.training.config import RunConfig
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]
 
@@ -112,8 +112,10 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) ->
 
 
 def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Path) -> None:
-    def run(variant: str, depth: int, seed: int, valid: float) -> Run:
-        return Run(variant, depth, seed, valid, 2.0, ((1, 3.0), (2, min(valid, 9.0))))
+    def run(variant: str, depth: int, seed: int, valid: float | None) -> FinishedRun:
+        model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
+        config = RunConfig("translation", variant=variant, model=model, train=train)
+        return FinishedRun(config, tmp_path, {} if valid is None else {"loss,valid": valid}, {"loss": 2.0})
 
     losses = {
         ("t_fixup", 6): (1, 1),
@@ -126,7 +128,7 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Pa
     assert found.holds
     assert "T-Fixup trains at 6, 100" in found.got
     assert "post-LN trains at no layers" in found.got
-    diverged = [run("t_fixup", 100, 0, math.inf) if r.variant == "t_fixup" and r.depth == 100 else r for r in runs]
+    diverged = [run("t_fixup", 100, 0, None) if (r.variant, r.depth) == ("t_fixup", 100) else r for r in runs]
     assert not summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), diverged).holds
 
 

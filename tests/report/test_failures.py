@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wellposed.report import Comparison, aggregate, build_report
-from wellposed.report.statistics import PairedComparison
+from wellposed.statistics import PairedComparison
 from wellposed.training import result_schema
 
 BETTER = {"post_ln": [0.40, 0.41, 0.42], "rezero": [0.50, 0.52, 0.53], "pre_ln": [0.45, 0.46, 0.48]}

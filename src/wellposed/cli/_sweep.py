@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.recipes.mcgrath2024 import SCALES, chosen_cells, grid
+from wellposed.recipes.mcgrath2024.grid import SCALES, chosen_cells, grid
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
 
 STUDIES = {"mcgrath2024": "orthogonality penalties on key and query weights, three tasks at once"}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Text and axes are drawn in this colour, which inline SVG replaces by currentColor.
 INK = "#0a0b0c"
 COLOUR_MAP = "viridis"
+# Okabe and Ito (2008): told apart with any kind of colour vision; grey is last, and black is left out for dark pages.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 SPECTRUM_POINTS = 48
 # `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
 ROLE_ORDER = (
@@ -72,6 +74,11 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def add_grid(axes: Axes) -> None:
+    """Draw thin grey lines behind a plot, which dark and light pages both show."""
+    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
 
 
 def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
@@ -217,7 +224,7 @@ def draw_spectra(axes: Axes, curves: Sequence[tuple[Sequence[float], float, bool
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left")
-    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
+    add_grid(axes)
 
 
 def save_measurement_figure(measurement: Measurement, path: Path) -> Path:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wellposed.errors import ConfigError, listed
+from wellposed.recipes.recipe import say_nothing
+from wellposed.recipes.runs import PlannedRun, train_planned
 from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.training.config import RunConfig
 
@@ -31,9 +33,8 @@ class ComparisonRuns:
     @property
     def failed(self) -> tuple[Path, ...]:
         """Folders of the runs that did not finish."""
-        return tuple(
-            folder for folder, result in zip(self.folders, self.results, strict=False) if result.status == "failed"
-        )
+        ended = zip(self.folders, self.results, strict=True)
+        return tuple(folder for folder, result in ended if result.status == "failed")
 
 
 def compare(
@@ -73,24 +74,29 @@ def compare(
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
     """
     configs = _configurations(base, variants, seeds)
-    _refuse_used_folder(out, resume)
+    if resume == "never" and out.is_dir() and any(out.iterdir()):
+        raise ConfigError(
+            f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
+        )
     from wellposed.tasks import build_task
-    from wellposed.training import train
 
     task = build_task(base.task, base.task_options)
     out.mkdir(parents=True, exist_ok=True)
-    _write_order(out, variants)  # before the first run, so that a report on a killed comparison knows the baseline
-    folders: list[Path] = []
-    results: list[RunResult] = []
-    for number, config in enumerate(configs, start=1):
-        folder = out / variant_folder(config.variant) / f"seed-{config.train.seed}"
-        if announce is not None:
-            announce(f"[{number}/{len(configs)}] {config.task} {config.variant} seed {config.train.seed}")
-        folders.append(folder)
-        results.append(train(config, folder, resume=resume, progress=progress, command=command, task=task))
-        if results[-1].status == "cancelled":
-            break
-    return ComparisonRuns(tuple(folders), tuple(results))
+    # Before the first run, so that a report on a comparison that was killed knows the baseline.
+    (out / "compare.json").write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
+    planned = [
+        PlannedRun(
+            out / variant_folder(config.variant) / f"seed-{config.train.seed}",
+            f"[{number}/{len(configs)}] {config.task} {config.variant} seed {config.train.seed}",
+            config,
+        )
+        for number, config in enumerate(configs, start=1)
+    ]
+    trained = train_planned(
+        planned, announce=announce or say_nothing, task=task, resume=resume, progress=progress, command=command
+    )
+    results = tuple(trained)
+    return ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)
 
 
 def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> list[RunConfig]:
@@ -110,14 +116,3 @@ def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> lis
         for seed in range(first, first + seeds)
         for config in (apply_variant(name, base) for name in variants)
     ]
-
-
-def _refuse_used_folder(out: Path, resume: str) -> None:
-    if resume == "never" and out.is_dir() and any(out.iterdir()):
-        raise ConfigError(
-            f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
-        )
-
-
-def _write_order(out: Path, variants: Sequence[str]) -> None:
-    (out / "compare.json").write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")

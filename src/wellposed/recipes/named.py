@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from wellposed.recipes.corpora import PRESETS
 from wellposed.registry import Registry
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
@@ -76,4 +77,5 @@ def multi30k_mini() -> RunConfig:
     )
 
 
-import wellposed.recipes.corpora  # noqa: E402, F401  (registers the papers' corpora)
+for _name, _corpus in PRESETS.items():
+    NAMED.register(_name)(_corpus.run_config)

@@ -6,10 +6,10 @@ from wellposed.report._aggregate import TaskComparison as TaskComparison
 from wellposed.report._aggregate import VariantResult as VariantResult
 from wellposed.report._aggregate import aggregate as aggregate
 from wellposed.report._page import build_report as build_report
-from wellposed.report.statistics import Failure as Failure
-from wellposed.report.statistics import PairedComparison as PairedComparison
-from wellposed.report.statistics import SeedResults as SeedResults
-from wellposed.report.statistics import compare_seeds as compare_seeds
-from wellposed.report.statistics import holm_correction as holm_correction
-from wellposed.report.statistics import mean_and_standard_error as mean_and_standard_error
-from wellposed.report.statistics import paired_comparison as paired_comparison
+from wellposed.statistics import Failure as Failure
+from wellposed.statistics import PairedComparison as PairedComparison
+from wellposed.statistics import SeedResults as SeedResults
+from wellposed.statistics import compare_seeds as compare_seeds
+from wellposed.statistics import holm_correction as holm_correction
+from wellposed.statistics import mean_and_standard_error as mean_and_standard_error
+from wellposed.statistics import paired_comparison as paired_comparison

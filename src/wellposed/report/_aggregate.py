@@ -11,7 +11,7 @@ from typing import Any
 from wellposed.errors import DataError
 from wellposed.measurement import write_csv
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
-from wellposed.report.statistics import (
+from wellposed.statistics import (
     PairedComparison,
     SeedResults,
     compare_seeds,

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wellposed.measurement.figures import (
+    COLOURS,
     ErrorShown,
     add_colour_bar,
+    add_grid,
     draw_heat_map,
     draw_spectra,
     error_shown,
@@ -22,8 +24,6 @@ from wellposed.measurement.figures import (
 )
 from wellposed.report._curves import Curve
 
-# Okabe and Ito (2008): told apart with any kind of colour vision; black is left out for dark pages.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 Rows = Sequence[Mapping[str, Any]]
 Weights = Sequence[tuple[str, Rows, Rows]]
@@ -51,7 +51,7 @@ def curves_figure(
                 )  # fmt: skip
             axes.set_title(f"{_words(metric)}, {split}", loc="left")
             axes.set_xlabel("step")
-            axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
+            add_grid(axes)
         handles, labels = axes_row[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 6), handlelength=2.8)
         names = ", ".join(f"{_words(metric)} on {split}" for split, metric in panels)

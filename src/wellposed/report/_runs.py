@@ -12,7 +12,7 @@ from typing import Any
 
 from wellposed.errors import CheckpointError, DataError, listed
 from wellposed.measurement import Measurement
-from wellposed.report.statistics import Failure
+from wellposed.statistics import Failure
 from wellposed.training import verify_run_file
 
 REQUIRED = ("task", "variant", "seed", "results", "headline", "higher_is_better", "config", "train_info", "date")

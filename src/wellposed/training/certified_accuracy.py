@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from wellposed.certification import Certificate, perturbation_size, steepest_direction
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.linalg import Norm
+from wellposed.measurement import write_csv
 from wellposed.models import input_vectors
 
 Batch = Mapping[str, Tensor]
@@ -68,31 +68,19 @@ class CertifiedAccuracy:
 
     def to_csv(self, path: Path) -> None:
         """Write one line per radius."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["radius", "certified", "attacked"])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in self.rows)
+        write_csv(path, ["radius", "certified", "attacked"], [asdict(row) for row in self.rows])
 
     def plot(self, path: Path) -> None:
         """Draw both curves over the radius, as SVG."""
         from wellposed.charts import Panel, Series, draw
 
         radii = [row.radius for row in self.rows]
-        draw(
-            [
-                Panel(
-                    f"accuracy against |delta| <= r, norm {self.norm}",
-                    "r (embedding space)",
-                    "accuracy",
-                    [
-                        Series("under attack (PGD)", radii, [row.attacked for row in self.rows], style="dashed"),
-                        Series("certified", radii, [row.certified for row in self.rows]),
-                    ],
-                    x_scale="symlog",
-                )
-            ],
-            path,
-        )
+        series = [
+            Series("under attack (PGD)", radii, [row.attacked for row in self.rows], "dashed"),
+            Series("certified", radii, [row.certified for row in self.rows]),
+        ]
+        title = f"accuracy against |delta| <= r, norm {self.norm}"
+        draw([Panel(title, "r (embedding space)", "accuracy", series, x_scale="symlog")], path)
 
 
 def certified_accuracy(
@@ -132,42 +120,38 @@ def certified_accuracy(
     """
     _check(radii, attack_steps, restarts)
     target = copy.deepcopy(model).double().eval().requires_grad_(False)
-    prepared = [_prepare(target, batch) for batch in batches]
-    if not prepared:
+    embedded = [_embed(target, batch) for batch in batches]
+    if not embedded:
         raise DataError("certified accuracy: no examples were given; expected at least one batch")
-    token_sizes = torch.cat([batch.embeds.norm(dim=-1)[batch.mask.bool()] for batch in prepared])
-    largest = torch.cat([(batch.embeds.norm(dim=-1) * batch.mask).amax(-1) for batch in prepared])
+    largest = torch.cat([batch.sizes.amax(-1) for batch in embedded])
     certified = certificate.radius(
-        torch.cat([batch.logits for batch in prepared]),
-        torch.cat([batch.labels for batch in prepared]),
-        tokens=torch.cat([batch.mask.sum(-1) for batch in prepared]),
+        torch.cat([batch.logits for batch in embedded]),
+        torch.cat([batch.labels for batch in embedded]),
+        tokens=torch.cat([batch.mask.sum(-1) for batch in embedded]),
         largest_token=largest,
-        width=prepared[0].embeds.shape[-1],
+        width=embedded[0].vectors.shape[-1],
     )
-    correct = torch.cat([batch.correct for batch in prepared])
     sizes = list(radii) if radii is not None else default_radii(certified)
-    attack = _Attack(target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed))
-    broken_at = torch.cat([attack.smallest_break(batch, sizes) for batch in prepared])
-    positive = certified[correct]
+    attack = _MarginAttack(target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed))
+    broken_at = torch.cat([attack.smallest_break(batch, sizes) for batch in embedded])
+    correct = torch.cat([batch.correct for batch in embedded])
+    held = {size: correct & ((certified > size) | (size == 0)) for size in sizes}
     return CertifiedAccuracy(
-        tuple(
-            AccuracyAtRadius(
-                size,
-                float((correct & ((certified > size) | (size == 0))).double().mean()),
-                float((broken_at > size).double().mean()),
-            )
-            for size in sizes
-        ),
+        tuple(AccuracyAtRadius(size, _share(held[size]), _share(broken_at > size)) for size in sizes),
         examples=len(certified),
         norm=str(certificate.norm),
         lipschitz=certificate.total,
-        clean=float(correct.double().mean()),
-        median_radius=float(positive.median()) if len(positive) else 0.0,
-        median_token=float(token_sizes.median()),
-        largest_token=float(token_sizes.max()),
+        clean=_share(correct),
+        median_radius=float(certified[correct].median()) if bool(correct.any()) else 0.0,
+        median_token=float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median()),
+        largest_token=float(largest.max()),
         attack=f"PGD, {attack_steps} steps, {restarts} start{'s' if restarts > 1 else ''}, float64",
         notes=_notes(certificate, largest),
     )
+
+
+def _share(flags: Tensor) -> float:
+    return float(flags.double().mean())
 
 
 def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
@@ -198,29 +182,38 @@ def default_radii(certified: Tensor, count: int = 8) -> list[float]:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    embeds: Tensor
+class _EmbeddedBatch:
+    """A batch as vectors of tokens, and what the model says of it without a perturbation."""
+
+    vectors: Tensor
     mask: Tensor
     labels: Tensor
-    correct: Tensor
     logits: Tensor
+
+    @property
+    def correct(self) -> Tensor:
+        return self.logits.argmax(-1) == self.labels
+
+    @property
+    def sizes(self) -> Tensor:
+        """The 2-norm of each token, 0 for padding."""
+        return self.vectors.norm(dim=-1) * self.mask
 
 
 @torch.no_grad()
-def _prepare(model: Any, batch: Batch) -> _Prepared:
+def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     labels, mask = batch["labels"], batch["attention_mask"]
     if labels.ndim != 1 or labels.is_floating_point() or bool((labels < 0).any()):
         raise DataError(
             f"certified accuracy: labels must be (batch,) class numbers, received {labels.dtype} {tuple(labels.shape)}"
         )
-    embeds = input_vectors(model, batch["input_ids"], mask)
-    logits = model(inputs_embeds=embeds, attention_mask=mask).logits
-    return _Prepared(embeds, mask, labels, logits.argmax(-1) == labels, logits)
+    vectors = input_vectors(model, batch["input_ids"], mask)
+    return _EmbeddedBatch(vectors, mask, labels, model(inputs_embeds=vectors, attention_mask=mask).logits)
 
 
 @dataclass(frozen=True)
-class _Attack:
-    """Projected gradient descent on the margin."""
+class _MarginAttack:
+    """Projected gradient descent on the margin of the right class."""
 
     model: Any
     norm: Norm
@@ -228,47 +221,43 @@ class _Attack:
     restarts: int
     generator: torch.Generator
 
-    def smallest_break(self, batch: _Prepared, sizes: Sequence[float]) -> Tensor:
+    def smallest_break(self, batch: _EmbeddedBatch, sizes: Sequence[float]) -> Tensor:
         """Return the size of the smallest perturbation found that makes each example wrong; infinite where none was."""
         broken_at = torch.where(batch.correct, math.inf, 0.0).double()
-        carried = torch.zeros_like(batch.embeds)
+        carried = torch.zeros_like(batch.vectors)
         for size in (size for size in sizes if size > 0):
-            for attempt in range(self.restarts):
-                # The first start is where the attack of the radius before ended.
-                start = carried if attempt == 0 else self._random(batch, size)
-                broken_at, end = self._descend(batch, start, size, broken_at)
-                carried = end if attempt == 0 else carried
+            # The first start is where the attack of the radius before ended.
+            carried, broken_at = self._descend(batch, carried, size, broken_at)
+            for _ in range(self.restarts - 1):
+                _, broken_at = self._descend(batch, self._random(batch, size), size, broken_at)
         return broken_at
 
-    def _descend(self, batch: _Prepared, delta: Tensor, size: float, broken_at: Tensor) -> tuple[Tensor, Tensor]:
+    def _descend(self, batch: _EmbeddedBatch, delta: Tensor, size: float, broken_at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the descent ends, and the smallest breaks known by then."""
         allowed = batch.mask[..., None].double()
         for _ in range(self.steps):
             delta = delta.detach().requires_grad_()
-            margin, wrong = _margin(self.model, batch, delta)
-            broken_at = _keep(broken_at, wrong, delta, self.norm)
+            margin, broken_at = self._try(batch, delta, broken_at)
             (gradient,) = torch.autograd.grad(margin.sum(), delta)
             step = steepest_direction(-gradient * allowed, self.norm) * (2.5 * size / self.steps)
             delta = _project(delta.detach() + step, self.norm, size)
         with torch.no_grad():
-            broken_at = _keep(broken_at, _margin(self.model, batch, delta)[1], delta, self.norm)
-        return broken_at, delta.detach()
+            _, broken_at = self._try(batch, delta, broken_at)
+        return delta.detach(), broken_at
 
-    def _random(self, batch: _Prepared, size: float) -> Tensor:
-        noise = torch.randn(batch.embeds.shape, dtype=batch.embeds.dtype, generator=self.generator)
+    def _try(self, batch: _EmbeddedBatch, delta: Tensor, broken_at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the margins at ``delta``, and the smallest breaks with those that it makes."""
+        logits = self.model(inputs_embeds=batch.vectors + delta, attention_mask=batch.mask).logits
+        right = batch.labels[:, None]
+        margin = logits.gather(-1, right)[:, 0] - logits.scatter(-1, right, -math.inf).amax(-1)
+        wrong = logits.argmax(-1) != batch.labels
+        size = torch.where(wrong, perturbation_size(delta.detach(), self.norm), math.inf)
+        return margin, torch.minimum(broken_at, size)
+
+    def _random(self, batch: _EmbeddedBatch, size: float) -> Tensor:
+        noise = torch.randn(batch.vectors.shape, dtype=batch.vectors.dtype, generator=self.generator)
         noise = noise * batch.mask[..., None]
         return noise * (size / perturbation_size(noise, self.norm).clamp_min(1e-12))[:, None, None]
-
-
-def _margin(model: Any, batch: _Prepared, delta: Tensor) -> tuple[Tensor, Tensor]:
-    logits = model(inputs_embeds=batch.embeds + delta, attention_mask=batch.mask).logits
-    own = logits.gather(-1, batch.labels[:, None])
-    others = logits.scatter(-1, batch.labels[:, None], -math.inf)
-    return own[:, 0] - others.amax(-1), logits.argmax(-1) != batch.labels
-
-
-def _keep(broken_at: Tensor, wrong: Tensor, delta: Tensor, norm: Norm) -> Tensor:
-    found = torch.where(wrong, perturbation_size(delta.detach(), norm), math.inf)
-    return torch.minimum(broken_at, found)
 
 
 def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:

@@ -1,37 +1,29 @@
 """Tables and figures of Huang, Pérez, Ba, Volkovs (2020), "Improving Transformer Optimization"; free of torch."""
 
-from __future__ import annotations
+from wellposed.recipes.recipe import Recipe
 
-from wellposed.recipes.recipe import RECIPES, Recipe
-
-
-def _register(item: str, summary: str, says: str, function: str, *, mini: float, paper: float) -> None:
-    RECIPES.register(f"huang2020/{item}")(Recipe(summary, says, {"mini": mini, "paper": paper}, function))
-
-
-_register(
-    "table-1",
-    "the five settings of appendix D: T-Fixup without warm-up beside post-LN with warm-up",
-    "settings: starting rates 5e-4, 6e-4, 7e-4, 4e-4, 4e-4; 4000 decay steps; dropout 0.5, 0.4, 0.2, 0.4, 0.4 (the "
-    "BLEU of these runs is in the main part, which is not at hand; the released code's page says 35.73 on IWSLT'14 "
-    "De-En, chosen on test)",
-    "huang2020.table_1:table_1",
-    mini=6,
-    paper=50_000,
-)
-_register(
-    "depth",
-    "loss by depth without warm-up: T-Fixup and post-LN",
-    "without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
-    "huang2020.depth:depth",
-    mini=15,
-    paper=600,
-)
-_register(
-    "signal",
-    "|out|/|in| after every layer at initial weights, Xavier and T-Fixup",
-    "with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any depth N",
-    "huang2020.signal:signal",
-    mini=1,
-    paper=5,
+RECIPES = (
+    Recipe(
+        "huang2020/table-1",
+        "the five settings of appendix D: T-Fixup without warm-up beside post-LN with warm-up",
+        "settings: starting rates 5e-4, 6e-4, 7e-4, 4e-4, 4e-4; 4000 decay steps; dropout 0.5, 0.4, 0.2, 0.4, 0.4 (the "
+        "BLEU of these runs is in the main part, which is not at hand; the released code's page says 35.73 on IWSLT'14 "
+        "De-En, chosen on test)",
+        "huang2020.table_1:table_1",
+        {"mini": 6, "paper": 50_000},
+    ),
+    Recipe(
+        "huang2020/depth",
+        "loss by depth without warm-up: T-Fixup and post-LN",
+        "without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
+        "huang2020.depth:depth",
+        {"mini": 15, "paper": 600},
+    ),
+    Recipe(
+        "huang2020/signal",
+        "|out|/|in| after every layer at initial weights, Xavier and T-Fixup",
+        "with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any depth N",
+        "huang2020.signal:signal",
+        {"mini": 1, "paper": 5},
+    ),
 )

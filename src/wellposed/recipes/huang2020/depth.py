@@ -6,19 +6,18 @@ its validation loss ends below that of the unigram model, the best predictor tha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
-from wellposed.charts import Panel, Series
-from wellposed.recipes.huang2020.pairs import NOTE, translation_data
+from wellposed.charts import Panel, Row, Series, lines, where
+from wellposed.recipes.corpora import GENERATED_NOTE, translation_data
 from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, train_grid
 from wellposed.recipes.variants import apply_variant
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
-VARIANTS = ("t_fixup", "post_ln")
 LABELS = {"t_fixup": "T-Fixup", "post_ln": "post-LN"}
 
 
@@ -35,174 +34,108 @@ class Sizes:
     learning_rate: float = 1e-3
 
 
-def sizes(request: Request) -> Sizes:
-    """Return the sizes of the depth sweep at the request's scale."""
-    return request.pick(
+def depth(request: Request) -> Reproduction:
+    """Loss against depth with T-Fixup and with post-LN, neither with warm-up."""
+    sizes = request.pick(
         toy=Sizes((1, 2), steps=4, seeds=1, width=8, batch_size=4, pairs=40),
         mini=Sizes((6, 20, 50, 100), steps=60, seeds=3),
         paper=Sizes((6, 12, 20, 50, 100, 150, 200), steps=2000, seeds=3, batch_size=64, pairs=20_000),
     )
+    return summarise(request, sizes, train_depths(request, sizes))
 
 
-def run_config(request: Request, chosen: Sizes, variant: str, depth: int, seed: int) -> RunConfig:
-    """Return one run: ``depth`` encoder and ``depth`` decoder layers, no warm-up on either side."""
-    base = RunConfig(
+def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
+    """Train every depth with every seed, T-Fixup and post-LN on the same batches."""
+    base = _base_config(request, sizes)
+    planned = []
+    for layers, seed, variant in itertools.product(sizes.depths, range(sizes.seeds), LABELS):
+        model, train = replace(base.model, num_hidden_layers=layers), replace(base.train, seed=seed)
+        config = apply_variant(variant, replace(base, model=model, train=train))
+        folder = request.runs("huang2020-depth") / f"{variant}-{layers}-seed{seed}"
+        planned.append(PlannedRun(folder, f"{LABELS[variant]}, {layers}+{layers} layers, seed {seed}", config))
+    return train_grid(request, planned)
+
+
+def _base_config(request: Request, sizes: Sizes) -> RunConfig:
+    generated = request.data is None
+    return RunConfig(
         task="translation",
         task_options={
-            **translation_data(request, pairs=chosen.pairs),
-            "tokenizer": "char" if request.data is None else "bpe",
+            **translation_data(request, pairs=sizes.pairs),
+            "tokenizer": "char" if generated else "bpe",
             "vocab_size": 2000,
-            "max_tokens": 16 if request.data is None else 128,
+            "max_tokens": 16 if generated else 128,
             "generate_beams": 1,
             "generate_max_examples": 4,
         },
         model=ModelOptions(
-            hidden_size=chosen.width,
-            num_hidden_layers=depth,
+            hidden_size=sizes.width,
             num_attention_heads=4,
-            intermediate_size=2 * chosen.width,
+            intermediate_size=2 * sizes.width,
             activation="relu",
         ),
         train=TrainOptions(
-            steps=chosen.steps,
-            batch_size=chosen.batch_size,
-            learning_rate=chosen.learning_rate,
+            steps=sizes.steps,
+            batch_size=sizes.batch_size,
+            learning_rate=sizes.learning_rate,
             schedule="inverse_sqrt",
             weight_decay=1e-4,
-            eval_every=chosen.steps,
-            checkpoint_every=chosen.steps,
-            log_every=max(1, chosen.steps // 20),
-            seed=seed,
+            eval_every=sizes.steps,
+            checkpoint_every=sizes.steps,
+            log_every=max(1, sizes.steps // 20),
         ),
     )
-    return apply_variant(variant, base)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One depth of one side with one seed."""
-
-    variant: str
-    depth: int
-    seed: int
-    valid: float
-    """Nats per token; infinite where the loss stopped being finite."""
-    unigram: float
-    """Nats per token of the unigram model on valid."""
-    curve: tuple[tuple[int, float], ...]
-    """(step, training loss)."""
-    error: str = ""
-
-    @property
-    def trains(self) -> bool:
-        """Whether the loss ended below the unigram model's."""
-        return self.valid < self.unigram
-
-
-def train_depth(request: Request, chosen: Sizes, variant: str, depth: int, seed: int) -> Run:
-    """Train one run, or go on with it, in the recipe's folder."""
-    from wellposed.tasks import build_task
-    from wellposed.training import read_metrics, train
-
-    config = run_config(request, chosen, variant, depth, seed)
-    task = build_task(config.task, config.task_options)
-    folder = request.out / "runs" / f"huang2020-depth-{request.scale}" / f"{variant}-{depth}-seed{seed}"
-    result = train(config, folder, resume="auto", progress=False, task=task)
-    if result.status == "cancelled":
-        raise KeyboardInterrupt
-    found = result.result.get("results", {}).get(config.task, {})
-    curve = [
-        (int(row["step"]), float(row["loss"]))
-        for row in read_metrics(Path(folder))
-        if row["split"] == "train" and math.isfinite(float(row["loss"]))
-    ]
-    failed = result.status == "failed"
-    return Run(
-        variant,
-        depth,
-        seed,
-        math.inf if failed else float(found["loss,valid"]),
-        float(task.reference()["loss"]),
-        tuple(curve),
-        result.message if failed else "",
-    )
-
-
-def depth(request: Request) -> Reproduction:
-    """Loss against depth with T-Fixup and with post-LN, neither with warm-up."""
-    chosen = sizes(request)
-    runs = []
-    for layers in chosen.depths:
-        for seed in range(chosen.seeds):
-            for variant in VARIANTS:
-                runs.append(train_depth(request, chosen, variant, layers, seed))
-                request.announce(_line(runs[-1]))
-    return summarise(request, chosen, runs)
-
-
-def _line(run: Run) -> str:
-    loss = f"{run.valid:.3f}" if math.isfinite(run.valid) else "not finite"
-    return f"{LABELS[run.variant]}, {run.depth}+{run.depth} layers, seed {run.seed}: {loss} (unigram {run.unigram:.3f})"
-
-
-def summarise(request: Request, chosen: Sizes, runs: Sequence[Run]) -> Reproduction:
+def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
     """Return rows, figure and verdict of finished runs."""
-    rows: list[dict[str, Any]] = [
+    unigram = runs[0].reference["loss"]
+    rows = [
         {
-            "variant": LABELS[run.variant], "layers_each_side": run.depth, "seed": run.seed, "valid_loss": run.valid,
-            "unigram_loss": run.unigram, "trains": run.trains, "error": run.error,
+            "variant": LABELS[run.variant],
+            "layers_each_side": run.depth,
+            "seed": run.seed,
+            "valid_loss": (loss := run.metric("loss,valid", math.inf)),
+            "unigram_loss": unigram,
+            "trains": loss < unigram,
+            "error": run.failure,
         }
         for run in runs
-    ]  # fmt: skip
-    trained = {variant: _depths(runs, variant) for variant in VARIANTS}
+    ]
     deepest = max(run.depth for run in runs)
-    got = "; ".join(
-        f"{LABELS[variant]} trains at {', '.join(map(str, trained[variant])) or 'no'} layers a side, loss at {deepest} "
-        f"{_losses(runs, variant, deepest)}"
-        for variant in VARIANTS
-    )
-    held = deepest in trained["t_fixup"] and not any(
-        run.trains for run in runs if run.variant == "post_ln" and run.depth == deepest
-    )
+    trained: dict[str, list[int]] = {}
+    said = []
+    for label in LABELS.values():
+        mine = where(rows, variant=label)
+        depths = dict.fromkeys(row["layers_each_side"] for row in mine)
+        trained[label] = [d for d in depths if all(row["trains"] for row in where(mine, layers_each_side=d))]
+        losses = [row["valid_loss"] for row in where(mine, layers_each_side=deepest)]
+        said.append(
+            f"{label} trains at {', '.join(map(str, trained[label])) or 'no'} layers a side, loss at {deepest} "
+            + ", ".join(f"{loss:.3f}" if math.isfinite(loss) else "not finite" for loss in losses)
+        )
+    plain_at_deepest = where(rows, variant=LABELS["post_ln"], layers_each_side=deepest)
     return Reproduction(
         rows,
-        [_depth_panel(runs), *(_curve_panel(runs, variant) for variant in VARIANTS)],
-        got=f"{got}; unigram model {runs[0].unigram:.3f}; width {chosen.width}, {chosen.steps} steps, "
-        f"{chosen.seeds} seeds",
-        holds=None if request.scale == "toy" else held,
+        [_depth_panel(rows, unigram), *(_curve_panel(runs, variant) for variant in LABELS)],
+        got=f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps} steps, "
+        f"{sizes.seeds} seeds",
+        holds=deepest in trained[LABELS["t_fixup"]] and not any(row["trains"] for row in plain_at_deepest),
         notes=(
             "a depth trains where every seed's loss on valid ends below the unigram model's; no warm-up on either side",
-            *((NOTE,) if request.data is None else ()),
+            *((GENERATED_NOTE,) if request.data is None else ()),
         ),
     )
 
 
-def _depths(runs: Sequence[Run], variant: str) -> list[int]:
-    mine = [run for run in runs if run.variant == variant]
-    depths = dict.fromkeys(run.depth for run in mine)
-    return [layers for layers in depths if all(run.trains for run in mine if run.depth == layers)]
-
-
-def _losses(runs: Sequence[Run], variant: str, layers: int) -> str:
-    losses = [run.valid for run in runs if run.variant == variant and run.depth == layers]
-    return ", ".join(f"{loss:.3f}" if math.isfinite(loss) else "not finite" for loss in losses)
-
-
-def _depth_panel(runs: Sequence[Run]) -> Panel:
-    depths = sorted({run.depth for run in runs})
-    ceiling = 2 * runs[0].unigram
-    series = []
-    for variant in VARIANTS:
-        mine = [(run.depth, min(run.valid, ceiling)) for run in runs if run.variant == variant]
-        series.append(Series(LABELS[variant], [x for x, _ in mine], [y for _, y in mine], "dots"))
-    series.append(Series("unigram model", depths, [runs[0].unigram] * len(depths), "dashed"))
+def _depth_panel(rows: Sequence[Row], unigram: float) -> Panel:
+    cut = [{**row, "valid_loss": min(row["valid_loss"], 2 * unigram)} for row in rows]
+    depths = sorted({row["layers_each_side"] for row in rows})
+    level = Series("unigram model", depths, [unigram] * len(depths), "dashed")
+    series = [*lines(cut, "layers_each_side", "valid_loss", by="variant", style="dots"), level]
     return Panel("loss by depth, no warm-up", "layers each side", "nats per token on valid", series, x_scale="log")
 
 
-def _curve_panel(runs: Sequence[Run], variant: str) -> Panel:
-    series = [
-        Series(f"{run.depth} layers", [step for step, _ in run.curve], [loss for _, loss in run.curve])
-        for run in runs
-        if run.variant == variant and run.seed == 0
-    ]
-    return Panel(LABELS[variant], "step", "training loss", series)
+def _curve_panel(runs: Sequence[FinishedRun], variant: str) -> Panel:
+    mine = [run for run in runs if run.variant == variant and run.seed == 0]
+    return Panel(LABELS[variant], "step", "training loss", curves(mine, "train", lambda run: f"{run.depth} layers"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
 
-from wellposed.charts import Panel, Series
+from wellposed.charts import Panel, lines, where
 from wellposed.errors import ConvergenceError
 from wellposed.initialize import signal_propagation
 from wellposed.models import build_model
@@ -23,23 +24,32 @@ def signal(request: Request) -> Reproduction:
     width = request.pick(toy=16, mini=64, paper=512)
     depths = request.pick(toy=(1, 3), mini=(6, 20, 100), paper=(6, 20, 100))
     rows: list[dict[str, Any]] = []
-    for depth in depths:
-        for init, label in INITS.items():
-            request.announce(f"{label}, {depth}+{depth} layers of width {width}")
-            rows += _measure(init, depth, width)
-    ends = {(row["init"], row["stack"], row["depth"]): row["ratio"] for row in rows if row["layer"] == row["depth"]}
-    flat = [ends["T-Fixup", "encoder", depth] for depth in depths]
-    wild = [ends["Xavier", "encoder", depth] for depth in depths]
-    decoder = [ends["T-Fixup", "decoder", depth] for depth in depths]
+    for depth, (init, label) in itertools.product(depths, INITS.items()):
+        request.announce(f"{label}, {depth}+{depth} layers of width {width}")
+        rows += _measure(init, depth, width)
+    last = [row for row in rows if row["layer"] == row["depth"]]
+    ours, plain = ([row["ratio"] for row in where(last, init=i, stack="encoder")] for i in ("T-Fixup", "Xavier"))
+    decoders = [row["ratio"] for row in where(last, init="T-Fixup", stack="decoder")]
+    finite = [row for row in rows if math.isfinite(row["ratio"])]
+    panels = [
+        Panel(
+            f"{init}, {stack}",
+            "layer",
+            "|out| / |in|",
+            lines(where(finite, init=init, stack=stack), "layer", "ratio", by=lambda row: f"{row['depth']} layers"),
+            x_scale="log",
+            y_scale="log",
+        )
+        for stack, init in itertools.product(STACKS, INITS.values())
+    ]
     return Reproduction(
         rows,
-        [_panel(rows, init, stack) for stack in STACKS for init in INITS.values()],
+        panels,
         got=f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup "
-        f"{', '.join(f'{value:.3f}' for value in flat)}, Xavier {', '.join(map(_number, wild))}; of decoders: T-Fixup "
-        f"{', '.join(f'{value:.3f}' for value in decoder)}",
-        holds=None
-        if request.scale == "toy"
-        else all(_LOW <= value <= _HIGH for value in flat) and wild[-1] > 10 * _HIGH,
+        f"{', '.join(f'{value:.3f}' for value in ours)}, Xavier "
+        f"{', '.join(f'{value:.3g}' if math.isfinite(value) else 'overflow' for value in plain)}; of decoders: T-Fixup "
+        f"{', '.join(f'{value:.3f}' for value in decoders)}",
+        holds=all(_LOW <= value <= _HIGH for value in ours) and plain[-1] > 10 * _HIGH,
         notes=(
             "root mean square norms of tokens in one forward pass of random tokens, no LayerNorm on either side",
             "the paper's claim is about the size of an update; this is the forward signal that its derivation needs",
@@ -47,18 +57,12 @@ def signal(request: Request) -> Reproduction:
     )
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "overflow"
-
-
 def _measure(init: str, depth: int, width: int) -> list[dict[str, Any]]:
+    options = {"vocab_size": 100, "max_position_embeddings": 32, "activation": "relu", "norm": "none", "init": init}
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+    sizes = {"hidden_size": width, "num_attention_heads": max(4, width // 64), "intermediate_size": 2 * width}
     torch.manual_seed(0)
-    model = build_model(
-        "wellposed", "seq2seq_lm", vocab_size=100, hidden_size=width, num_hidden_layers=depth,
-        num_attention_heads=max(4, width // 64), intermediate_size=2 * width, max_position_embeddings=32,
-        activation="relu", norm="none", init=init, pad_token_id=0, bos_token_id=2, eos_token_id=3,
-        decoder_start_token_id=2,
-    )  # fmt: skip
+    model = build_model("wellposed", "seq2seq_lm", num_hidden_layers=depth, **sizes, **options, **special)
     tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens.flip(1)}
     common = {"init": INITS[init], "depth": depth}
@@ -67,16 +71,3 @@ def _measure(init: str, depth: int, width: int) -> list[dict[str, Any]]:
     except ConvergenceError:
         return [{**common, "stack": stack, "layer": depth, "ratio": math.inf} for stack in STACKS]
     return [{**common, "stack": row.stack, "layer": row.depth, "ratio": row.ratio} for row in found.rows]
-
-
-def _panel(rows: list[dict[str, Any]], init: str, stack: str) -> Panel:
-    mine = [row for row in rows if row["init"] == init and row["stack"] == stack and math.isfinite(row["ratio"])]
-    series = [
-        Series(
-            f"{depth} layers",
-            [row["layer"] for row in mine if row["depth"] == depth],
-            [row["ratio"] for row in mine if row["depth"] == depth],
-        )
-        for depth in dict.fromkeys(row["depth"] for row in mine)
-    ]
-    return Panel(f"{init}, {stack}", "layer", "|out| / |in|", series, x_scale="log", y_scale="log")

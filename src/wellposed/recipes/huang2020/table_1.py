@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from wellposed.charts import Panel, Series
-from wellposed.errors import ConfigError, listed
-from wellposed.recipes.corpora import HUANG, SIZES, Corpus
-from wellposed.recipes.huang2020.pairs import NOTE, translation_data
+from wellposed.charts import Panel, Series, where
+from wellposed.recipes.corpora import GENERATED_NOTE, HUANG, SIZES, Corpus, paper_runs, small_corpus
 from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.runs import PlannedRun, train_grid
 from wellposed.recipes.variants import apply_variant
 from wellposed.training.config import RunConfig
 
@@ -23,65 +21,65 @@ _RATE = 6.0
 def table_1(request: Request) -> Reproduction:
     """Every setting of the table trained with T-Fixup and with its baseline."""
     if request.scale == "paper":
-        _refuse_missing(request)
-    rows: list[dict[str, Any]] = []
-    for corpus in HUANG:
-        for variant, label in VARIANTS.items():
-            request.announce(f"{corpus.pair}, {label}")
-            rows.append(_run(request, corpus, variant))
-    fixed = [row for row in rows if row["variant"] == "T-Fixup"]
-    trained = [row["setting"] for row in fixed if row["valid_loss"] < row["unigram_loss"]]
+        configs = paper_runs(request, HUANG)
+    else:
+        configs = [_small_run(request, corpus) for corpus in HUANG]
+    planned = [
+        PlannedRun(
+            request.runs("huang2020-table-1") / f"{corpus.name}-{variant}",
+            f"{corpus.pair}, {VARIANTS[variant]}",
+            apply_variant(variant, config),
+        )
+        for (corpus, config), variant in itertools.product(zip(HUANG, configs, strict=True), VARIANTS)
+    ]
+    rows = [
+        {
+            "setting": corpus.pair,
+            "variant": VARIANTS[run.variant],
+            "learning_rate_printed": corpus.learning_rate,
+            "learning_rate": run.config.train.learning_rate,
+            "decay_steps": run.config.train.decay_steps,
+            "dropout_printed": corpus.dropout,
+            "dropout": run.config.model.dropout,
+            "tokens_per_batch_printed": corpus.tokens_per_batch * corpus.accumulation,
+            "max_updates_printed": corpus.steps,
+            "mixed_precision_printed": corpus.bf16,
+            "steps": run.config.train.steps,
+            "valid_loss": run.metric("loss,valid", math.inf),
+            "unigram_loss": run.reference["loss"],
+            "bleu_test": run.metrics.get("bleu,test"),
+        }
+        for (corpus, _), run in zip(itertools.product(HUANG, VARIANTS), train_grid(request, planned), strict=True)
+    ]
+    ours, baseline = (where(rows, variant=label) for label in VARIANTS.values())
+    trained = sum(row["valid_loss"] < row["unigram_loss"] for row in ours)
     pairs = ", ".join(
         f"{row['setting']} {row['valid_loss']:.3f} ({other['valid_loss']:.3f})"
-        for row, other in zip(fixed, rows[1::2], strict=True)
+        for row, other in zip(ours, baseline, strict=True)
     )
+    series = [
+        Series(label, range(len(HUANG)), [row["valid_loss"] for row in mine], "dots")
+        for label, mine in zip(VARIANTS.values(), (ours, baseline), strict=True)
+    ]
     return Reproduction(
         rows,
-        [
-            Panel(
-                "loss on valid by setting",
-                "setting",
-                "nats per token",
-                [Series(label, range(len(HUANG)), _losses(rows, label), "dots") for label in VARIANTS.values()],
-            )
-        ],
+        [Panel("loss on valid by setting", "setting", "nats per token", series)],
         got=f"loss of T-Fixup without warm-up (post-LN with warm-up): {pairs}; unigram {rows[0]['unigram_loss']:.3f}; "
-        f"{len(trained)} of {len(HUANG)} settings train",
-        holds=None if request.scale == "toy" else len(trained) == len(HUANG),
+        f"{trained} of {len(HUANG)} settings train",
+        holds=trained == len(HUANG),
         notes=(
             "the text at hand holds the paper's appendix alone: settings are printed, BLEU is not",
             "not printed and taken: " + "; ".join(f"{corpus.pair}: {corpus.not_printed}" for corpus in HUANG[:4]),
             *((f"mini: width 32, rates times {_RATE:g}",) if request.scale != "paper" else ()),
-            *((NOTE,) if request.data is None else ()),
+            *((GENERATED_NOTE,) if request.data is None else ()),
         ),
     )
 
 
-def _losses(rows: list[dict[str, Any]], label: str) -> list[float]:
-    return [row["valid_loss"] for row in rows if row["variant"] == label]
-
-
-def _refuse_missing(request: Request) -> None:
-    needed = [corpus for corpus in HUANG if corpus.data is None]
-    root = Path(request.data or ".")
-    missing = [corpus.name for corpus in needed if request.data is None or not (root / corpus.name).is_dir()]
-    if missing:
-        raise ConfigError("give --data FOLDER with these folders of aligned files in it:\n" + listed(missing))
-
-
-def run_config(request: Request, corpus: Corpus, variant: str) -> RunConfig:
-    """Return the run of one setting; below paper scale its rate, decay and dropout on a tiny model."""
+def _small_run(request: Request, corpus: Corpus) -> RunConfig:
+    """Return a setting below paper scale: its rate, decay and dropout on a tiny model."""
     paper = corpus.run_config()
-    if request.scale == "paper":
-        options = dict(paper.task_options)
-        options |= {} if corpus.data is not None else {"data": str(Path(request.data or ".") / corpus.name)}
-        return apply_variant(variant, replace(paper, task_options=options))
     steps = request.pick(toy=3, mini=150, paper=0)
-    options = translation_data(
-        request, wanted=(corpus.src, corpus.tgt), words=True, pairs=request.pick(toy=60, mini=3000, paper=0)
-    )
-    options |= {"vocab_size": 2000, "max_tokens": 128, "overflow": "drop", "limit_pairs": 6000}
-    options |= {"generate_beams": 1, "generate_max_examples": request.pick(toy=4, mini=200, paper=0)}
     model = replace(
         paper.model,
         hidden_size=32,
@@ -92,38 +90,16 @@ def run_config(request: Request, corpus: Corpus, variant: str) -> RunConfig:
         dropout=paper.model.dropout / 20,
     )
     train = replace(
-        paper.train, steps=steps, batch_size=request.pick(toy=4, mini=32, paper=0), gradient_accumulation=1,
-        learning_rate=_RATE * paper.train.learning_rate, eval_every=steps, checkpoint_every=steps, log_every=10,
-        average_checkpoints=0, precision="fp32",
-    )  # fmt: skip
-    return apply_variant(variant, replace(paper, task_options=options, model=model, train=train))
-
-
-def _run(request: Request, corpus: Corpus, variant: str) -> dict[str, Any]:
-    from wellposed.tasks import build_task
-    from wellposed.training import train
-
-    config = run_config(request, corpus, variant)
-    task = build_task(config.task, config.task_options)
-    folder = request.out / "runs" / f"huang2020-table-1-{request.scale}" / f"{corpus.name}-{variant}"
-    result = train(config, folder, resume="auto", progress=False, task=task)
-    if result.status == "cancelled":
-        raise KeyboardInterrupt
-    found = result.result.get("results", {}).get(config.task, {})
-    failed = result.status == "failed"
-    return {
-        "setting": corpus.pair,
-        "variant": VARIANTS[variant],
-        "learning_rate_printed": corpus.learning_rate,
-        "learning_rate": config.train.learning_rate,
-        "decay_steps": config.train.decay_steps,
-        "dropout_printed": corpus.dropout,
-        "dropout": config.model.dropout,
-        "tokens_per_batch_printed": corpus.tokens_per_batch * corpus.accumulation,
-        "max_updates_printed": corpus.steps,
-        "mixed_precision_printed": corpus.bf16,
-        "steps": config.train.steps,
-        "valid_loss": math.inf if failed else float(found["loss,valid"]),
-        "unigram_loss": float(task.reference()["loss"]),
-        "bleu_test": None if failed else found.get("bleu,test"),
-    }
+        paper.train,
+        steps=steps,
+        batch_size=request.pick(toy=4, mini=32, paper=0),
+        gradient_accumulation=1,
+        learning_rate=_RATE * paper.train.learning_rate,
+        eval_every=steps,
+        checkpoint_every=steps,
+        log_every=10,
+        average_checkpoints=0,
+        precision="fp32",
+    )
+    options = small_corpus(request, max_tokens=128, wanted=(corpus.src, corpus.tgt))
+    return replace(paper, task_options=options, model=model, train=train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.charts import Panel, Series
+from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.nn import ATTENTIONS
+from wellposed.recipes.kim2021.language_models import HEADS, LABELS
 from wellposed.recipes.recipe import Reproduction, Request
 
 CONSTANTS = (0.5, 0.7, 0.9)
 SPREADS = (1.0, 10.0)
-LABELS = {"l2_tied": "tied L2", "dot_product": "dot product", "l2_contractive": "contractive L2"}
+KINDS = ("l2_tied", "dot_product", "l2_contractive")
 _SOLVED = 1e-4
 _NOTE = (
     "the paper draws the tokens 'uniformly at random' without saying how wide: both widths are in the table, "
@@ -31,9 +33,9 @@ def figure_3(request: Request) -> Reproduction:
     """Invertibility at random weights, N = D = 64."""
     tokens, width, batch = request.pick(toy=(6, 8, 2), mini=(64, 64, 32), paper=(64, 64, 128))
     torch.manual_seed(0)
-    layers = {kind: random_layer(kind, width, tokens) for kind in LABELS}
-    rows = _sweep(request, layers, [(tokens, width)], batch)
-    return _reproduction(request, rows, f"random weights, N = {tokens}, D = {width}")
+    layers = {kind: random_layer(kind, width, tokens) for kind in KINDS}
+    rows = _invert(request, layers, tokens, width, batch)
+    return _reproduction(rows, f"random weights, N = {tokens}, D = {width}")
 
 
 def figure_5(request: Request) -> Reproduction:
@@ -41,13 +43,10 @@ def figure_5(request: Request) -> Reproduction:
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attention
 
     tokens, batch = request.pick(toy=(6, 2), mini=(64, 32), paper=(64, 128))
-    layers = {
-        kind: trained_attention(request, name)
-        for kind, name in (("dot_product", "dot_product"), ("l2_tied", "l2_tied"))
-    }
+    layers = {kind: trained_attention(request, kind) for kind in ("dot_product", "l2_tied")}
     width = layers["dot_product"].o_proj.out_features
-    rows = _sweep(request, layers, [(tokens, width)], batch)
-    return _reproduction(request, rows, f"trained weights, N = {tokens}, D = {width}")
+    rows = _invert(request, layers, tokens, width, batch)
+    return _reproduction(rows, f"trained weights, N = {tokens}, D = {width}")
 
 
 def figure_6(request: Request) -> Reproduction:
@@ -62,16 +61,14 @@ def figure_6(request: Request) -> Reproduction:
     for tokens, width in sizes:
         torch.manual_seed(0)
         layers = {kind: random_layer(kind, width, tokens) for kind in ("l2_tied", "dot_product")}
-        rows += _sweep(request, layers, [(tokens, width)], batch)
-    return _reproduction(request, rows, "random weights")
+        rows += _invert(request, layers, tokens, width, batch)
+    return _reproduction(rows, "random weights")
 
 
 def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
     """An attention with 8 heads and Glorot's weights."""
-    config = SimpleNamespace(
-        hidden_size=width, num_attention_heads=8, attention_dropout=0.0, qk_norm=False, layer_norm_eps=1e-5,
-        attention=kind, max_position_embeddings=tokens,
-    )  # fmt: skip
+    options = {"attention": kind, "attention_dropout": 0.0, "qk_norm": False, "layer_norm_eps": 1e-5}
+    config = SimpleNamespace(hidden_size=width, num_attention_heads=HEADS, max_position_embeddings=tokens, **options)
     layer = ATTENTIONS.get(kind)(config, 0)
     if kind == "dot_product":
         for parameter in layer.parameters():
@@ -98,76 +95,53 @@ def reconstruction_errors(layer: nn.Module, x: Tensor, c: float, iterations: int
     return errors
 
 
-def _sweep(
-    request: Request, layers: Mapping[str, nn.Module], sizes: Sequence[tuple[int, int]], batch: int
+def _invert(
+    request: Request, layers: Mapping[str, nn.Module], tokens: int, width: int, batch: int
 ) -> list[dict[str, Any]]:
+    """Return the error after each iteration for every width of inputs, layer and constant."""
     iterations = request.pick(toy=4, mini=25, paper=25)
+    request.announce(f"N = {tokens}, D = {width}")
     rows = []
-    for tokens, width in sizes:
-        request.announce(f"N = {tokens}, D = {width}")
-        for spread in SPREADS:
-            x = probe_inputs(batch, tokens, width, spread)
-            for kind, layer in layers.items():
-                for c in CONSTANTS:
-                    errors = reconstruction_errors(layer, x, c, iterations)
-                    rows += [
-                        {
-                            "attention": LABELS[kind], "N": tokens, "D": width, "spread": spread, "c": c,
-                            "iteration": number, "max_error": error,
-                        }
-                        for number, error in enumerate(errors, start=1)
-                    ]  # fmt: skip
+    for spread, (kind, layer), c in itertools.product(SPREADS, layers.items(), CONSTANTS):
+        errors = reconstruction_errors(layer, probe_inputs(batch, tokens, width, spread), c, iterations)
+        setting = {"attention": LABELS[kind], "N": tokens, "D": width, "spread": spread, "c": c}
+        rows += [{**setting, "iteration": number, "max_error": error} for number, error in enumerate(errors, start=1)]
     return rows
 
 
-def _reproduction(request: Request, rows: list[dict[str, Any]], title: str) -> Reproduction:
+def _reproduction(rows: list[dict[str, Any]], title: str) -> Reproduction:
     last = max(row["iteration"] for row in rows)
-    ends = [row for row in rows if row["iteration"] == last]
-    wide = [row for row in ends if row["spread"] == SPREADS[-1]]
-    solved = {
-        name: [row["max_error"] <= _SOLVED * row["spread"] for row in wide if row["attention"] == name]
-        for name in LABELS.values()
-    }
-    worst = {name: max((row["max_error"] for row in wide if row["attention"] == name), default=0.0) for name in solved}
-    narrow = max(row["max_error"] for row in ends if row["spread"] == SPREADS[0] and row["attention"] == "dot product")
-    got = "; ".join(
-        f"{name}: {sum(flags)} of {len(flags)} settings inverted, worst error {worst[name]:.2g}"
-        for name, flags in solved.items()
-        if flags
-    )
-    names = [name for name in LABELS.values() if solved[name]]
+    ends = where(rows, iteration=last)
+    narrow = max(row["max_error"] for row in where(ends, spread=SPREADS[0], attention=LABELS["dot_product"]))
+    wide = where(rows, spread=SPREADS[-1])
     sizes = list(dict.fromkeys((row["N"], row["D"]) for row in rows))
-    panels = [
-        Panel(
-            f"{name}\nN = {tokens}, D = {width}" if len(sizes) > 1 else f"{name}\n{title}",
-            "fixed point iterations",
-            "max reconstruction error",
-            [_curve(rows, name, tokens, width, c) for c in CONSTANTS],
-            y_scale="log",
-        )
-        for name in names
-        for tokens, width in sizes
-    ]
+    solved: dict[str, list[bool]] = {}
+    said, panels = [], []
+    for kind in KINDS:
+        name = LABELS[kind]
+        errors = [row["max_error"] for row in where(wide, attention=name, iteration=last)]
+        solved[kind] = [error <= _SOLVED * SPREADS[-1] for error in errors]
+        if not errors:
+            continue
+        said.append(f"{name}: {sum(solved[kind])} of {len(errors)} settings inverted, worst error {max(errors):.2g}")
+        for tokens, width in sizes:
+            heading = f"{name}\nN = {tokens}, D = {width}" if len(sizes) > 1 else f"{name}\n{title}"
+            panels.append(_panel(heading, where(wide, attention=name, N=tokens, D=width)))
     return Reproduction(
         rows,
         panels,
-        got=f"after {last} iterations, tokens in +-{SPREADS[-1]:g}: {got}; "
+        got=f"after {last} iterations, tokens in +-{SPREADS[-1]:g}: {'; '.join(said)}; "
         f"tokens in +-{SPREADS[0]:g}: dot product {narrow:.2g}",
-        holds=None
-        if request.scale == "toy"
-        else any(solved["tied L2"]) and not any(solved["dot product"]) and all(solved["contractive L2"]),
-        notes=(_NOTE, *([_CERTIFIED_NOTE] if solved["contractive L2"] else [])),
+        holds=any(solved["l2_tied"]) and not any(solved["dot_product"]) and all(solved["l2_contractive"]),
+        notes=(_NOTE, *([_CERTIFIED_NOTE] if solved["l2_contractive"] else [])),
     )
 
 
-def _curve(rows: Sequence[Mapping[str, Any]], name: str, tokens: int, width: int, c: float) -> Series:
-    mine = [
-        row
-        for row in rows
-        if (row["attention"], row["N"], row["D"], row["c"], row["spread"]) == (name, tokens, width, c, SPREADS[-1])
-    ]
+def _panel(title: str, rows: Sequence[Row]) -> Panel:
     # An exact inverse has no place on a log axis.
-    return Series(f"c = {c}", [row["iteration"] for row in mine], [max(row["max_error"], 1e-9) for row in mine])
+    cut = [{**row, "max_error": max(row["max_error"], 1e-9)} for row in rows]
+    series = lines(cut, "iteration", "max_error", by=lambda row: f"c = {row['c']}")
+    return Panel(title, "fixed point iterations", "max reconstruction error", series, y_scale="log")
 
 
 def figure_10(request: Request) -> Reproduction:
@@ -175,27 +149,26 @@ def figure_10(request: Request) -> Reproduction:
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attention
 
     tokens, batch, bins = request.pick(toy=(6, 2, 11), mini=(64, 32, 61), paper=(64, 128, 101))
-    rows, panels, ratios = [], [], {}
-    for name, kind in (("tied L2", "l2_tied"), ("dot product", "dot_product")):
-        layer = trained_attention(request, kind)
+    rows, panels, deviations, ranges = [], [], {}, {}
+    for kind in ("l2_tied", "dot_product"):
+        name, layer = LABELS[kind], trained_attention(request, kind)
         x = probe_inputs(batch, tokens, layer.o_proj.out_features, SPREADS[-1])
         with torch.no_grad():
             y = layer(x)
-        ratios[name] = float(y.std() / x.std()), float(y.abs().max() / x.abs().max())
+        deviations[kind], ranges[kind] = float(y.std() / x.std()), float(y.abs().max() / x.abs().max())
         limit = float(max(x.abs().max(), y.abs().max()))
-        centres = torch.linspace(-limit, limit, bins, dtype=torch.float64)
+        centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
         series = []
         for label, values in (("input", x), ("output", y)):
-            counts = torch.histc(values.double(), bins, -limit, limit) / values.numel()
-            series.append(Series(label, centres.tolist(), counts.tolist(), "bars"))
-            rows += [
-                {"attention": name, "values": label, "bin_centre": centre, "share": share}
-                for centre, share in zip(centres.tolist(), counts.tolist(), strict=True)
-            ]
+            shares = (torch.histc(values.double(), bins, -limit, limit) / values.numel()).tolist()
+            series.append(Series(label, centres, shares, "bars"))
+            bars = zip(centres, shares, strict=True)
+            rows += [{"attention": name, "values": label, "bin_centre": at, "share": share} for at, share in bars]
         panels.append(Panel(name, "value", "share", series))
     got = "; ".join(
-        f"{name}: standard deviation of outputs {deviation:.2f} and range {reach:.2f} times that of inputs"
-        for name, (deviation, reach) in ratios.items()
+        f"{LABELS[kind]}: standard deviation of outputs {deviations[kind]:.2f} and range {ranges[kind]:.2f} times that "
+        "of inputs"
+        for kind in ranges
     )
-    holds = ratios["dot product"][1] > 2 * ratios["tied L2"][1] and ratios["tied L2"][1] <= 2
-    return Reproduction(rows, panels, got=got, holds=None if request.scale == "toy" else holds, notes=(_NOTE,))
+    holds = ranges["dot_product"] > 2 * ranges["l2_tied"] and ranges["l2_tied"] <= 2
+    return Reproduction(rows, panels, got=got, holds=holds, notes=(_NOTE,))

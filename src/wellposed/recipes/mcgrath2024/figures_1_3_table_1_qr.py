@@ -5,15 +5,12 @@ All four share one sweep in the folder of the recipes, so that a training is don
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from wellposed.charts import Panel
 from wellposed.errors import ConfigError
-from wellposed.recipes.mcgrath2024 import BASELINE, QR_METHODS, SCALES, chosen_cells, grid
-from wellposed.recipes.mcgrath2024 import panels as figures
-from wellposed.recipes.mcgrath2024.output import (
+from wellposed.recipes.mcgrath2024 import panels
+from wellposed.recipes.mcgrath2024.grid import BASELINE, QR_METHODS, SCALES, chosen_cells, grid
+from wellposed.recipes.mcgrath2024.results import (
     CellResult,
     about_drift,
     about_qr,
@@ -33,6 +30,7 @@ from wellposed.recipes.recipe import Reproduction, Request
 MINI_NOTE = (
     "a small BERT from scratch where the paper fine-tunes a pretrained one; a difference here says little of his"
 )
+NOTHING = "no training ended"
 GRAM = tuple(cell.name for cell in grid() if cell.form == "gram")
 QR = tuple(cell.name for cell in grid() if cell.form in QR_METHODS)
 
@@ -41,13 +39,11 @@ def figure_1(request: Request) -> Reproduction:
     """Every score by strength for key, query and both."""
     cells = _cells(request, GRAM)
     tested = [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
-    better = [test for test in tested if test.significant and (test.mean_difference or 0) > 0]
-    worse = [test for test in tested if test.significant and (test.mean_difference or 0) < 0]
-    holds = True if better else False if worse and len(worse) == len(tested) else None
+    gains = [test.mean_difference or 0 for test in tested if test.significant]
+    all_worse = bool(gains) and len(gains) == len(tested)
+    holds = True if any(gain > 0 for gain in gains) else False if all_worse else None
     rows = [sweep_row(result) for result in cells]
-    return _reproduction(
-        request, cells, rows=rows, panels=figures.figure_1(cells), got=about_scores(cells), holds=holds
-    )
+    return Reproduction(rows, panels.figure_1(cells), about_scores(cells) or NOTHING, holds, _notes(request, cells))
 
 
 def table_1(request: Request) -> Reproduction:
@@ -57,8 +53,8 @@ def table_1(request: Request) -> Reproduction:
     tested = [(best.against, sign) for group, sign in signs.items() if (best := best_of(cells, group)) and best.against]
     agree = [(test.mean_difference or 0) * sign > 0 for test, sign in tested if test.significant]
     holds = False if not all(agree) else True if len(agree) == len(signs) else None
-    return _reproduction(
-        request, cells, rows=table_rows(cells), panels=figures.table_1(cells), got=about_scores(cells), holds=holds
+    return Reproduction(
+        table_rows(cells), panels.table_1(cells), about_scores(cells) or NOTHING, holds, _notes(request, cells)
     )
 
 
@@ -66,10 +62,9 @@ def figure_3(request: Request) -> Reproduction:
     """err_orth of the unconstrained baseline over training."""
     cells = _cells(request, (BASELINE,))
     rows = error_rows(cells)
-    ratios = final_ratios(rows)
-    fall = {role: all(ratio < 1 for ratio in values) for role, values in ratios.items()}
-    holds = all(fall[role] == (role != "affinity") for role in fall) if fall else None
-    return _reproduction(request, cells, rows=rows, panels=figures.figure_3(rows), got=about_drift(cells), holds=holds)
+    fall = {role: all(ratio < 1 for ratio in values) for role, values in final_ratios(rows).items()}
+    holds = all(fell == (role != "affinity") for role, fell in fall.items()) if fall else None
+    return Reproduction(rows, panels.figure_3(rows), about_drift(cells) or NOTHING, holds, _notes(request, cells))
 
 
 def qr(request: Request) -> Reproduction:
@@ -78,17 +73,13 @@ def qr(request: Request) -> Reproduction:
     shares = [share for method in QR_METHODS if (share := qr_share(cells, method)) is not None]
     holds = all(share < 0.5 for share in shares) if shares else None
     rows = [sweep_row(result) for result in cells]
-    return _reproduction(
-        request, cells, rows=rows, panels=figures.figure_1(cells), got=" ".join(about_qr(cells)), holds=holds
+    return Reproduction(
+        rows, panels.figure_1(cells), " ".join(about_qr(cells)) or NOTHING, holds, _notes(request, cells)
     )
 
 
 def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
-    """Train what is not there yet and return the baseline and the named cells.
-
-    Raises:
-        ConfigError: no data; or another process is at some of these trainings.
-    """
+    """Train what is not there yet and return the baseline and the named cells."""
     if request.data is None:
         raise ConfigError(
             "McGrath (2024) is about three labelled sets at once: give --data FOLDER with ids-sst-train.csv, "
@@ -96,7 +87,7 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
         )
     settings = SweepSettings(
         data=request.data,
-        out=str(Path(request.out) / "runs" / f"mcgrath2024-{request.scale}"),
+        out=str(request.runs("mcgrath2024")),
         scale=request.scale,
         options=SCALES[request.scale],
         cells=chosen_cells(names),
@@ -117,16 +108,5 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _reproduction(
-    request: Request,
-    cells: Sequence[CellResult],
-    *,
-    rows: Sequence[Mapping[str, Any]],
-    panels: Sequence[Panel],
-    got: str,
-    holds: bool | None,
-) -> Reproduction:
-    notes = (*failures(cells), *(() if request.scale == "paper" else (MINI_NOTE,)))
-    return Reproduction(
-        rows, panels, got=got or "no training ended", holds=None if request.scale == "toy" else holds, notes=notes
-    )
+def _notes(request: Request, cells: Sequence[CellResult]) -> tuple[str, ...]:
+    return (*failures(cells), *(() if request.scale == "paper" else (MINI_NOTE,)))

@@ -3,109 +3,26 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, missing_extra
+from wellposed.errors import ConvergenceError
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
+from wellposed.recipes.mcgrath2024.encoders import EncodedSets, MultiTaskModel, batch_of, build_multitask_model
 from wellposed.recipes.mcgrath2024.multitask_options import SETS, MultiTaskOptions, overall_score
-from wellposed.tasks.data.minbert import EncodedRows, MinBertSet, encode_rows, train_word_pieces
-from wellposed.training.optimizer import decay_groups
+from wellposed.training.batches import to_device
+from wellposed.training.optimizer import decay_groups, set_learning_rate
 
 WARMUP_SHARE = 0.1
 PROBE_ROWS = 16
 ERROR = "/orthogonality_error"
-OUTPUTS = {"sst": 5, "para": 1, "sts": 1}
-
-
-@dataclass(frozen=True)
-class EncodedSets:
-    """The three sets as token ids, the tokenizer that made them, and what to say about them."""
-
-    train: dict[str, EncodedRows]
-    valid: dict[str, EncodedRows]
-    tokenizer: Any
-    description: dict[str, Any]
-
-
-def encode_sets(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> EncodedSets:
-    """Encode the first ``train_rows`` of every set and all valid rows with one tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer of ``options.encoder`` cannot be loaded, or cannot pad.
-    """
-    kept = {name: data.train.first(options.train_rows) for name, data in sets.items()}
-    if options.encoder is None:
-        texts = [text for rows in kept.values() for sentences in rows.sentences for text in sentences]
-        tokenizer: Any = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=options.max_length)
-    else:
-        tokenizer = _load("AutoTokenizer", options.encoder)
-    length = options.max_length
-    train = {name: encode_rows(rows, tokenizer, max_length=length) for name, rows in kept.items()}
-    valid = {name: encode_rows(data.valid, tokenizer, max_length=length) for name, data in sets.items()}
-    description = {
-        name: {
-            "train_rows": len(train[name]),
-            "train_rows_available": len(data.train),
-            "valid_rows": len(valid[name]),
-            "rows_cut": train[name].cut + valid[name].cut,
-            "files": list(data.files),
-        }
-        for name, data in sets.items()
-    }
-    return EncodedSets(train, valid, tokenizer, description)
-
-
-class MultiTaskModel(nn.Module):
-    """Return ``head(dropout(encoder(x)[:, 0]))``: the [CLS] token of one encoder through the head of a set.
-
-    Args:
-        encoder: any Hugging Face encoder; its first token stands for the row.
-        dropout: before the heads.
-
-    >>> from transformers import BertConfig, BertModel
-    >>> encoder = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
-    >>> MultiTaskModel(encoder)("sst", {"input_ids": torch.zeros(3, 4, dtype=torch.long)}).shape
-    torch.Size([3, 5])
-    """
-
-    def __init__(self, encoder: nn.Module, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.dropout = nn.Dropout(dropout)
-        config: Any = encoder.config
-        self.heads = nn.ModuleDict({name: nn.Linear(config.hidden_size, count) for name, count in OUTPUTS.items()})
-
-    def forward(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits of the head ``name``."""
-        return self.heads[name](self.dropout(self.encoder(**batch).last_hidden_state[:, 0]))
-
-
-def build_multitask_model(options: MultiTaskOptions, tokenizer: Any) -> MultiTaskModel:
-    """Return the model of ``options``: a small BERT with fresh weights, or a pretrained encoder, and fresh heads."""
-    if options.encoder is not None:
-        return MultiTaskModel(_load("AutoModel", options.encoder), options.dropout)
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=options.hidden_size,
-        num_hidden_layers=options.num_hidden_layers,
-        num_attention_heads=options.num_attention_heads,
-        intermediate_size=4 * options.hidden_size,
-        max_position_embeddings=options.max_length,
-        hidden_dropout_prob=options.dropout,
-        attention_probs_dropout_prob=0.0,  # with it, attention on a CPU leaves its fused kernel
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return MultiTaskModel(BertModel(config, add_pooling_layer=False), options.dropout)
 
 
 def task_loss(name: str, logits: Tensor, labels: Tensor, *, sts_loss: str = "squared_error") -> Tensor:
@@ -124,21 +41,6 @@ def task_loss(name: str, logits: Tensor, labels: Tensor, *, sts_loss: str = "squ
     if sts_loss == "cosine":
         return 1 - F.cosine_similarity(output, labels, dim=0)
     return F.mse_loss(5 * output.sigmoid(), labels)
-
-
-def batch_of(rows: EncodedRows, indices: Sequence[int], pad_id: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the padded columns of the rows ``indices`` and their labels."""
-    length = max(len(rows.columns["input_ids"][index]) for index in indices)
-    columns = {
-        name: torch.tensor(
-            [
-                row + [pad_id if name == "input_ids" else 0] * (length - len(row))
-                for row in map(column.__getitem__, indices)
-            ]
-        )
-        for name, column in rows.columns.items()
-    }
-    return columns, torch.tensor([rows.labels[index] for index in indices])
 
 
 def endless_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
@@ -167,7 +69,7 @@ def evaluate(model: MultiTaskModel, sets: EncodedSets, *, batch_size: int = 128)
         outputs, labels = [], []
         for start in range(0, len(order), batch_size):
             columns, wanted = batch_of(rows, order[start : start + batch_size], sets.tokenizer.pad_token_id)
-            outputs.append(model(name, {key: value.to(device) for key, value in columns.items()}).float().cpu())
+            outputs.append(model(name, to_device(columns, device)).float().cpu())
             labels.append(wanted)
         scores[name] = _score(name, torch.cat(outputs), torch.cat(labels))
     return {**scores, "overall": overall_score(scores)}
@@ -182,30 +84,11 @@ def _score(name: str, logits: Tensor, labels: Tensor) -> float:
 
 
 def pearson(found: Tensor, wanted: Tensor) -> float:
-    """Return ``cos(x - mean x, y - mean y)`` in float64; 0 where one of them is constant."""
-    x, y = found.double() - found.double().mean(), wanted.double() - wanted.double().mean()
-    size = (x.norm() * y.norm()).item()
-    return (x @ y).item() / size if size > 0 else 0.0
-
-
-@torch.no_grad()
-def affinity_errors(model: MultiTaskModel, batch: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return ``affinity.<layer>``: ``max_{i != j} (A A^T)_ij`` over real tokens, the mean over rows and heads."""
-    model.eval()
-    encoder: Any = model.encoder
-    before = encoder.config._attn_implementation
-    encoder.set_attn_implementation("eager")  # the only one that returns its affinities
+    """Return Pearson's r; 0 where one of them is constant."""
     try:
-        attentions = encoder(**batch, output_attentions=True).attentions
-    finally:
-        encoder.set_attn_implementation(before)
-    real = batch["attention_mask"][:, None, :, None].to(attentions[0].dtype)
-    errors = {}
-    for layer, affinity in enumerate(attentions):
-        gram = (affinity * real) @ (affinity * real).mT
-        gram.diagonal(dim1=-2, dim2=-1).zero_()
-        errors[f"affinity.{layer}"] = gram.amax((-2, -1)).mean().item()
-    return errors
+        return statistics.correlation(found.tolist(), wanted.tolist())
+    except statistics.StatisticsError:
+        return 0.0
 
 
 def train_multitask(
@@ -241,15 +124,15 @@ def train_multitask(
     Cost: three forward and one backward pass a step.
     """
     torch.manual_seed(seed)
-    model = build_multitask_model(options, sets.tokenizer).to(device)
+    place = torch.device(device)
+    model = build_multitask_model(options, sets.tokenizer).to(place)
     term = OrthogonalityPenalty(model.encoder, **penalty) if penalty else None
     optimizer = torch.optim.AdamW(decay_groups(model, options.weight_decay), lr=options.learning_rate)
     streams = {
         name: endless_batches(len(rows), options.batch_size, 1000 * seed + number)
         for number, (name, rows) in enumerate(sets.train.items())
     }
-    pad_id = sets.tokenizer.pad_token_id
-    watch = _Watch(model, sets, device)
+    watch = OrthogonalityWatch(model, sets, place)
     started, cpu_started = time.perf_counter(), time.process_time()
     errors = [{"step": 0, **watch.errors()}]
     losses: list[float] = []
@@ -258,14 +141,13 @@ def train_multitask(
         if check is not None:
             check(step)
         model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * _rate(step, options.steps)
-        loss = torch.zeros((), device=device)
+        set_learning_rate(optimizer, options.learning_rate * _rate(step, options.steps))
+        loss = torch.zeros((), device=place)
         for name in SETS:
-            columns, labels = batch_of(sets.train[name], next(streams[name]), pad_id)
-            logits = model(name, {key: value.to(device) for key, value in columns.items()})
-            loss = loss + task_loss(name, logits, labels.to(device), sts_loss=options.sts_loss)
-        extra = term() if term is not None else torch.zeros((), device=device)
+            columns, labels = batch_of(sets.train[name], next(streams[name]), sets.tokenizer.pad_token_id)
+            logits = model(name, to_device(columns, place))
+            loss = loss + task_loss(name, logits, labels.to(place), sts_loss=options.sts_loss)
+        extra = term() if term is not None else torch.zeros((), device=place)
         (loss + extra).backward()
         losses.append(loss.item())
         penalties.append(extra.item())
@@ -282,8 +164,8 @@ def train_multitask(
     tail = max(1, options.steps // 10)
     return {
         "scores": evaluate(model, sets),
-        "train_loss": math.fsum(losses[-tail:]) / tail,
-        "penalty": math.fsum(penalties[-tail:]) / tail,
+        "train_loss": statistics.fmean(losses[-tail:]),
+        "penalty": statistics.fmean(penalties[-tail:]),
         "errors": errors,
         "seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - cpu_started,
@@ -291,15 +173,21 @@ def train_multitask(
     }
 
 
-class _Watch:
+def _rate(step: int, steps: int) -> float:
+    """Return the share of the learning rate: linear warm-up over a tenth of the steps, then linearly to zero."""
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+class OrthogonalityWatch:
     """err_orth of the embeddings, queries, keys, values and affinities of a model."""
 
-    def __init__(self, model: MultiTaskModel, sets: EncodedSets, device: str) -> None:
+    def __init__(self, model: MultiTaskModel, sets: EncodedSets, device: torch.device) -> None:
         self.model = model
         self.monitor = Monitor(model.encoder, every=1)
         rows = sets.valid["sts"]
         columns, _ = batch_of(rows, range(min(PROBE_ROWS, len(rows))), sets.tokenizer.pad_token_id)
-        self.batch = {key: value.to(device) for key, value in columns.items()}
+        self.batch = to_device(columns, device)
 
     def errors(self) -> dict[str, float]:
         """Return err_orth by weight: ``encoder.0.query``, ``token_embedding``, ``affinity.0``."""
@@ -314,24 +202,21 @@ class _Watch:
         return found
 
 
-def _rate(step: int, steps: int) -> float:
-    warmup = max(1, round(WARMUP_SHARE * steps))
-    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
-
-
-def _load(kind: str, name: str) -> Any:
+@torch.no_grad()
+def affinity_errors(model: MultiTaskModel, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return ``affinity.<layer>``: ``max_{i != j} (A A^T)_ij`` over real tokens, the mean over rows and heads."""
+    model.eval()
+    encoder: Any = model.encoder
+    before = encoder.config._attn_implementation
+    encoder.set_attn_implementation("eager")  # the only one that returns its affinities
     try:
-        import transformers
-    except ImportError as error:
-        raise missing_extra("transformers", "hf", "pretrained encoders") from error
-    from wellposed.models import load_pretrained, load_pretrained_model
-
-    try:
-        if kind == "AutoTokenizer":
-            return load_pretrained(transformers.AutoTokenizer, name)
-        return load_pretrained_model(transformers.AutoModel, name, unread="pooler.")  # the first hidden state is read
-    except CheckpointError as error:
-        raise ConfigError(
-            f"encoder {name!r} cannot be loaded ({kind}): {error}; give a folder that holds "
-            "config.json, model.safetensors and tokenizer.json, or a hub name that is cached or reachable"
-        ) from error
+        attentions = encoder(**batch, output_attentions=True).attentions
+    finally:
+        encoder.set_attn_implementation(before)
+    real = batch["attention_mask"][:, None, :, None].to(attentions[0].dtype)
+    errors = {}
+    for layer, affinity in enumerate(attentions):
+        gram = (affinity * real) @ (affinity * real).mT
+        gram.diagonal(dim1=-2, dim2=-1).zero_()
+        errors[f"affinity.{layer}"] = gram.amax((-2, -1)).mean().item()
+    return errors

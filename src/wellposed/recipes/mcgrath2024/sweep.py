@@ -19,7 +19,7 @@ from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, WellposedError, listed, missing_extra
 from wellposed.finite_json import to_json
-from wellposed.recipes.mcgrath2024 import STRENGTHS, Cell
+from wellposed.recipes.mcgrath2024.grid import STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.tasks.data.minbert import read_minbert
 from wellposed.training.durable_files import replace_file
@@ -34,7 +34,7 @@ Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Key:
+class Training:
     """One training: a cell of the grid and a seed."""
 
     cell: Cell
@@ -58,11 +58,11 @@ class SweepSettings:
     seeds: tuple[int, ...]
     device: str = "cpu"
 
-    def trainings(self) -> list[Key]:
+    def trainings(self) -> list[Training]:
         """Return every training, seed by seed, so that a sweep cut short has whole rounds."""
-        return [Key(cell, seed) for seed in self.seeds for cell in self.cells]
+        return [Training(cell, seed) for seed in self.seeds for cell in self.cells]
 
-    def result_path(self, key: Key) -> Path:
+    def result_path(self, key: Training) -> Path:
         """Return where the result of ``key`` is written."""
         return Path(self.out) / "trials" / f"{key.name}.json"
 
@@ -108,7 +108,7 @@ def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool
     Raises:
         Cancelled: ``stop`` said so; the trial at work is enqueued again.
     """
-    from wellposed.recipes.mcgrath2024.multitask import encode_sets
+    from wellposed.recipes.mcgrath2024.encoders import encode_sets
 
     sets = None
     done = 0
@@ -208,7 +208,7 @@ def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
             sys.exit(1)
 
 
-def _run(settings: SweepSettings, trial: Any, key: Key, sets: Any, stop: Callable[[], bool]) -> None:
+def _run(settings: SweepSettings, trial: Any, key: Training, sets: Any, stop: Callable[[], bool]) -> None:
     from optuna.trial import TrialState
 
     from wellposed.errors import ConvergenceError
@@ -233,7 +233,7 @@ def _run(settings: SweepSettings, trial: Any, key: Key, sets: Any, stop: Callabl
         raise
     else:
         record |= found
-    replace_file(_made(settings.result_path(key)), to_json(record, indent=1))
+    replace_file(settings.result_path(key), to_json(record, indent=1))
     _tell(study, trial, record)
 
 
@@ -246,7 +246,7 @@ def _tell(study: Any, trial: Any, record: dict[str, Any]) -> None:
         study.tell(trial, state=TrialState.FAIL)
 
 
-def _take(settings: SweepSettings) -> tuple[Any, Key, contextlib.ExitStack] | None:
+def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack] | None:
     """Take the next waiting trial that has no result yet, with the lock that says it is being trained."""
     from optuna.trial import TrialState
 
@@ -259,14 +259,15 @@ def _take(settings: SweepSettings) -> tuple[Any, Key, contextlib.ExitStack] | No
                 "form": trial.suggest_categorical("form", ("none", "gram", "householder", "gram_schmidt")),
                 "strength": trial.suggest_categorical("strength", (0.0, *STRENGTHS)),
             }
-            key = Key(Cell(**parameters), trial.user_attrs["seed"])
+            key = Training(Cell(**parameters), trial.user_attrs["seed"])
             path = settings.result_path(key)
             if path.exists():  # written just before its process was killed
                 _tell(study, trial, json.loads(path.read_bytes()))
                 continue
-            held = contextlib.ExitStack()
-            held.enter_context(_locked(_made(path.with_suffix(".lock"))))
-            return trial, key, held
+            path.parent.mkdir(parents=True, exist_ok=True)
+            at_work = contextlib.ExitStack()
+            at_work.enter_context(_locked(path.with_suffix(".lock")))
+            return trial, key, at_work
     return None
 
 
@@ -287,7 +288,7 @@ def _enqueue_missing(settings: SweepSettings) -> None:
             _enqueue(study, key)
 
 
-def _enqueue(study: Any, key: Key) -> None:
+def _enqueue(study: Any, key: Training) -> None:
     study.enqueue_trial(key.cell.parameters(), user_attrs={"seed": key.seed, "key": key.name})
 
 
@@ -335,11 +336,6 @@ def _check_identity(out: Path, settings: SweepSettings) -> None:
 def _write_data(settings: SweepSettings, description: dict[str, Any]) -> None:
     with _locked(Path(settings.out) / "sweep.lock"):
         replace_file(Path(settings.out) / DATA, to_json(description, indent=2))
-
-
-def _made(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 @contextlib.contextmanager

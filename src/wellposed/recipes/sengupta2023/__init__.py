@@ -1,108 +1,93 @@
 """Tables and figures of Sengupta et al. (2023), "Manifold-Preserving Transformers" (TransJect); free of torch."""
 
-from __future__ import annotations
+from wellposed.recipes.recipe import Recipe
 
-from wellposed.recipes.recipe import RECIPES, Recipe
-
-
-def _register(item: str, summary: str, says: str, function: str, *, mini: float, paper: float) -> None:
-    RECIPES.register(f"sengupta2023/{item}")(Recipe(summary, says, {"mini": mini, "paper": paper}, function))
-
-
-_register(
-    "figure-1",
-    "distances between three pairs of tokens, layer by layer, in a trained Transformer (data: imdb)",
-    "the Euclidean distance between tokens increases in the upper layers, the cosine distance is preserved",
-    "sengupta2023.figures_1_4:figure_1",
-    mini=2,
-    paper=600,
-)
-_register(
-    "table-1",
-    "test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news)",
-    "IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect 90.2, Transformer 88.8",
-    "sengupta2023.tables_1_2_3:table_1",
-    mini=9,
-    paper=20_000,
-)
-_register(
-    "table-2",
-    "test accuracy on the Long Range Arena of five models (data: a folder with imdb, cifar10_subset, aan, ...)",
-    "average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with ReZero 56.7",
-    "sengupta2023.tables_1_2_3:table_2",
-    mini=25,
-    paper=60_000,
-)
-_register(
-    "table-3",
-    "perplexity on the words of the Penn Treebank of five models (data: a folder with ptb)",
-    "test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7, Transformer 598.9",
-    "sengupta2023.tables_1_2_3:table_3",
-    mini=15,
-    paper=2000,
-)
-_register(
-    "table-4",
-    "inference speed over the Transformer's at 1k to 4k tokens",
-    "TransJect is 5.0, 9.6, 12.8 and 26.3 times as fast at 1k, 2k, 3k and 4k tokens",
-    "sengupta2023.table_4_speed:table_4",
-    mini=2,
-    paper=10,
-)
-_register(
-    "table-5",
-    "number of parameters, by closed formulas and by counting modules",
-    "Transformer 190.1M, with d_ff = 512 95.6M, TransJect 66.2M (E = 1), 286.8M (E = 8)",
-    "sengupta2023.table_5_parameters:table_5",
-    mini=1,
-    paper=1,
-)
-_register(
-    "figure-3a",
-    "activation factors and entropies by layer of four models, and their correlations (the runs of tables 1 and 2)",
-    "the median activation factor of TransJect is about 1, that of Transformer much higher; entropy -1.3 against 5.8",
-    "sengupta2023.figures_3_5_6_7:figure_3a",
-    mini=9,
-    paper=20_000,
-)
-_register(
-    "figure-3b",
-    "entropy of each head and each expert by layer (the runs of table 1)",
-    "the mean entropy of experts is -2.2, that of attention heads 0.67",
-    "sengupta2023.figures_3_5_6_7:figure_3b",
-    mini=2,
-    paper=2000,
-)
-_register(
-    "figure-4",
-    "Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data: imdb)",
-    "TransJect keeps the relative distances between tokens through the layers; Transformer spreads them",
-    "sengupta2023.figures_1_4:figure_4",
-    mini=2,
-    paper=1200,
-)
-_register(
-    "figure-5",
-    "residual weights of TransJect by layer after training (the runs of tables 1 and 2)",
-    "residual weights alpha/L remain below 0.33",
-    "sengupta2023.figures_3_5_6_7:figure_5",
-    mini=3,
-    paper=4000,
-)
-_register(
-    "figure-6",
-    "activation factor and entropy against experts, layers and dropout (data: imdb)",
-    "more experts raise the activation at the last layer; more layers raise it for Transformer and not for TransJect; "
-    "more dropout lowers activation and entropy of Transformer",
-    "sengupta2023.figures_3_5_6_7:figure_6",
-    mini=20,
-    paper=15_000,
-)
-_register(
-    "figure-7",
-    "weights of the experts over test texts (the runs of tables 1 and 2)",
-    "experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4",
-    "sengupta2023.figures_3_5_6_7:figure_7",
-    mini=3,
-    paper=4000,
+RECIPES = (
+    Recipe(
+        "sengupta2023/figure-1",
+        "distances between three pairs of tokens, layer by layer, in a trained Transformer (data: imdb)",
+        "the Euclidean distance between tokens increases in the upper layers, the cosine distance is preserved",
+        "sengupta2023.figures_1_4:figure_1",
+        {"mini": 2, "paper": 600},
+    ),
+    Recipe(
+        "sengupta2023/table-1",
+        "test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news)",
+        "IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect 90.2, Transformer "
+        "88.8",
+        "sengupta2023.tables_1_2_3:table_1",
+        {"mini": 9, "paper": 20_000},
+    ),
+    Recipe(
+        "sengupta2023/table-2",
+        "test accuracy on the Long Range Arena of five models (data: a folder with imdb, cifar10_subset, aan, ...)",
+        "average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with ReZero 56.7",
+        "sengupta2023.tables_1_2_3:table_2",
+        {"mini": 25, "paper": 60_000},
+    ),
+    Recipe(
+        "sengupta2023/table-3",
+        "perplexity on the words of the Penn Treebank of five models (data: a folder with ptb)",
+        "test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7, Transformer 598.9",
+        "sengupta2023.tables_1_2_3:table_3",
+        {"mini": 15, "paper": 2000},
+    ),
+    Recipe(
+        "sengupta2023/table-4",
+        "inference speed over the Transformer's at 1k to 4k tokens",
+        "TransJect is 5.0, 9.6, 12.8 and 26.3 times as fast at 1k, 2k, 3k and 4k tokens",
+        "sengupta2023.table_4_speed:table_4",
+        {"mini": 2, "paper": 10},
+    ),
+    Recipe(
+        "sengupta2023/table-5",
+        "number of parameters, by closed formulas and by counting modules",
+        "Transformer 190.1M, with d_ff = 512 95.6M, TransJect 66.2M (E = 1), 286.8M (E = 8)",
+        "sengupta2023.table_5_parameters:table_5",
+        {"mini": 1, "paper": 1},
+    ),
+    Recipe(
+        "sengupta2023/figure-3a",
+        "activation factors and entropies by layer of four models, and their correlations (the runs of tables 1 and 2)",
+        "the median activation factor of TransJect is about 1, that of Transformer much higher; entropy -1.3 against "
+        "5.8",
+        "sengupta2023.figures_3_5_6_7:figure_3a",
+        {"mini": 9, "paper": 20_000},
+    ),
+    Recipe(
+        "sengupta2023/figure-3b",
+        "entropy of each head and each expert by layer (the runs of table 1)",
+        "the mean entropy of experts is -2.2, that of attention heads 0.67",
+        "sengupta2023.figures_3_5_6_7:figure_3b",
+        {"mini": 2, "paper": 2000},
+    ),
+    Recipe(
+        "sengupta2023/figure-4",
+        "Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data: imdb)",
+        "TransJect keeps the relative distances between tokens through the layers; Transformer spreads them",
+        "sengupta2023.figures_1_4:figure_4",
+        {"mini": 2, "paper": 1200},
+    ),
+    Recipe(
+        "sengupta2023/figure-5",
+        "residual weights of TransJect by layer after training (the runs of tables 1 and 2)",
+        "residual weights alpha/L remain below 0.33",
+        "sengupta2023.figures_3_5_6_7:figure_5",
+        {"mini": 3, "paper": 4000},
+    ),
+    Recipe(
+        "sengupta2023/figure-6",
+        "activation factor and entropy against experts, layers and dropout (data: imdb)",
+        "more experts raise the activation at the last layer; more layers raise it for Transformer and not for "
+        "TransJect; more dropout lowers activation and entropy of Transformer",
+        "sengupta2023.figures_3_5_6_7:figure_6",
+        {"mini": 20, "paper": 15_000},
+    ),
+    Recipe(
+        "sengupta2023/figure-7",
+        "weights of the experts over test texts (the runs of tables 1 and 2)",
+        "experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4",
+        "sengupta2023.figures_3_5_6_7:figure_7",
+        {"mini": 3, "paper": 4000},
+    ),
 )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wellposed.measurement import activation_factor, hidden_states, layer_entropy
 from wellposed.recipes.recipe import Request
-from wellposed.recipes.sengupta2023.trained import Run
 
 METRICS = ("euclidean", "cosine", "dot")
 _BATCH = 16
@@ -39,7 +40,7 @@ class Layers:
     def entropy(self, *, standardized: bool = False) -> float:
         """Return the mean over the layers 1..L."""
         rows = (self.standardized if standardized else self.entropies)[1:]
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
+        return statistics.fmean(statistics.fmean(row) for row in rows)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -48,48 +49,28 @@ def quantile(values: Sequence[float], share: float) -> float:
     >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([-math.inf, -math.inf, 2.0], 0.6)
     (2.0, -inf)
     """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    index = int(place)
-    low = ordered[index]
-    if place == index or math.isinf(low):
-        return low
-    return low + (place - index) * (ordered[index + 1] - low)
+    low, high = (float(np.quantile(values, share, method=method)) for method in ("lower", "higher"))
+    return low if low == high or math.isinf(low) else float(np.quantile(values, share))
 
 
-def trained_model(run: Run) -> Any:
-    """Return the model of a run with the weights that were best on valid, in evaluation mode."""
-    from wellposed.training import load_run_model
-
-    return load_run_model(run.folder)[0]
-
-
-def probe_batches(task: Any, count: int) -> list[dict[str, Tensor]]:
-    """Return ``count`` test examples of at least two tokens, drawn by a fixed seed, in batches without labels."""
+def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
+    """Return test examples of at least two tokens, drawn by a fixed seed, in batches without labels."""
+    count = request.pick(toy=6, mini=64, paper=1000)
     examples, lengths = task.dataset("test"), task.lengths("test")
     usable = [index for index in range(len(examples)) if lengths[index] > 1]
     chosen = sorted(random.Random("probe").sample(usable, min(count, len(usable))), key=lambda i: -lengths[i])
-    return [
-        {
-            name: value
-            for name, value in task.collate([examples[i] for i in chosen[start : start + _BATCH]]).items()
-            if name in ("input_ids", "attention_mask")
-        }
-        for start in range(0, len(chosen), _BATCH)
-    ]
-
-
-def probe_count(request: Request) -> int:
-    """Return how many test sequences are looked at."""
-    return request.pick(toy=6, mini=64, paper=1000)
+    batches = []
+    for start in range(0, len(chosen), _BATCH):
+        batch = task.collate([examples[i] for i in chosen[start : start + _BATCH]])
+        batches.append({name: batch[name] for name in ("input_ids", "attention_mask")})
+    return batches
 
 
 def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
     """Return activation factors (from at most 500 drawn pairs a sequence) and entropies (nearest neighbours)."""
     found = Layers()
-    body = _body(model)
     for batch in batches:
-        states, mask = hidden_states(body, batch), batch["attention_mask"]
+        states, mask = hidden_states(model.base_model, batch), batch["attention_mask"]
         pairs = None if mask.shape[1] ** 2 <= _PAIRS else _PAIRS
         for metric in METRICS:
             factor = activation_factor(states, metric=metric, attention_mask=mask, pairs=pairs)
@@ -107,29 +88,22 @@ def _extend(target: list[list[float]], rows: Sequence[Sequence[float]]) -> None:
         kept.extend(row)
 
 
-def _body(model: Any) -> nn.Module:
-    """Return the encoder that a classifier or language model is built on."""
-    return model.base_model
-
-
 def part_entropies(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[float]]:
     """Return, for each layer, the entropy of each head's or each expert's output (figure 3b), in nats."""
-    body = _body(model)
+    body = model.base_model
     is_transject = hasattr(body, "stack")
     layers = _layers(body)
     totals: list[list[float]] = [[] for _ in layers]
     for batch in batches:
-        with _outputs(layers, experts=is_transject) as seen, torch.no_grad():
+        with _watched_parts(layers, experts=is_transject) as seen, torch.no_grad():
             body(**batch)
         for index, parts in enumerate(seen):
             # of the layer's parts side by side; the state before it only stands in for the input that is asked for
             side_by_side = torch.cat(parts, -1)
             heads = len(parts) if is_transject else layers[index].attention.num_heads
-            entropy = layer_entropy(
-                (side_by_side, side_by_side), heads=heads, attention_mask=batch["attention_mask"]
-            )  # fmt: skip
+            entropy = layer_entropy((side_by_side, side_by_side), heads=heads, attention_mask=batch["attention_mask"])
             totals[index].append(entropy[0].tolist())  # pyright: ignore[reportArgumentType]
-    return [[sum(column) / len(column) for column in zip(*rows, strict=True)] for rows in totals]
+    return [[statistics.fmean(column) for column in zip(*rows, strict=True)] for rows in totals]
 
 
 def _layers(body: Any) -> list[Any]:
@@ -137,20 +111,20 @@ def _layers(body: Any) -> list[Any]:
 
 
 @contextmanager
-def _outputs(layers: Sequence[Any], *, experts: bool) -> Iterator[list[list[Tensor]]]:
+def _watched_parts(layers: Sequence[Any], *, experts: bool) -> Iterator[list[list[Tensor]]]:
     """Collect what experts put out, or what heads hand to their output projection, layer by layer."""
     seen: list[list[Tensor]] = [[] for _ in layers]
     handles = []
-    for index, layer in enumerate(layers):
+    for parts, layer in zip(seen, layers, strict=True):
         if experts:
             handles += [
-                expert.register_forward_hook(lambda _m, _i, out, index=index: seen[index].append(out.detach()))
+                expert.register_forward_hook(lambda _module, _args, out, parts=parts: parts.append(out.detach()))
                 for expert in layer.attention.experts
             ]
         else:
             handles.append(
                 layer.attention.o_proj.register_forward_pre_hook(
-                    lambda _m, args, index=index: seen[index].append(args[0].detach())
+                    lambda _module, args, parts=parts: parts.append(args[0].detach())
                 )
             )
     try:
@@ -162,7 +136,7 @@ def _outputs(layers: Sequence[Any], *, experts: bool) -> Iterator[list[list[Tens
 
 def gate_weights(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[list[float]]]:
     """Return for each layer the expert weights of each sequence (figure 7)."""
-    body = _body(model)
+    body = model.base_model
     rows: list[list[list[float]]] = []
     with torch.no_grad():
         for batch in batches:
@@ -175,5 +149,5 @@ def gate_weights(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[
 
 def residual_weights(model: Any) -> list[float]:
     """Return ``alpha_l``, the residual weight of each layer before it is divided by L (figure 5)."""
-    layers = _layers(_body(model))
+    layers = _layers(model.base_model)
     return [float(layer.residual.scale().detach()) * len(layers) for layer in layers]

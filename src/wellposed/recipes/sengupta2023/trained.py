@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
+from wellposed.recipes.runs import FinishedRun, PlannedRun, train_grid
 from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
@@ -39,10 +39,10 @@ class Sizes:
     """Of the task."""
     experts: int = 4
     heads: int = PAPER_HEADS
-    pooling: str = "mean"
+    pooling: Any = "mean"
     seeds: int = 3
     warmup: int = 0
-    schedule: str = "constant"
+    schedule: Any = "constant"
     patience: int | None = None
     evaluations: int = 10
     eval_batches: int | None = None
@@ -97,25 +97,6 @@ def find_data(data: str | None, folders: Sequence[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run."""
-
-    study: str
-    variant: str
-    seed: int
-    folder: Path
-    metrics: Mapping[str, float]
-    """``results`` of result.json: ``accuracy,test`` and so on; empty where training diverged."""
-    parameters: int
-    seconds: float
-    steps: int
-
-    def metric(self, name: str) -> float:
-        """Return a metric; nan where training diverged."""
-        return float(self.metrics.get(name, math.nan))
-
-
 def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int) -> RunConfig:
     """Return the run of one variant: Adam (0.9, 0.98), the paper's, and the sizes of the study."""
     sizes = study.sizes
@@ -128,7 +109,7 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
             num_attention_heads=sizes.heads,
             num_experts=sizes.experts,
             position="sinusoidal",
-            pooling=sizes.pooling,  # pyright: ignore[reportArgumentType]
+            pooling=sizes.pooling,
             tie_word_embeddings=False,
             dropout=sizes.dropout,
         ),
@@ -136,7 +117,7 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
             steps=sizes.steps,
             batch_size=sizes.batch_size,
             learning_rate=sizes.rates.get(variant, sizes.learning_rate),
-            schedule=sizes.schedule,  # pyright: ignore[reportArgumentType]
+            schedule=sizes.schedule,
             warmup_steps=sizes.warmup,
             weight_decay=0.0,
             max_grad_norm=sizes.clip,
@@ -149,15 +130,20 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
         ),
     )
     config = apply_variant(variant, base)
-    # only TransJect has experts; an option that a model lacks has to stay at its default
+    # Only TransJect has experts; an option that a model lacks has to stay at its default.
     experts = sizes.experts if config.model.architecture == "transject" else 1
-    # a variant may bring a learning rate of its own; here it is the paper's, or that of the study
+    # A variant may bring a learning rate of its own; here it is the paper's, or that of the study.
     return replace(config, model=replace(config.model, num_experts=experts), train=base.train)
 
 
 def train_study(
-    request: Request, study: Study, *, variants: Sequence[str] = VARIANTS, seeds: int | None = None
-) -> tuple[Any, list[Run]]:
+    request: Request,
+    study: Study,
+    *,
+    variants: Sequence[str] = VARIANTS,
+    seeds: Sequence[int] | None = None,
+    task: Any = None,
+) -> tuple[Any, list[FinishedRun]]:
     """Train the variants of a study, every seed on the same batches; finished runs are kept for the next recipe.
 
     Returns:
@@ -165,51 +151,21 @@ def train_study(
     """
     from wellposed.tasks import build_task
 
-    task = build_task(study.task, study.options(request))
-    runs = []
-    count = study.sizes.seeds if seeds is None else seeds
-    for seed, variant in itertools.product(range(count), variants):
-        request.announce(f"{study.name}, {LABELS.get(variant, variant)}, seed {seed}")
-        runs.append(train_variant(request, study, variant, seed, task=task))
-    return task, runs
-
-
-def train_variant(request: Request, study: Study, variant: str, seed: int, *, task: Any = None) -> Run:
-    """Train one variant of a study with one seed, or return the finished run of an earlier call."""
-    from wellposed.tasks import build_task
-    from wellposed.training import train
-
     options = study.options(request)
-    config = run_config(study, options, variant, seed)
     task = build_task(study.task, options) if task is None else task
-    folder = (
-        request.out / "runs" / f"sengupta2023-{study.name}-{request.scale}" / variant_folder(variant) / f"seed-{seed}"
-    )
-    result = train(config, folder, resume="auto", progress=False, task=task)
-    if result.status == "cancelled":
-        raise KeyboardInterrupt
-    info = result.result.get("train_info", {})
-    metrics = {} if result.status == "failed" else result.result["results"][study.task]
-    return Run(
-        study.name,
-        config.variant,
-        config.train.seed,
-        folder,
-        metrics,
-        int(info.get("parameters", 0)),
-        float(info.get("seconds", 0.0)),
-        int(info.get("steps", 0)),
-    )
+    planned = [
+        PlannedRun(
+            request.runs(f"sengupta2023-{study.name}") / variant_folder(variant) / f"seed-{seed}",
+            f"{study.name}, {LABELS.get(variant, variant)}, seed {seed}",
+            run_config(study, options, variant, seed),
+        )
+        for seed, variant in itertools.product(range(study.sizes.seeds) if seeds is None else seeds, variants)
+    ]
+    return task, train_grid(request, planned, task=task)
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard error; the error of one value is nan.
+def trained_model(run: FinishedRun) -> Any:
+    """Return the model of a run with the weights that were best on valid, in evaluation mode."""
+    from wellposed.training import load_run_model
 
-    >>> mean_and_error([1.0, 3.0])
-    (2.0, 1.0)
-    """
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, math.nan
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    return load_run_model(run.folder)[0]

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, Series
-from wellposed.errors import ConfigError, listed
+from wellposed.charts import Panel, Row, lines, where
+from wellposed.errors import ConfigError
 from wellposed.recipes.compare import compare
-from wellposed.recipes.corpora import CHARACTERS, SUBWORD, WMT16, Corpus
-from wellposed.recipes.huang2020.pairs import NOTE, translation_data, walk
+from wellposed.recipes.corpora import (
+    CHARACTERS,
+    GENERATED_NOTE,
+    SUBWORD,
+    WMT16,
+    Corpus,
+    paper_runs,
+    random_walk,
+    small_corpus,
+)
 from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.runs import FinishedRun, plus_minus
 from wellposed.recipes.zhang2021.printed import (
     LABELS,
     OC1,
@@ -27,7 +37,7 @@ from wellposed.recipes.zhang2021.printed import (
     TRANSFORMER,
     Column,
 )
-from wellposed.report.statistics import Failure, SeedResults, compare_seeds, holm_correction, mean_and_standard_error
+from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 MINI_NOTE = "tiny models on one corpus where the paper has large ones on each; a difference here says little of theirs"
@@ -46,96 +56,78 @@ class Study:
     """Metrics of the test split, the first one decides."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One finished run."""
-
-    study: str
-    variant: str
-    strength: float | None
-    seed: int
-    perplexity: float
-    """On valid, which chooses the strength."""
-    scores: Mapping[str, float]
-    """On test."""
-
-
 def table_1(request: Request) -> Reproduction:
     """BLEU of the three variants on subword corpora."""
-    paper = {corpus.pair: {"bleu": TABLE_1[corpus.pair]} for corpus in SUBWORD}
-    studies = _of_corpora(request, SUBWORD, paper) if request.scale == "paper" else [_tiny(request, "subwords")]
+    paper = _bleu(SUBWORD, TABLE_1)
+    if request.scale == "paper":
+        studies = _of_corpora(request, SUBWORD, paper)
+    else:
+        studies = [_small_study(request, "subwords")]
     return _reproduce(request, "table-1", studies, (OC1, OC2, OC3), paper)
 
 
 def table_2(request: Request) -> Reproduction:
     """BLEU of VAR-III in the base and the big setting."""
-    paper = {corpus.pair: {"bleu": TABLE_2[corpus.pair]} for corpus in WMT16}
+    paper = _bleu(WMT16, TABLE_2)
     if request.scale == "paper":
         studies = _of_corpora(request, WMT16, paper)
     else:
-        studies = [_tiny(request, "base"), _tiny(request, "big", width=64)]
+        studies = [_small_study(request, "base"), _small_study(request, "big", width=64)]
     return _reproduce(request, "table-2", studies, (OC3,), paper)
 
 
 def table_3(request: Request) -> Reproduction:
     """BLEU of VAR-III on characters."""
-    paper = {corpus.pair: {"bleu": TABLE_3[corpus.pair]} for corpus in CHARACTERS}
+    paper = _bleu(CHARACTERS, TABLE_3)
     if request.scale == "paper":
         studies = _of_corpora(request, CHARACTERS, paper)
     else:
-        studies = [_tiny(request, "characters", tokenizer="char")]
+        studies = [_small_study(request, "characters", tokenizer="char")]
     return _reproduce(request, "table-3", studies, (OC3,), paper)
 
 
 def table_4(request: Request) -> Reproduction:
     """The measures of dialogue of the three variants."""
-    if request.scale != "paper":
-        return _reproduce(request, "table-4", [_tiny_dialogue(request)], (OC1, OC2, OC3), TABLE_4)
+    studies = _dialogues(request) if request.scale == "paper" else [_small_dialogues(request)]
+    return _reproduce(request, "table-4", studies, (OC1, OC2, OC3), TABLE_4)
+
+
+def _bleu(corpora: Sequence[Corpus], printed: Mapping[str, Column]) -> dict[str, Mapping[str, Column]]:
+    return {corpus.pair: {"bleu": printed[corpus.pair]} for corpus in corpora}
+
+
+def _of_corpora(request: Request, corpora: Sequence[Corpus], paper: Mapping[str, Any]) -> list[Study]:
+    configs = paper_runs(request, corpora)
+    return [Study(corpus.pair, config, paper[corpus.pair]) for corpus, config in zip(corpora, configs, strict=True)]
+
+
+def _dialogues(request: Request) -> list[Study]:
+    """Return the paper's runs on both sets, which take the settings of its first corpus."""
     if request.data is None:
         raise ConfigError(
             "zhang2021/table-4 at paper scale needs --data FOLDER with the folders personachat and dailydialog, each "
             "in its released format"
         )
-    size = replace(SUBWORD[0], steps=20_000)
-    studies = []
-    for label, columns in TABLE_4.items():
-        base = size.run_config()
-        options = {"data": str(Path(request.data) / label.lower()), "vocab_size": 32768, "tokens_per_batch": 4096}
-        studies.append(Study(label, replace(base, task="dialogue", task_options=options), columns, _dialogue_metrics()))
-    return _reproduce(request, "table-4", studies, (OC1, OC2, OC3), TABLE_4)
+    base = replace(SUBWORD[0], steps=20_000).run_config()
+    shared = {"vocab_size": 32768, "tokens_per_batch": 4096}
+    folders = {label: str(Path(request.data) / label.lower()) for label in TABLE_4}
+    return [
+        Study(
+            label,
+            replace(base, task="dialogue", task_options={"data": folders[label], **shared}),
+            columns,
+            _dialogue_metrics(),
+        )
+        for label, columns in TABLE_4.items()
+    ]
 
 
-def _of_corpora(request: Request, corpora: Sequence[Corpus], paper: Mapping[str, Any]) -> list[Study]:
-    """Return the paper's runs; a corpus without an ``hf:`` id is the folder of its name in the request's data."""
-    missing, studies = [], []
-    for corpus in corpora:
-        config = corpus.run_config()
-        if corpus.data is None:
-            folder = Path(request.data or ".") / corpus.name
-            if request.data is None or not folder.is_dir():
-                missing.append(f"{corpus.name}: train, valid, test .{corpus.src} and .{corpus.tgt} ({corpus.origin})")
-            config = replace(config, task_options={**config.task_options, "data": str(folder)})
-        studies.append(Study(corpus.pair, config, paper[corpus.pair]))
-    if missing:
-        raise ConfigError("give --data FOLDER with these folders of aligned files in it:\n" + listed(missing))
-    return studies
+def _small_study(request: Request, label: str, *, width: int = 32, tokenizer: str = "bpe") -> Study:
+    options = small_corpus(request, max_tokens=300, vocab_size=2000 if tokenizer == "bpe" else None)
+    return Study(label, _small_run(request, "translation", {**options, "tokenizer": tokenizer}, width), {})
 
 
-def _tiny(request: Request, label: str, *, width: int = 32, tokenizer: str = "bpe") -> Study:
-    options = {
-        **translation_data(request, words=True, pairs=request.pick(toy=60, mini=3000, paper=0)),
-        "tokenizer": tokenizer,
-        "max_tokens": 300,
-        "overflow": "drop",
-        "limit_pairs": 6000,
-        "generate_beams": 1,
-        "generate_max_examples": request.pick(toy=4, mini=200, paper=0),
-        **({"vocab_size": 2000} if tokenizer == "bpe" else {}),
-    }
-    return Study(label, RunConfig("translation", options, model=_model(width), train=_train(request)), {})
-
-
-def _tiny_dialogue(request: Request) -> Study:
+def _small_dialogues(request: Request) -> Study:
     data = request.data or str(_generate_dialogues(request.out / "dialogues", request.pick(toy=40, mini=1000, paper=0)))
     options = {
         "data": data,
@@ -145,8 +137,23 @@ def _tiny_dialogue(request: Request) -> Study:
         "generate_beams": 1,
         "generate_max_examples": request.pick(toy=4, mini=200, paper=0),
     }
-    base = RunConfig("dialogue", options, model=_model(32), train=_train(request))
-    return Study("dialogue", base, {}, _dialogue_metrics())
+    return Study("dialogue", _small_run(request, "dialogue", options, 32), {}, _dialogue_metrics())
+
+
+def _small_run(request: Request, task: str, options: Mapping[str, Any], width: int) -> RunConfig:
+    steps = request.pick(toy=3, mini=200, paper=0)
+    model = ModelOptions(hidden_size=width, num_hidden_layers=1, intermediate_size=2 * width, activation="relu")
+    train = TrainOptions(
+        steps=steps,
+        batch_size=request.pick(toy=4, mini=32, paper=0),
+        learning_rate=3e-3,
+        warmup_steps=steps // 10,
+        eval_every=steps,
+        checkpoint_every=steps,
+        log_every=max(1, steps // 10),
+        label_smoothing=0.1,
+    )
+    return RunConfig(task, dict(options), model=model, train=train)
 
 
 def _dialogue_metrics() -> tuple[str, ...]:
@@ -160,97 +167,82 @@ def _generate_dialogues(folder: Path, dialogues: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "validation", "test"):
         rng = random.Random(f"{split}/{dialogues}")
-        lines = []
+        dialogue_lines = []
         for _ in range(dialogues if split == "train" else max(8, dialogues // 10)):
-            said = " ".join(walk(rng))
+            said = " ".join(random_walk(rng))
             turns = [said if turn % 2 == 0 else said[::-1] for turn in range(rng.randint(2, 4))]
-            lines.append("".join(f"{turn} __eou__ " for turn in turns))
-        (folder / f"dialogues_{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            dialogue_lines.append("".join(f"{turn} __eou__ " for turn in turns))
+        (folder / f"dialogues_{split}.txt").write_text("\n".join(dialogue_lines) + "\n", encoding="utf-8")
     return folder
-
-
-def _model(width: int) -> ModelOptions:
-    return ModelOptions(hidden_size=width, num_hidden_layers=1, intermediate_size=2 * width, activation="relu")
-
-
-def _train(request: Request) -> TrainOptions:
-    steps = request.pick(toy=3, mini=200, paper=0)
-    return TrainOptions(
-        steps=steps, batch_size=request.pick(toy=4, mini=32, paper=0), learning_rate=3e-3, warmup_steps=steps // 10,
-        eval_every=steps, checkpoint_every=steps, log_every=max(1, steps // 10), label_smoothing=0.1,
-    )  # fmt: skip
 
 
 def _reproduce(
     request: Request, item: str, studies: Sequence[Study], variants: Sequence[str], paper: Mapping[str, Any]
 ) -> Reproduction:
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[:1]
-    seeds = 3 if request.scale == "mini" else 1
     names = [TRANSFORMER, *(f"{variant}:{strength:g}" for variant in variants for strength in strengths)]
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
+    texts, verdicts = [], set()
     for study in studies:
-        rows += _run(request, item, study, names, seeds)
+        runs = _train(request, item, study, names, seeds=3 if request.scale == "mini" else 1)
+        rows += [_row(study, run) for run in runs]
+        text, better = compare_variants(study, runs, variants)
+        texts.append(text)
+        verdicts.add(better)
     metric = studies[0].metrics[0]
-    found = [_compare(study, [row for row in rows if row.study == study.label], variants) for study in studies]
-    verdicts = {verdict for _, verdict in found}
+    first_columns = [(label, *next(iter(columns.items()))) for label, columns in paper.items()]
     printed = "; ".join(
         f"{label} {column} " + ", ".join(f"{LABELS[variant]} {value:g}" for variant, value in values.items())
-        for label, columns in paper.items()
-        for column, values in list(columns.items())[:1]
+        for label, column, values in first_columns
     )
-    notes = (f"paper, {metric}: {printed}", NORM_NOTE, *((MINI_NOTE,) if request.scale != "paper" else ()))
-    notes += (NOTE,) if request.data is None and request.scale != "paper" else ()
+    small = request.scale != "paper"
     return Reproduction(
-        [_flat(row, studies) for row in rows],
-        [_panel(study, rows) for study in studies],
-        got="; ".join(text for text, _ in found),
-        holds=None if request.scale == "toy" or None in verdicts else verdicts == {True},
-        notes=notes,
+        rows,
+        [_panel(study, where(rows, corpus=study.label)) for study in studies],
+        got="; ".join(texts),
+        holds=None if None in verdicts else verdicts == {True},
+        notes=(
+            f"paper, {metric}: {printed}",
+            NORM_NOTE,
+            *((MINI_NOTE,) if small else ()),
+            *((GENERATED_NOTE,) if small and request.data is None else ()),
+        ),
     )
 
 
-def _run(request: Request, item: str, study: Study, names: Sequence[str], seeds: int) -> list[Row]:
-    folder = request.out / "runs" / f"zhang2021-{item}-{request.scale}" / study.label.replace(" ", "-")
+def _train(request: Request, item: str, study: Study, names: Sequence[str], seeds: int) -> list[FinishedRun]:
+    folder = request.runs(f"zhang2021-{item}") / study.label.replace(" ", "-")
     finished = compare(
         study.base, names, seeds=seeds, out=folder, resume="auto", progress=False, announce=request.announce
     )
-    if finished.cancelled:
-        raise KeyboardInterrupt
-    rows = []
-    for result in finished.results:
-        values = result.result.get("results", {}).get(study.base.task, {})
-        name, _, strength = str(result.result["variant"]).partition(":")
-        failed = result.status == "failed"
-        rows.append(
-            Row(
-                study.label,
-                name,
-                float(strength) if strength else None,
-                int(result.result["seed"]),
-                float("inf") if failed else float(values["perplexity,valid"]),
-                {metric: float(values[f"{metric},test"]) for metric in study.metrics if f"{metric},test" in values},
-            )
-        )
-    return rows
+    return [FinishedRun.of(result) for result in finished.results]
 
 
-def _tuned(rows: Sequence[Row], variant: str) -> list[Row]:
-    """Return the runs of the strength with the least mean perplexity on valid, as the paper tunes it there."""
-    mine = [row for row in rows if row.variant == variant]
-    strengths = dict.fromkeys(row.strength for row in mine)
-    best = min(strengths, key=lambda strength: sum(row.perplexity for row in mine if row.strength == strength))
-    return [row for row in mine if row.strength == best]
+def _split_name(run: FinishedRun) -> tuple[str, float | None]:
+    """Return a run's variant and its strength."""
+    name, _, strength = run.variant.partition(":")
+    return name, float(strength) if strength else None
 
 
-def _compare(study: Study, rows: Sequence[Row], variants: Sequence[str]) -> tuple[str, bool | None]:
+def _best_strength(runs: Sequence[FinishedRun], variant: str) -> tuple[float | None, list[FinishedRun]]:
+    """Return the strength with the least mean perplexity on valid, as the paper tunes it there, and its runs."""
+    by_strength: dict[float | None, list[FinishedRun]] = {}
+    for run in runs:
+        name, strength = _split_name(run)
+        if name == variant:
+            by_strength.setdefault(strength, []).append(run)
+    return min(by_strength.items(), key=lambda item: sum(run.metric("perplexity,valid", math.inf) for run in item[1]))
+
+
+def compare_variants(study: Study, runs: Sequence[FinishedRun], variants: Sequence[str]) -> tuple[str, bool | None]:
     """Return what was found in words and whether some variant is better; None where the seeds cannot tell."""
-    plain = _by_seed(study, _tuned(rows, TRANSFORMER))
+    plain = _by_seed(study, _best_strength(runs, TRANSFORMER)[1])
     texts = [f"{study.label}, {study.metrics[0]}: Transformer {_mean(plain)}"]
     tests = []
     for variant in variants:
-        chosen = _tuned(rows, variant)
+        strength, chosen = _best_strength(runs, variant)
         mine = _by_seed(study, chosen)
-        texts.append(f"{LABELS[variant]} ({chosen[0].strength:g}) {_mean(mine)}")
+        texts.append(f"{LABELS[variant]} ({strength:g}) {_mean(mine)}")
         tests.append(compare_seeds(mine, plain, higher_is_better=True))
     tests = holm_correction(tests)
     unsaid = [f"{LABELS[name]}: {test.verdict}" for name, test in zip(variants, tests, strict=True) if test.obstacle]
@@ -265,41 +257,39 @@ def _compare(study: Study, rows: Sequence[Row], variants: Sequence[str]) -> tupl
     return ", ".join(texts), any(gain > 0 for gain in different)
 
 
-def _by_seed(study: Study, rows: Sequence[Row]) -> SeedResults:
-    metric = study.metrics[0]
+def _by_seed(study: Study, runs: Sequence[FinishedRun]) -> SeedResults:
+    metric = f"{study.metrics[0]},test"
     return SeedResults(
-        LABELS[rows[0].variant],
-        {row.seed: row.scores[metric] for row in rows if metric in row.scores},
-        {row.seed: Failure("failed", f"no {metric}") for row in rows if metric not in row.scores},
+        LABELS[_split_name(runs[0])[0]],
+        {run.seed: run.metric(metric) for run in runs if metric in run.metrics},
+        {run.seed: Failure("failed", f"no {study.metrics[0]}") for run in runs if metric not in run.metrics},
     )
 
 
 def _mean(results: SeedResults) -> str:
-    if not results.values:
-        return "failed"
-    mean, error = mean_and_standard_error(list(results.values.values()))
-    return f"{mean:.2f}" if error is None else f"{mean:.2f} +- {error:.2f}"
+    return plus_minus(mean_and_standard_error(list(results.values.values()))) if results.values else "failed"
 
 
-def _flat(row: Row, studies: Sequence[Study]) -> dict[str, Any]:
-    study = next(study for study in studies if study.label == row.study)
-    flat: dict[str, Any] = {
-        "corpus": row.study, "variant": LABELS[row.variant], "strength": row.strength, "seed": row.seed,
-        "valid_perplexity": row.perplexity,
-    }  # fmt: skip
+def _row(study: Study, run: FinishedRun) -> dict[str, Any]:
+    variant, strength = _split_name(run)
+    row: dict[str, Any] = {
+        "corpus": study.label,
+        "variant": LABELS[variant],
+        "strength": strength,
+        "seed": run.seed,
+        "valid_perplexity": run.metric("perplexity,valid", math.inf),
+    }
     for metric in study.metrics:
-        flat[f"{metric}_ours"] = row.scores.get(metric)
+        row[f"{metric}_ours"] = run.metrics.get(f"{metric},test")
         column = "skip_thought" if metric == "sentence_cosine" else metric
-        flat[f"{metric}_paper"] = study.paper.get(column, {}).get(row.variant)
-    return flat
+        row[f"{metric}_paper"] = study.paper.get(column, {}).get(variant)
+    return row
 
 
 def _panel(study: Study, rows: Sequence[Row]) -> Panel:
-    mine = [row for row in rows if row.study == study.label]
-    metric = study.metrics[0]
-    series = []
-    for variant in dict.fromkeys(row.variant for row in mine):
-        points = [(row.strength, row.scores.get(metric)) for row in mine if row.variant == variant]
-        known = [(x or STRENGTHS[-1] / 10, y) for x, y in points if y is not None]
-        series.append(Series(LABELS[variant], [x for x, _ in known], [y for _, y in known], "dots"))
-    return Panel(study.label, "strength (Transformer: leftmost)", f"{metric} on test", series, x_scale="log")
+    column = f"{study.metrics[0]}_ours"
+    # The Transformer has no strength and stands left of all.
+    known = [{**row, "strength": row["strength"] or STRENGTHS[-1] / 10} for row in rows if row[column] is not None]
+    series = lines(known, "strength", column, by="variant", style="dots")
+    title, y_label = "strength (Transformer: leftmost)", f"{study.metrics[0]} on test"
+    return Panel(study.label, title, y_label, series, x_scale="log")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import DataError
-from wellposed.report.statistics import (
+from wellposed.statistics import (
     Failure,
     PairedComparison,
     SeedResults,
