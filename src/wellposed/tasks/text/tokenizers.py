@@ -38,8 +38,7 @@ class Encoded:
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
-        frequent = sorted(self.unknown.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
-        return {"count": sum(self.unknown.values()), "distinct": len(self.unknown), "most_frequent": dict(frequent)}
+        return describe_unknown(self.unknown)
 
 
 class TextEncoder(ABC):
@@ -98,11 +97,9 @@ class CharacterEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in texts]), unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        tokenizers = tokenizers_library()
-        vocabulary = {PAD: PAD_ID, UNK: UNK_ID, **_numbered(self.characters)}
-        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
-        inner.decoder = tokenizers.decoders.Fuse()
-        return _wrap(inner, max_length)
+        inner = _symbol_tokenizer(self.characters)
+        inner.decoder = tokenizers_library().decoders.Fuse()
+        return wrap_tokenizer(inner, max_length)
 
 
 class ByteEncoder(TextEncoder):
@@ -124,12 +121,10 @@ class ByteEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in encoded]), {}
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        tokenizers = tokenizers_library()
-        vocabulary = {PAD: PAD_ID, UNK: UNK_ID, **_numbered(_byte_symbols())}
-        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+        tokenizers, inner = tokenizers_library(), _symbol_tokenizer(_byte_symbols())
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
-        return _wrap(inner, max_length)
+        return wrap_tokenizer(inner, max_length)
 
 
 class WordEncoder(TextEncoder):
@@ -175,7 +170,7 @@ class WordEncoder(TextEncoder):
             pattern = tokenizers.Regex("[" + "".join("\\" + character for character in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        return _wrap(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
+        return wrap_tokenizer(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
 
 
 class _CountingIds(dict[str, int]):
@@ -280,8 +275,11 @@ def split_words(text: str) -> list[str]:
     return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
 
 
-def _numbered(symbols: Iterable[str]) -> dict[str, int]:
-    return {symbol: NUM_SPECIAL + index for index, symbol in enumerate(symbols)}
+def _symbol_tokenizer(symbols: Iterable[str]) -> Any:
+    """Return a tokenizer of single symbols, numbered after the special tokens."""
+    models = tokenizers_library().models
+    vocabulary = {symbol: index for index, symbol in enumerate((PAD, UNK, *symbols))}
+    return tokenizers_library().Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
 
 
 def _byte_symbols() -> list[str]:
@@ -293,6 +291,7 @@ def _byte_symbols() -> list[str]:
 
 
 def tokenizers_library() -> Any:
+    """Return the module `tokenizers`, or raise naming the extra that brings it."""
     try:
         import tokenizers
     except ImportError as error:
@@ -300,7 +299,10 @@ def tokenizers_library() -> Any:
     return tokenizers
 
 
-def _wrap(inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(
+    inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK, **options: Any
+) -> PreTrainedTokenizerFast:
+    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside a text."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
@@ -312,9 +314,11 @@ def _wrap(inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK) -> Pre
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
         model_max_length=max_length,
+        **options,
     )
 
 
-def refuse_empty(lengths: Sequence[int], where: Sequence[str]) -> list[str]:
-    """Return one problem per text without a token."""
-    return [f"{place}: the text is empty" for place, length in zip(where, lengths, strict=True) if length == 0]
+def describe_unknown(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return how many unknown pieces there are, and the most frequent ones."""
+    frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
+    return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}
