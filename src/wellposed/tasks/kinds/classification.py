@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key
 from wellposed.tasks.batches.rows import Rows
-from wellposed.tasks.task import SPLITS, Example, Kind, Split, Task
+from wellposed.tasks.kinds.token_task import Encoder, TokenTask
+from wellposed.tasks.task import SPLITS, Example, Kind, Split
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast
 
     from wellposed.tasks.batches.ragged import Ragged
-    from wellposed.tasks.text.tokenizers import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class LabelledPairs(Rows[Example]):
         }
 
 
-class ClassificationTask(Task):
+class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs]):
     """Classification of token sequences, or of pairs of them; a subclass says where the examples come from.
 
     ``accuracy`` is the share of rows whose largest logit is on the label. The reference is the share of the most
@@ -88,37 +87,25 @@ class ClassificationTask(Task):
     def __init__(
         self,
         *,
-        encoder: TextEncoder,
+        encoder: Encoder,
         examples: Mapping[Split, LabelledExamples | LabelledPairs],
         labels: Sequence[str],
         source: Mapping[str, Any],
         details: Mapping[str, Any],
         max_length: int | None = None,
     ) -> None:
-        self._source, self._details = source, details
+        longest = max_length or max(examples[split].longest for split in SPLITS)
+        super().__init__(encoder=encoder, examples=examples, max_length=longest, source=source, details=details)
         self.labels = tuple(labels)
-        self._encoder = encoder
-        self._examples = dict(examples)
-        self._max_length = max_length or max(examples[split].longest for split in SPLITS)
         self._lengths = {split: examples[split].lengths.tolist() for split in SPLITS}
-
-    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
-        return self._encoder.tokenizer(max_length=self._max_length)
 
     def model_kwargs(self) -> dict[str, Any]:
         return {
-            "vocab_size": self._encoder.vocab_size,
-            "max_position_embeddings": self._max_length,
-            "pad_token_id": self._encoder.pad_id,
-            "bos_token_id": self._encoder.bos_id,
-            "eos_token_id": self._encoder.eos_id,
+            **super().model_kwargs(),
             "num_labels": len(self.labels),
             "id2label": dict(enumerate(self.labels)),
             "label2id": {label: index for index, label in enumerate(self.labels)},
         }
-
-    def dataset(self, split: Split) -> LabelledExamples | LabelledPairs:
-        return self._examples[split]
 
     def lengths(self, split: Split) -> Sequence[int]:
         return self._lengths[split]
@@ -130,13 +117,6 @@ class ClassificationTask(Task):
         from wellposed.tasks.batches.collate import collate_classification
 
         return collate_classification(examples, pad_id=self._encoder.pad_id)
-
-    def loss_sum(
-        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks.kinds.objectives import cross_entropy_sum
-
-        return cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         from wellposed.tasks.kinds.objectives import accuracy_sums
@@ -154,7 +134,7 @@ class ClassificationTask(Task):
         counts = np.bincount(self._examples["valid"].labels)
         return {"accuracy": float(counts.max() / counts.sum())}
 
-    def description(self) -> dict[str, Any]:
+    def _describe_examples(self) -> dict[str, Any]:
         import numpy as np
 
         per_split: dict[str, Any] = {"examples": {}, "tokens": {}, "longest": {}, "labels": {}}
@@ -164,5 +144,4 @@ class ClassificationTask(Task):
             per_split["tokens"][split] = int(examples.lengths.sum())
             per_split["longest"][split] = examples.longest
             per_split["labels"][split] = dict(zip(self.labels, counts.tolist(), strict=True))
-        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
-        return {**described, **per_split, **self._details}
+        return per_split

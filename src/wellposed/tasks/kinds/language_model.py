@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key
-from wellposed.tasks.task import SPLITS, Example, Kind, Split, Task
+from wellposed.tasks.kinds.token_task import TokenTask
+from wellposed.tasks.task import SPLITS, Example, Kind, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast
 
     from wellposed.tasks.batches.blocks import BlockDataset
     from wellposed.tasks.text.tokenizers import TextEncoder
 
 
-class LanguageModelTask(Task):
+class LanguageModelTask(TokenTask["BlockDataset"]):
     """Prediction of the next token of a text; a subclass says what a token is and where the texts come from.
 
     The metric is the mean of -ln p over all tokens but the first of a split. The context restarts at every block, and
@@ -45,41 +45,21 @@ class LanguageModelTask(Task):
         from wellposed.tasks.batches.blocks import BlockDataset
 
         encoded = {split: encoder.encode([texts[split]]) for split in SPLITS}
-        self._encoder = encoder
-        self._seq_len = seq_len
-        self._blocks = {
+        blocks: dict[Split, BlockDataset] = {
             split: BlockDataset(encoded[split].ids.flat, seq_len=seq_len, where=f"{source['source']} ({split})")
             for split in SPLITS
         }
-        self._described = {
-            **source,
-            "tokenizer": encoder.description(),
-            **details,
-            f"unknown_{self.noun}s": {split: encoded[split].unknown_description() for split in SPLITS},
-        }
-
-    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
-        return self._encoder.tokenizer(max_length=self._seq_len)
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return {
-            "vocab_size": self._encoder.vocab_size,
-            "max_position_embeddings": self._seq_len,
-            "pad_token_id": self._encoder.pad_id,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-
-    def dataset(self, split: Split) -> BlockDataset:
-        return self._blocks[split]
+        unknown = {split: encoded[split].unknown_description() for split in SPLITS}
+        details = {**details, f"unknown_{self.noun}s": unknown}
+        super().__init__(encoder=encoder, examples=blocks, max_length=seq_len, source=source, details=details)
 
     def lengths(self, split: Split) -> Sequence[int]:
         from wellposed.tasks.batches.blocks import BlockLengths
 
-        return BlockLengths(self._blocks[split])
+        return BlockLengths(self._examples[split])
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        blocks, key = self._blocks[split], shuffle_key(split, seed, epoch)
+        blocks, key = self._examples[split], shuffle_key(split, seed, epoch)
         offset = random.Random(f"offset/{key}").randrange(blocks.num_offsets) if split == "train" else 0
         return bucketed_batches(self.lengths(split), batch_size, shuffle=key, indices=blocks.indices(offset))
 
@@ -87,13 +67,6 @@ class LanguageModelTask(Task):
         from wellposed.tasks.batches.collate import collate_causal_lm
 
         return collate_causal_lm(examples, pad_id=self._encoder.pad_id)
-
-    def loss_sum(
-        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks.kinds.objectives import causal_cross_entropy_sum
-
-        return causal_cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         total, count = self.loss_sum(logits.detach(), batch)
@@ -106,17 +79,15 @@ class LanguageModelTask(Task):
     def reference(self) -> dict[str, float]:
         from wellposed.tasks.kinds.objectives import frequency_entropy
 
-        return self._metrics(frequency_entropy(self._blocks["valid"].tokens[1:]))
+        return self._metrics(frequency_entropy(self._examples["valid"].tokens[1:]))
 
     @abstractmethod
     def _metrics(self, nats: float) -> dict[str, float]:
         """Return the metrics of a mean of -ln p."""
 
-    def description(self) -> dict[str, Any]:
+    def _describe_examples(self) -> dict[str, Any]:
         return {
-            "task": self.name,
-            **self._described,
-            "seq_len": self._seq_len,
-            "blocks": {split: len(self._blocks[split]) for split in SPLITS},
+            "seq_len": self._max_length,
+            "blocks": {split: len(blocks) for split, blocks in self._examples.items()},
             "predicted": f"every {self.noun} of a split but its first, once; context restarts at every block",
         }

@@ -12,11 +12,11 @@ from wellposed.errors import ConfigError
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key, token_batches
 from wellposed.tasks.batches.rows import Rows
 from wellposed.tasks.checks import require_positive
-from wellposed.tasks.task import Example, Kind, Split, Task
+from wellposed.tasks.kinds.token_task import TokenTask
+from wellposed.tasks.task import Example, Kind, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast
 
     from wellposed.tasks.batches.ragged import Ragged
     from wellposed.tasks.kinds.generate import Decoding
@@ -70,7 +70,7 @@ class PairExamples(Rows[Example]):
         return {"input_ids": self.source[index].tolist(), "labels": self.target[index].tolist()}
 
 
-class Seq2SeqTask(Task):
+class Seq2SeqTask(TokenTask[PairExamples]):
     """A task whose answer is a text; a subclass says where the pairs come from and how texts are scored.
 
     ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from `generate_metrics`.
@@ -91,33 +91,20 @@ class Seq2SeqTask(Task):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        self._pair_options, self._source, self._details = options, source, details
-        self._encoder = encoder
-        self._examples = {split: PairExamples(source, target) for split, (source, target) in encoded.items()}
+        examples: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
+        super().__init__(
+            encoder=encoder, examples=examples, max_length=options.max_tokens, source=source, details=details
+        )
+        self._pair_options = options
         self._references = dict(references)
         self._signatures: dict[str, str] = {}
         self._sides = {
             split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
-            for split, examples in self._examples.items()
+            for split, examples in examples.items()
         }
-
-    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
-        return self._encoder.tokenizer(max_length=self._pair_options.max_tokens)
 
     def model_kwargs(self) -> dict[str, Any]:
-        from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
-
-        return {
-            "vocab_size": self._encoder.vocab_size,
-            "max_position_embeddings": self._pair_options.max_tokens,
-            "pad_token_id": PAD_ID,
-            "bos_token_id": BOS_ID,
-            "eos_token_id": EOS_ID,
-            "decoder_start_token_id": BOS_ID,
-        }
-
-    def dataset(self, split: Split) -> PairExamples:
-        return self._examples[split]
+        return {**super().model_kwargs(), "decoder_start_token_id": self._encoder.bos_id}
 
     def lengths(self, split: Split) -> Sequence[int]:
         """Return the tokens of the longer side of each pair."""
@@ -126,11 +113,11 @@ class Seq2SeqTask(Task):
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         key = shuffle_key(split, seed, epoch)
         sources, targets = self._sides[split]
-        tokens_per_batch, max_tokens = self._pair_options.tokens_per_batch, self._pair_options.max_tokens
+        tokens_per_batch = self._pair_options.tokens_per_batch
         if tokens_per_batch is not None:
             return token_batches(sources, targets, tokens_per_batch, batch_size, shuffle=key)
         # One number that sorts by target length, then by source length.
-        widths = [target * (max_tokens + 1) + source for source, target in zip(sources, targets, strict=True)]
+        widths = [target * (self._max_length + 1) + source for source, target in zip(sources, targets, strict=True)]
         return bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -138,13 +125,6 @@ class Seq2SeqTask(Task):
         from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, PAD_ID
 
         return collate_seq2seq(examples, pad_id=PAD_ID, bos_id=BOS_ID)
-
-    def loss_sum(
-        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks.kinds.objectives import cross_entropy_sum
-
-        return cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         total, count = self.loss_sum(logits.detach(), batch)
@@ -203,11 +183,10 @@ class Seq2SeqTask(Task):
     @abstractmethod
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...
 
-    def description(self) -> dict[str, Any]:
+    def _describe_examples(self) -> dict[str, Any]:
         per_split: dict[str, Any] = {"pairs": {}, "tokens": {}, "longest": {}}
         for split, (sources, targets) in self._sides.items():
             per_split["pairs"][split] = len(sources)
             per_split["tokens"][split] = {"source": sum(sources), "target": sum(targets)}
             per_split["longest"][split] = {"source": max(sources), "target": max(targets)}
-        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
-        return {**described, **per_split, **self._details}
+        return per_split

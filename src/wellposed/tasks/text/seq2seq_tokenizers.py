@@ -40,6 +40,9 @@ class PairEncoder:
     """``tokenizers.Tokenizer``."""
     characters: frozenset[str]
     """Characters that have an id; others become the unknown token."""
+    pad_id: int = PAD_ID
+    bos_id: int = BOS_ID
+    eos_id: int = EOS_ID
 
     @property
     def vocab_size(self) -> int:
