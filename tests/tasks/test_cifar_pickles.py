@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from wellposed.errors import DataError
 from wellposed.tasks import SPLITS, ImageTask, build_task
-from wellposed.tasks.data.cifar_pickles import read_cifar_names, read_cifar_pickle
+from wellposed.tasks.data.cifar import read_cifar_names, read_cifar_pickle
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 3072), dtype=np.uint8)
 LABELS = [i % 10 for i in range(20)]
@@ -147,6 +148,42 @@ def test_any_cut_or_changed_byte_is_read_or_a_data_error(tmp_path: Path) -> None
             except DataError:
                 refused += 1
     assert refused > len(frame)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x02}r\xff\xff\xff\x7f.", "memo place 2147483647 after 2 instructions"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.", "no whole pickle"),
+        (b"\x80\x04\x96" + struct.pack("<Q", 1 << 40) + b"x.", "no whole pickle|BYTEARRAY8"),
+        (b"\x80\x02cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85R.", "holds _Recorded, expected a dict"),
+        (b"\x80\x02cnumpy\nzeros\nJ\xff\xff\xff\x7f\x85R.", "asks for 'numpy zeros'"),
+    ],
+)
+def test_a_pickle_that_would_take_memory_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=message):
+            read_cifar_pickle(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "name", ["numpy\nndarray", "numpy\ndtype", "numpy.core.multiarray\n_reconstruct", "_codecs\nencode"]
+)
+def test_a_pickle_cannot_change_what_stands_for_a_name(tmp_path: Path, name: str) -> None:
+    # GLOBAL name, state (None, {"__init__": 1, "__defaults__": None}), BUILD: sets attributes where it may.
+    path = tmp_path / "data_batch_1"
+    state = b"N}(X\x08\x00\x00\x00__init__K\x01X\x0c\x00\x00\x00__defaults__Nu\x86"
+    path.write_bytes(b"\x80\x02c" + name.encode() + b"\n" + state + b"b.")
+    with pytest.raises(DataError):
+        read_cifar_pickle(path)
+    path.write_bytes(pickle.dumps({"data": PIXELS, "labels": LABELS}, protocol=2))
+    assert read_cifar_pickle(path)[0].labels.tolist() == LABELS
 
 
 def test_names_of_classes(tmp_path: Path) -> None:

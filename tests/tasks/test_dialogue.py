@@ -180,14 +180,13 @@ def test_missing_splits_are_cut_by_whole_dialogues_that_share_no_persona_line(tm
         lines += [f"3 hi {number}\tyo {number}", "4 b\tc"]
     path = tmp_path / "train.txt"
     path.write_text("\n".join(lines) + "\n")
-    loaded = load_dialogues(str(path))
-    splits = loaded.splits
+    splits, described = load_dialogues(str(path))
     seen = [dialogue.turns for part in splits.values() for dialogue in part]
     assert len(seen) == len(set(seen)) == 60
     personas = [{line for dialogue in part for line in dialogue.persona} for part in splits.values()]
     assert not personas[0] & personas[1]
     assert not personas[0] & personas[2]
-    assert set(loaded.description["cut_from_train"]) == {"valid", "test"}
+    assert set(described["cut_from_train"]) == {"valid", "test"}
 
 
 def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path: Path) -> None:
@@ -283,7 +282,7 @@ def test_the_task_is_registered_with_its_options() -> None:
 @pytest.mark.data
 @pytest.mark.slow
 def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_data: Path) -> None:
-    splits = load_dialogues(str(shared_data / "dailydialog")).splits
+    splits, _ = load_dialogues(str(shared_data / "dailydialog"))
     assert {split: len(part) for split, part in splits.items()} == {"train": 11118, "valid": 1000, "test": 1000}
     assert sum(len(dialogue.turns) for dialogue in splits["test"]) == 7740
     assert len(repeated(splits["valid"], splits["train"])) == 89
@@ -292,8 +291,8 @@ def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_dat
 
 @pytest.mark.data
 def test_the_shared_personachat_is_read_whole(shared_data: Path) -> None:
-    loaded = load_dialogues(str(shared_data / "personachat"))
-    train, valid, test = loaded.splits.values()
+    splits, _described = load_dialogues(str(shared_data / "personachat"))
+    train, valid, test = splits.values()
     assert len(train) + len(test) == 701
     assert (len(valid), sum(len(dialogue.replies()) for dialogue in valid)) == (100, 769)
     lines = [{line for dialogue in part for line in dialogue.persona} for part in (train, valid, test)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, ListOpsTask, build_task
-from wellposed.tasks.data.listops_expressions import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
+from wellposed.tasks.generators.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
 
@@ -210,7 +210,7 @@ def test_impossible_bounds_are_refused() -> None:
 
 
 def test_too_few_different_expressions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wellposed.tasks.data.listops_expressions.MAX_FRUITLESS_TRIES", 3000)
+    monkeypatch.setattr("wellposed.tasks.generators.listops.MAX_FRUITLESS_TRIES", 3000)
     with pytest.raises(ConfigError, match="too few different expressions: 400 found, 500 wanted"):
         build_task("listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 6})
     with pytest.raises(ConfigError, match="no expression within the bounds"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.data import parallel
+from wellposed.tasks.data import splits
 from wellposed.tasks.data.parallel import Languages, load_parallel
 
 PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
@@ -153,7 +153,7 @@ class Rows(SimpleNamespace):
 def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     nested = Rows(columns={"translation": [{"de": de, "en": en} for de, en in PAIRS]})
     flat = Rows(columns={"de": [de for de, _ in PAIRS[:3]], "en": [en for _, en in PAIRS[:3]]})
-    monkeypatch.setattr(parallel, "load_hub_dataset", lambda data: {"train": nested, "valid": flat, "test": flat})
+    monkeypatch.setattr(splits, "load_hub_dataset", lambda data: {"train": nested, "valid": flat, "test": flat})
     pairs, _ = load_parallel("hf:some/pairs:de-en", DE_EN)
     assert list(zip(pairs["train"].source, pairs["train"].target, strict=True)) == PAIRS
     assert list(pairs["valid"].target) == [en for _, en in PAIRS[:3]]

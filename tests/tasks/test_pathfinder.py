@@ -12,7 +12,7 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, PathfinderTask, build_task
-from wellposed.tasks.data.pathfinder_images import (
+from wellposed.tasks.generators.pathfinder import (
     DASH,
     GAP,
     RADIUS,

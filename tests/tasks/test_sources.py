@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from wellposed.errors import DataError
-from wellposed.tasks.data.files import find_split_files, load_hub_dataset, read_text
+from wellposed.tasks.data.files import read_text
+from wellposed.tasks.data.splits import find_split_files, load_hub_dataset
 
 SUFFIXES = (".tsv", ".csv")
 

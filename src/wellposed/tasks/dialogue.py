@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.dialogues import load_dialogues, read_synonyms, repeated
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask, check_pair_options
+from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class DialogueTask(Seq2SeqTask):
     """
 
     name: ClassVar[str] = "dialogue"
-    report_headline: ClassVar[str] = "bleu_4"
+    report_headline: ClassVar[str | None] = "bleu_4"
 
     def __init__(self, options: DialogueOptions) -> None:
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
@@ -95,17 +96,14 @@ class DialogueTask(Seq2SeqTask):
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
             _ = self._vectors
-        loaded = load_dialogues(options.data, valid=options.valid, test=options.test, file_format=options.format)
-        dialogues: dict[Split, list[Dialogue]] = {split: list(loaded.splits[split]) for split in SPLITS}
-        self._source = dict(loaded.description)
-        self._left_out = 0
-        if options.limit_dialogues is not None:
-            self._left_out = max(0, len(dialogues["train"]) - options.limit_dialogues)
-            dialogues["train"] = dialogues["train"][: options.limit_dialogues]
-        self._counts = _count_repetitions(dialogues)
+        loaded, source = load_dialogues(
+            options.data, valid=options.valid, test=options.test, file_format=options.format
+        )
+        dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": loaded["train"][: options.limit_dialogues]}
+        left_out = len(loaded["train"]) - len(dialogues["train"])
+        repetitions = _count_repetitions(dialogues)
         if options.drop_repeated_test:
             dialogues["test"] = _without_repeated(dialogues, options.data)
-        self._dialogues = dialogues
         pairs = {split: _pairs(dialogues[split], options, split) for split in SPLITS}
         encoder = build_pair_encoder(
             options.tokenizer, _vocabulary_texts(dialogues["train"], options), vocab_size=options.vocab_size
@@ -114,7 +112,7 @@ class DialogueTask(Seq2SeqTask):
         encoded: dict[Split, tuple[Ragged, Ragged]] = {
             split: self._encode(encoder, pairs[split], split) for split in SPLITS
         }
-        self._unknown = {
+        unknown = {
             split: encoder.unknown(text for pair in pairs[split] for text in (pair.context, pair.reply))
             for split in LATER
         }
@@ -122,9 +120,22 @@ class DialogueTask(Seq2SeqTask):
             encoder=encoder,
             encoded=encoded,
             references={split: [pair.reply for pair in pairs[split]] for split in LATER},
-            max_tokens=options.max_tokens,
-            tokens_per_batch=options.tokens_per_batch,
-            generate_max_examples=options.generate_max_examples,
+            options=options,
+            source=source,
+            details={
+                **_count_dialogues(dialogues),
+                **repetitions,
+                "repeated_test_dialogues_dropped": options.drop_repeated_test,
+                "train_dialogues_left_out_by_limit_dialogues": left_out,
+                "context": options.context,
+                "speaker_marks": options.speaker_marks,
+                "persona": options.persona,
+                "lowercase": options.lowercase,
+                "max_tokens": options.max_tokens,
+                "cut_to_max_tokens": self._cut,
+                "unknown_characters": unknown,
+                "metrics_not_computed": _not_computed(options),
+            },
         )
 
     def _encode(self, encoder: Any, pairs: Sequence[_Pair], split: Split) -> tuple[Ragged, Ragged]:
@@ -161,11 +172,6 @@ class DialogueTask(Seq2SeqTask):
 
         return hf_sentence_encoder(self.options.sentence_encoder) if self.options.sentence_encoder else None
 
-    def _decoding(self) -> Any:
-        from wellposed.tasks.kinds.generate import Decoding
-
-        return Decoding(beams=self.options.generate_beams, length_penalty=self.options.generate_length_penalty)
-
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
         from wellposed.tasks.metrics.bleu import TextScores
         from wellposed.tasks.metrics.dialogue import dialogue_scores
@@ -179,43 +185,10 @@ class DialogueTask(Seq2SeqTask):
         )
         return TextScores(dict(found.scores), {name: str(value) for name, value in found.details.items()})
 
-    def description(self) -> dict[str, Any]:
-        return {
-            "task": self.name,
-            **self._source,
-            "tokenizer": self._encoder.description(),
-            **self._describe_examples(),
-            "dialogues": {split: len(dialogues) for split, dialogues in self._dialogues.items()},
-            "utterances": {
-                split: sum(len(dialogue.turns) for dialogue in dialogues)
-                for split, dialogues in self._dialogues.items()
-            },
-            "dialogues_without_a_reply": {
-                split: sum(not dialogue.replies() for dialogue in dialogues)
-                for split, dialogues in self._dialogues.items()
-            },
-            "candidate_replies_not_used": {
-                split: sum(dialogue.candidates for dialogue in dialogues)
-                for split, dialogues in self._dialogues.items()
-            },
-            **self._counts,
-            "repeated_test_dialogues_dropped": self.options.drop_repeated_test,
-            "train_dialogues_left_out_by_limit_dialogues": self._left_out,
-            "context": self.options.context,
-            "speaker_marks": self.options.speaker_marks,
-            "persona": self.options.persona,
-            "lowercase": self.options.lowercase,
-            "max_tokens": self.options.max_tokens,
-            "cut_to_max_tokens": self._cut,
-            "unknown_characters": self._unknown,
-            "metrics_not_computed": self._not_computed(),
-        }
 
-    def _not_computed(self) -> dict[str, str]:
-        from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS
-
-        missing = {} if self.options.sentence_encoder else {SENTENCE_METRIC: "give sentence_encoder=FOLDER"}
-        return missing | ({} if self.options.vectors else dict.fromkeys(VECTOR_METRICS, "give vectors=FILE"))
+def _not_computed(options: DialogueOptions) -> dict[str, str]:
+    missing = {} if options.sentence_encoder else {SENTENCE_METRIC: "give sentence_encoder=FOLDER"}
+    return missing | ({} if options.vectors else dict.fromkeys(VECTOR_METRICS, "give vectors=FILE"))
 
 
 @dataclass(frozen=True)
@@ -263,7 +236,21 @@ def _vocabulary_texts(train: Sequence[Dialogue], options: DialogueOptions) -> li
     return [_cased(text, options) for text in texts]
 
 
-def _count_repetitions(dialogues: dict[Split, list[Dialogue]]) -> dict[str, Any]:
+def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, dict[Split, int]]:
+    """Return how many dialogues, utterances and candidates each split holds."""
+    return {
+        "dialogues": {split: len(held) for split, held in dialogues.items()},
+        "utterances": {split: sum(len(dialogue.turns) for dialogue in held) for split, held in dialogues.items()},
+        "dialogues_without_a_reply": {
+            split: sum(not dialogue.replies() for dialogue in held) for split, held in dialogues.items()
+        },
+        "candidate_replies_not_used": {
+            split: sum(dialogue.candidates for dialogue in held) for split, held in dialogues.items()
+        },
+    }
+
+
+def _count_repetitions(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, Any]:
     """Return how many dialogues of valid and test other splits hold too, white space aside, and shared personas."""
     train, valid, test = (dialogues[split] for split in SPLITS)
     personas = {line for dialogue in train for line in dialogue.persona}
@@ -276,7 +263,7 @@ def _count_repetitions(dialogues: dict[Split, list[Dialogue]]) -> dict[str, Any]
     }
 
 
-def _without_repeated(dialogues: dict[Split, list[Dialogue]], where: str) -> list[Dialogue]:
+def _without_repeated(dialogues: Mapping[Split, Sequence[Dialogue]], where: str) -> list[Dialogue]:
     test = dialogues["test"]
     known = set(repeated(test, [*dialogues["train"], *dialogues["valid"]]))
     kept = [dialogue for index, dialogue in enumerate(test) if index not in known]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.data.columns import TableOptions
-from wellposed.tasks.data.listops_expressions import (
+from wellposed.errors import DataError, listed
+from wellposed.tasks.checks import given_options, refuse_options, require_positive
+from wellposed.tasks.data.labelled import load_labelled, refuse_longer
+from wellposed.tasks.data.splits import refuse_split_files
+from wellposed.tasks.data.tables import LabelledTexts
+from wellposed.tasks.generators.listops import (
     DIGITS,
     GENERATED_OPERATORS,
     GENERATOR_VERSION,
@@ -18,16 +21,9 @@ from wellposed.tasks.data.listops_expressions import (
     ListOpsRules,
     evaluate,
 )
-from wellposed.tasks.data.tables import LabelledTexts
-from wellposed.tasks.kinds.classification import (
-    ClassificationTask,
-    LabelledExamples,
-    refuse_longer,
-    require_positive,
-)
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
-from wellposed.tasks.text_classification import load_tables
 
 RULES: Mapping[str, ListOpsRules] = {
     "short": ListOpsRules(max_depth=4, max_args=5, min_length=5, max_length=50),
@@ -92,15 +88,9 @@ class ListOpsTask(ClassificationTask):
         require_positive("listops", num_train=options.num_train, num_valid=options.num_valid, num_test=options.num_test)
         encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
         self.options = options
-        if options.data == "builtin":
-            examples, self._source = _generate(options)
-        else:
-            examples, self._source = _read(options, encoder)
-        super().__init__(encoder=encoder, examples=examples, labels=DIGITS)
-
-    def description(self) -> dict[str, Any]:
-        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
-        return {**described, **self._describe_examples(), "form": "Long Range Arena: parentheses removed"}
+        examples, source = _generate(options) if options.data == "builtin" else _read(options, encoder)
+        details = {"form": "Long Range Arena: parentheses removed"}
+        super().__init__(encoder=encoder, examples=examples, labels=DIGITS, source=source, details=details)
 
 
 def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
@@ -110,23 +100,11 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
 
     from wellposed.tasks.batches.ragged import Ragged
 
-    given = [name for name in ("valid", "test") if getattr(options, name) is not None]
-    if given:
-        raise ConfigError(f"option {' and '.join(given)} needs data=FILE; builtin expressions bring their own splits")
-    base = RULES[options.setting]
-    rules = ListOpsRules(
-        max_depth=_given(options.max_depth, base.max_depth),
-        max_args=_given(options.max_args, base.max_args),
-        min_length=_given(options.min_length, base.min_length),
-        max_length=_given(options.max_length, base.max_length),
-    )
-    sizes = SIZES[options.setting]
-    counts: dict[Split, int] = {
-        "train": _given(options.num_train, sizes["train"]),
-        "valid": _given(options.num_valid, sizes["valid"]),
-        "test": _given(options.num_test, sizes["test"]),
-    }
-    seed = _given(options.data_seed, 0)
+    refuse_split_files("builtin expressions bring their own splits", valid=options.valid, test=options.test)
+    bounds = given_options(options, ("max_depth", "max_args", "min_length", "max_length"))
+    rules = replace(RULES[options.setting], **bounds)
+    counts = {split: getattr(options, f"num_{split}") or SIZES[options.setting][split] for split in SPLITS}
+    seed = options.data_seed or 0
     drawn = ListOpsGenerator(rules, seed=seed).draw_distinct(sum(counts.values()))
     expressions, values = list(drawn), list(drawn.values())
     digest = hashlib.sha256(b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn.items()))
@@ -151,18 +129,13 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
     }
 
 
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
 def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
     import numpy as np
 
-    names = ("max_depth", "max_args", "min_length", "num_train", "num_valid", "num_test", "data_seed")
-    unused = [name for name in names if getattr(options, name) is not None]
-    if unused:
-        raise ConfigError(f"listops: {', '.join(unused)} bound what is generated and have no effect on {options.data}")
-    tables, described = load_tables(options, TableOptions())
+    drawn = ("max_depth", "max_args", "min_length", "num_train", "num_valid", "num_test", "data_seed")
+    reason = f"bound what is generated and have no effect on {options.data}"
+    refuse_options("listops", options, drawn, reason)
+    tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
     if problems:
         raise DataError(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.data.files import missing_file, read_text
-from wellposed.tasks.data.images import Images, describe_file, pixel_encoder, read_image_files, shrink, to_gray
+from wellposed.tasks.checks import given_options, refuse_options, require_positive
+from wellposed.tasks.data.files import describe_file, missing_file, read_text
+from wellposed.tasks.data.images import Images, read_image_files
 from wellposed.tasks.data.npz import read_npz_splits
-from wellposed.tasks.data.pathfinder_images import (
+from wellposed.tasks.data.splits import cut_missing
+from wellposed.tasks.data.tables import numbered_lines
+from wellposed.tasks.generators.pathfinder import (
     GENERATOR_VERSION,
     MATCHED_LENGTH,
     RULES,
@@ -19,8 +22,7 @@ from wellposed.tasks.data.pathfinder_images import (
     draw_image,
     render,
 )
-from wellposed.tasks.data.tables import numbered_lines
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, cut_rows, require_positive
+from wellposed.tasks.kinds.pixels import PixelTask, prepare_images
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
 LABELS = ("apart", "connected")
@@ -63,7 +65,7 @@ class PathfinderOptions:
     """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
 
 
-class PathfinderTask(ClassificationTask):
+class PathfinderTask(PixelTask):
     """Two-way classification of images: do the two dots mark the ends of one curve, or of two?
 
     Every image holds two long dashed curves, short distractors and two dots; half of a split is connected. Drawn labels
@@ -88,35 +90,27 @@ class PathfinderTask(ClassificationTask):
             "pathfinder", size=options.size, contour_length=options.contour_length, num_train=options.num_train,
             distractor_length=options.distractor_length, num_valid=options.num_valid, num_test=options.num_test,
         )  # fmt: skip
-        images, self._source = _load(options)
-        examples: dict[Split, LabelledExamples] = {}
-        for split in SPLITS:
-            examples[split] = LabelledExamples(images[split].tokens(), images[split].labels)
-        self._shape = list(images["train"].pixels.shape[1:])
         self.options = options
-        super().__init__(encoder=pixel_encoder(), examples=examples, labels=LABELS)
-
-    def description(self) -> dict[str, Any]:
-        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
-        return {**described, **self._describe_examples(), "image": self._shape}
+        images, source = _load(options)
+        super().__init__(images=images, labels=LABELS, source=source, details={})
 
 
 def _load(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
     if options.data == "builtin":
         return _draw(options)
-    names = ("contour_length", "distractors", "distractor_length", "max_turn", "num_train", "num_valid", "num_test")
-    unused = [name for name in (*names, "data_seed") if getattr(options, name) is not None]
-    if unused:
-        raise ConfigError(f"pathfinder: {', '.join(unused)} say what is drawn and have no effect on {options.data}")
+    drawn = ("contour_length", "distractors", "distractor_length", "max_turn", "num_train", "num_valid", "num_test")
+    reason = f"say what is drawn and have no effect on {options.data}"
+    refuse_options("pathfinder", options, (*drawn, "data_seed"), reason)
     root = Path(options.data)
     if not root.exists():
         raise missing_file(root)
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
+        refuse_options("pathfinder", options, ("valid", "test"), f"name npz files; {root} is a folder of the release")
         images, described = read_release(root, skip=options.unreadable == "skip")
     else:
         images, described = read_npz_splits(options.data, valid=options.valid, test=options.test)
-    return {split: _prepared(images[split], options, f"{options.data} ({split})") for split in SPLITS}, described
+    return {split: _prepared(images[split], options.size, f"{options.data} ({split})") for split in SPLITS}, described
 
 
 def _refuse_near_releases(root: Path) -> None:
@@ -133,12 +127,11 @@ def _refuse_near_releases(root: Path) -> None:
         )
 
 
-def _prepared(images: Images, options: PathfinderOptions, where: str) -> Images:
+def _prepared(images: Images, size: int | None, where: str) -> Images:
     wrong = sorted(set(images.labels[images.labels > 1].tolist()))
     if wrong:
         raise DataError(f"{where}: labels {wrong}, expected 0 (apart) and 1 (connected)")
-    pixels = to_gray(images.pixels)
-    return Images(pixels if options.size is None else shrink(pixels, options.size, where), images.labels)
+    return prepare_images(images, where, size=size)
 
 
 def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
@@ -146,14 +139,13 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
 
     import numpy as np
 
-    if options.valid is not None or options.test is not None:
+    if given_options(options, ("valid", "test")):
         raise ConfigError("pathfinder: valid and test need data=FILE; builtin images bring their own splits")
     base = RULES[options.setting]
-    chosen = {name: getattr(options, name) for name in PathfinderRules.__dataclass_fields__}
     if options.contour_length is not None:
         # Curves that part before they meet turn by a certain angle in all, which short ones have few dashes for.
         base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
-    rules = PathfinderRules(**{name: getattr(base, name) if value is None else value for name, value in chosen.items()})
+    rules = replace(base, **given_options(options, PathfinderRules.__dataclass_fields__))
     if rules.distractors < 0 or not rules.max_turn > 0:
         raise ConfigError(
             f"pathfinder: distractors = {rules.distractors}, max_turn = {rules.max_turn}; expected 0 or more, above 0"
@@ -174,7 +166,7 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
         "source": f"builtin: drawn, setting {options.setting}",
         "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
-        "rules": {name: getattr(rules, name) for name in chosen},
+        "rules": asdict(rules),
         "dots_tell_nothing": rules.contour_length >= MATCHED_LENGTH,
         "sha256": digest.hexdigest(),
     }
@@ -209,13 +201,13 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
             "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
         )
     everything = read_image_files(paths, labels, skipped=skipped if skip else None)
-    rows, cut = cut_rows(len(everything), ["valid", "test"], str(folder), share=_CUT_SHARE)
-    return {split: everything.select(rows[split]) for split in SPLITS}, {
+    images, cut = cut_missing({"train": everything}, str(folder), share=_CUT_SHARE)
+    return images, {
         "source": str(folder),
         "files": {file.name: describe_file(file) for file in files},
         "sha256": everything.sha256(),
         "splits": "the Long Range Arena's shares: 80, 10, 10",
-        "cut_from_train": cut,
+        **cut,
         "skipped_images": skipped,
     }
 

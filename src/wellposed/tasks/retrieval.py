@@ -6,19 +6,15 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.batches.pair_collate import PairExamples
-from wellposed.tasks.data.columns import TableOptions
+from wellposed.tasks.checks import given_options, refuse_options, require_positive
 from wellposed.tasks.data.documents import BUILTIN_SIZES, PairTable, builtin_passages, is_pair_file, read_pairs
+from wellposed.tasks.data.labelled import encode_labelled, load_labelled
 from wellposed.tasks.data.tables import LabelledTexts
-from wellposed.tasks.kinds.classification import ClassificationTask, refuse_empty, refuse_longer, require_positive
-from wellposed.tasks.task import SPLITS, TASKS, Example, Kind, Split, TaskSpec
-from wellposed.tasks.text_classification import load_tables
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledPairs
+from wellposed.tasks.task import SPLITS, TASKS, Kind, Split, TaskSpec
 
 LABELS = ("different", "related")
 _MAX_DRAWS = 50
@@ -81,69 +77,38 @@ class RetrievalTask(ClassificationTask):
             "retrieval", num_train=options.num_train, num_valid=options.num_valid, num_test=options.num_test,
             max_length=options.max_length, max_words=options.max_words,
         )  # fmt: skip
-        tables, self._source = _load(options)
-        train_texts = tables["train"].documents.texts
-        encoder = build_encoder(options.tokenizer, train_texts, max_words=options.max_words)
-        examples: dict[Split, PairExamples] = {}
-        self._truncated: dict[Split, int] = {}
-        self._unknown: dict[Split, Any] = {}
-        for split, table in tables.items():
-            documents = table.documents
-            encoded = encoder.encode(documents.texts, max_length=options.max_length)
-            refuse_empty(documents, encoded.full_lengths)
-            if options.overflow == "error":
-                remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
-                refuse_longer(documents, encoded.full_lengths, options.max_length, remedy)
-            self._truncated[split] = sum(length > options.max_length for length in encoded.full_lengths)
-            self._unknown[split] = encoded.unknown_description()
-            examples[split] = PairExamples(encoded.ids, *table.arrays())
-        seen = set(train_texts)
-        self._repeated = {split: sum(text in seen for text in tables[split].documents.texts) for split in SPLITS[1:]}
-        self._documents = {split: len(tables[split].documents.texts) for split in SPLITS}
         self.options = options
-        super().__init__(encoder=encoder, examples=examples, labels=LABELS, max_length=options.max_length)
-
-    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks.batches.pair_collate import collate_pair_classification
-
-        return collate_pair_classification(examples, pad_id=self._encoder.pad_id)
-
-    def description(self) -> dict[str, Any]:
-        return {
-            "task": self.name,
-            **self._source,
-            "tokenizer": self._encoder.description(),
-            **self._describe_examples(),
-            "documents": self._documents,
-            "max_length": self.options.max_length,
-            "overflow": self.options.overflow,
-            "truncated_documents": self._truncated,
-            "unknown_pieces": self._unknown,
-            "documents_also_in_train": self._repeated,
-        }
+        tables, source = _load(options)
+        documents: dict[Split, LabelledTexts] = {split: table.documents for split, table in tables.items()}
+        encoder = build_encoder(options.tokenizer, documents["train"].texts, max_words=options.max_words)
+        ids, details = encode_labelled(encoder, documents, options, noun="documents")
+        super().__init__(
+            encoder=encoder,
+            examples={split: LabelledPairs(ids[split], *table.arrays()) for split, table in tables.items()},
+            labels=LABELS,
+            max_length=options.max_length,
+            source=source,
+            details={"documents": {split: len(documents[split]) for split in SPLITS}, **details},
+        )
 
 
 def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], dict[str, Any]]:
-    sizes: dict[Split, int | None] = {
-        "train": options.num_train, "valid": options.num_valid, "test": options.num_test
-    }  # fmt: skip
+    sizes: dict[Split, int | None] = {split: getattr(options, f"num_{split}") for split in SPLITS}
     if options.data == "builtin":
-        if options.valid is not None or options.test is not None or options.format == "pairs":
+        if given_options(options, ("valid", "test")) or options.format == "pairs":
             raise ConfigError("retrieval: valid, test and format='pairs' need data=FILE; builtin passages bring splits")
         tables, described = builtin_passages()
         sizes = {split: BUILTIN_SIZES[split] if size is None else size for split, size in sizes.items()}
     elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options.data)):
-        unused = [f"num_{split}" for split, size in sizes.items() if size is not None]
-        unused += ["data_seed"] if options.data_seed is not None else []
-        if unused:
-            raise ConfigError(f"retrieval: {', '.join(unused)} bound pairs that are made; {options.data} brings pairs")
-        return read_pairs(options)
+        reason = f"bound pairs that are made; {options.data} brings pairs"
+        refuse_options("retrieval", options, (*(f"num_{split}" for split in SPLITS), "data_seed"), reason)
+        return read_pairs(options.data, valid=options.valid, test=options.test)
     else:
-        tables, described = load_tables(options, TableOptions())
+        tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
     seed = options.data_seed or 0
-    pairs: dict[Split, PairTable] = {}
-    for split in SPLITS:
-        pairs[split] = make_pairs(tables[split], sizes[split], f"{split}/{seed}")
+    pairs: dict[Split, PairTable] = {
+        split: make_pairs(tables[split], sizes[split], f"{split}/{seed}") for split in SPLITS
+    }
     how = "half the pairs share a label, half do not; no pair twice"
     return pairs, {**described, "pairs": how, "data_seed": seed}
 
@@ -168,8 +133,10 @@ def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
         if wanted[label] > available[label]
     ]
     if problems:
-        raise DataError("the labelled texts give too few pairs; lower num_train, num_valid, num_test, or add texts:\n"
-                        + listed(problems))  # fmt: skip
+        raise DataError(
+            "the labelled texts give too few pairs; lower num_train, num_valid, num_test, or add texts:\n"
+            + listed(problems)
+        )
     drawn = _draw(groups, table.labels, wanted, random.Random(f"pairs/{seed}"))
     return PairTable(table, [pair[0] for pair in drawn], [pair[1] for pair in drawn], list(drawn.values()))
 

@@ -79,11 +79,14 @@ class Task(ABC):
         is in exactly one batch; only the last-made batch may be smaller.
         """
 
-    @abstractmethod
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Return the summed float32 cross entropy in nats and the number of predictions; a causal shift is inside."""
+        from wellposed.tasks.kinds.objectives import causal_cross_entropy_sum, cross_entropy_sum
+
+        loss = causal_cross_entropy_sum if self.kind == "causal_lm" else cross_entropy_sum
+        return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def target_count(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many predictions `loss_sum` sums over, known before the forward pass.

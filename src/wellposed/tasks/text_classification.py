@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import DataError
+from wellposed.tasks.checks import require_positive
 from wellposed.tasks.data.class_names import name_classes
 from wellposed.tasks.data.columns import AUTO, TableOptions
-from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, read_table, table_from_hub
-from wellposed.tasks.data.text_folders import has_class_folders, read_text_folders
-from wellposed.tasks.kinds.classification import (
-    MIN_ROWS_TO_CUT,
-    ClassificationTask,
-    LabelledExamples,
-    cut_missing_splits,
-    number_labels,
-    refuse_empty,
-    refuse_longer,
-    require_positive,
-    sorted_labels,
-)
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.data.labelled import encode_labelled, load_labelled, number_labels, sorted_labels
+from wellposed.tasks.data.splits import MIN_ROWS_TO_CUT
+from wellposed.tasks.data.tables import LabelledTexts
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
+from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
 
 
 @dataclass(frozen=True)
@@ -68,42 +60,23 @@ class TextClassificationTask(ClassificationTask):
         from wellposed.tasks.text.tokenizers import build_encoder
 
         require_positive("text_classification", max_length=options.max_length, max_words=options.max_words)
-        tables, self._source = load_tables(options, _table_options(options))
+        self.options = options
+        table = TableOptions(options.label_column, options.text_column, options.header, options.quoting)
+        tables, source = load_labelled(options.data, valid=options.valid, test=options.test, table=table)
         labels = sorted_labels(tables["train"].labels)
         _refuse_labels(tables["train"], labels)
         names, named_by = name_classes(labels, tables["train"].path, options.class_names)
-        self._source |= named_by
         numbers = {split: number_labels(tables[split], labels, split) for split in SPLITS}
         encoder = build_encoder(options.tokenizer, tables["train"].texts, max_words=options.max_words)
-        examples: dict[Split, LabelledExamples] = {}
-        self._truncated, self._unknown = {}, {}
-        for split in SPLITS:
-            table = tables[split]
-            encoded = encoder.encode(table.texts, max_length=options.max_length)
-            refuse_empty(table, encoded.full_lengths)
-            if options.overflow == "error":
-                remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
-                refuse_longer(table, encoded.full_lengths, options.max_length, remedy)
-            self._truncated[split] = sum(length > options.max_length for length in encoded.full_lengths)
-            self._unknown[split] = encoded.unknown_description()
-            examples[split] = LabelledExamples(encoded.ids, numbers[split])
-        seen = set(tables["train"].texts)
-        self._repeated = {split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]}
-        self.options = options
-        super().__init__(encoder=encoder, examples=examples, labels=names, max_length=options.max_length)
-
-    def description(self) -> dict[str, Any]:
-        return {
-            "task": self.name,
-            **self._source,
-            "tokenizer": self._encoder.description(),
-            **self._describe_examples(),
-            "max_length": self.options.max_length,
-            "overflow": self.options.overflow,
-            "truncated_texts": self._truncated,
-            "unknown_pieces": self._unknown,
-            "texts_also_in_train": self._repeated,
-        }
+        ids, details = encode_labelled(encoder, tables, options, noun="texts")
+        super().__init__(
+            encoder=encoder,
+            examples={split: LabelledExamples(ids[split], numbers[split]) for split in SPLITS},
+            labels=names,
+            max_length=options.max_length,
+            source=source | named_by,
+            details=details,
+        )
 
 
 def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:
@@ -115,52 +88,6 @@ def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this is not the label "
             "column; name it with label_column=NAME, or give its number from 0"
         )
-
-
-def _table_options(options: TextClassificationOptions) -> TableOptions:
-    return TableOptions(options.label_column, options.text_column, options.header, options.quoting)
-
-
-def load_tables(options: Any, table_options: TableOptions) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
-    """Read the tables of the splits, cutting those that are missing from train, and describe where they came from.
-
-    Args:
-        options: has ``data``, ``valid`` and ``test``.
-        table_options: how the files are read.
-    """
-    from wellposed.tasks.data.files import find_split_files, load_hub_dataset, read_text
-
-    tables: dict[Split, LabelledTexts] = {}
-    files: dict[str, Any] = {}
-    if options.data == "builtin":
-        raise ConfigError("data = 'builtin': this task has no built-in data; give a file, a folder or hf:name[:config]")
-    if options.data.startswith("hf:"):
-        _refuse_files(options, "hf: data sets bring their own splits")
-        how = "published"
-        for split, rows in load_hub_dataset(options.data).items():
-            tables[split] = table_from_hub(rows, f"{options.data} ({split})", table_options)
-            files[split] = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
-    elif has_class_folders(options.data):
-        _refuse_files(options, "folders of texts by class bring their own splits")
-        tables, described = read_text_folders(options.data)
-        tables, cut = cut_missing_splits(tables)
-        return tables, {"source": options.data, **described, **({"cut_from_train": cut} if cut else {})}
-    else:
-        found = find_split_files(options.data, valid=options.valid, test=options.test, suffixes=SUFFIXES)
-        how = found.how
-        for split, path in found.paths.items():
-            file = read_text(path)
-            tables[split] = read_table(file, table_options)
-            files[split] = file.description() | {"columns": tables[split].columns}
-    tables, cut = cut_missing_splits(tables)
-    described = {"source": options.data, "files": files, "splits": how}
-    return tables, described | ({"cut_from_train": cut} if cut else {})
-
-
-def _refuse_files(options: Any, reason: str) -> None:
-    given = [name for name in ("valid", "test") if getattr(options, name) is not None]
-    if given:
-        raise ConfigError(f"option {' and '.join(given)} needs data=FILE; {reason}")
 
 
 TASKS.register("text_classification")(

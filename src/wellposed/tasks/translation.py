@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError, listed
+from wellposed.tasks.data.parallel import Languages, ParallelTexts, load_parallel
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask, check_pair_options
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
 if TYPE_CHECKING:
     from wellposed.tasks.batches.ragged import Ragged
-    from wellposed.tasks.data.parallel import ParallelTexts
 
 REPEATED: tuple[Split, Split] = ("valid", "test")
 
@@ -70,22 +70,21 @@ class TranslationTask(Seq2SeqTask):
     name: ClassVar[str] = "translation"
 
     def __init__(self, options: TranslationOptions) -> None:
-        from wellposed.tasks.data.parallel import Languages, load_parallel
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
         check_pair_options("translation", options, limit_pairs=options.limit_pairs)
         languages = Languages(options.src, options.tgt, options.test_set, options.columns)
-        pairs, self._source = load_parallel(options.data, languages)
-        self._left_out = 0
+        pairs, source = load_parallel(options.data, languages)
+        full = len(pairs["train"])
         if options.limit_pairs is not None:
-            self._left_out = max(0, len(pairs["train"]) - options.limit_pairs)
-            pairs["train"] = pairs["train"].select(range(min(options.limit_pairs, len(pairs["train"]))))
+            pairs["train"] = pairs["train"].select(range(min(options.limit_pairs, full)))
+        left_out = full - len(pairs["train"])
         if options.lowercase:
             pairs = {split: texts.lowercased() for split, texts in pairs.items()}
         train = pairs["train"]
         encoder = build_pair_encoder(options.tokenizer, [*train.source, *train.target], vocab_size=options.vocab_size)
-        self._unknown = {
+        unknown = {
             split: {"source": encoder.unknown(texts.source), "target": encoder.unknown(texts.target)}
             for split, texts in pairs.items()
         }
@@ -95,7 +94,7 @@ class TranslationTask(Seq2SeqTask):
             sides = encoder.encode(pairs[split].source), encoder.encode(pairs[split].target)
             pairs[split], encoded[split] = self._within_positions(split, pairs[split], sides)
         seen = set(zip(pairs["train"].source, pairs["train"].target, strict=True))
-        self._repeated = {
+        repeated = {
             split: sum(pair in seen for pair in zip(pairs[split].source, pairs[split].target, strict=True))
             for split in REPEATED
         }
@@ -103,9 +102,16 @@ class TranslationTask(Seq2SeqTask):
             encoder=encoder,
             encoded=encoded,
             references={split: pairs[split].target for split in REPEATED},
-            max_tokens=options.max_tokens,
-            tokens_per_batch=options.tokens_per_batch,
-            generate_max_examples=options.generate_max_examples,
+            options=options,
+            source=source,
+            details={
+                "max_tokens": options.max_tokens,
+                "train_pairs_dropped_as_too_long": self._dropped,
+                "train_pairs_left_out_by_limit_pairs": left_out,
+                "lowercase": options.lowercase,
+                "unknown_characters": unknown,
+                "pairs_also_in_train": repeated,
+            },
         )
 
     def _within_positions(
@@ -139,25 +145,6 @@ class TranslationTask(Seq2SeqTask):
             raise DataError(f"{texts.paths[0]}: every train pair has more than max_tokens = {limit} tokens; raise it")
         source, target = (Ragged.from_lists([side[i].tolist() for i in kept]) for side in encoded)
         return texts.select(kept), (source, target)
-
-    def description(self) -> dict[str, Any]:
-        return {
-            "task": self.name,
-            **self._source,
-            "tokenizer": self._encoder.description(),
-            **self._describe_examples(),
-            "max_tokens": self.options.max_tokens,
-            "train_pairs_dropped_as_too_long": self._dropped,
-            "train_pairs_left_out_by_limit_pairs": self._left_out,
-            "lowercase": self.options.lowercase,
-            "unknown_characters": self._unknown,
-            "pairs_also_in_train": self._repeated,
-        }
-
-    def _decoding(self) -> Any:
-        from wellposed.tasks.kinds.generate import Decoding
-
-        return Decoding(beams=self.options.generate_beams, length_penalty=self.options.generate_length_penalty)
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
         from wellposed.tasks.metrics.bleu import score_texts

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.char_lm import CharLMOptions, CharLMTask, load_texts
-from wellposed.tasks.kinds.classification import require_positive
+from wellposed.tasks.checks import require_positive
+from wellposed.tasks.data.texts import load_texts
+from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 END = "<eos>"
 _PIECES = re.compile(r"\w+|[^\w\s]")
@@ -43,7 +39,7 @@ class WordLMOptions:
     """Keep only the first words of the train text."""
 
 
-class WordLMTask(CharLMTask):
+class WordLMTask(LanguageModelTask):
     """Next-word prediction, each word of a split predicted once from the words before it in its block.
 
     ``perplexity`` is exp of the mean of -ln p over all words but the first of the split, ``<eos>`` included, as usual
@@ -61,68 +57,43 @@ class WordLMTask(CharLMTask):
 
     name: ClassVar[str] = "word_lm"
     headline: ClassVar[str] = "perplexity"
-
-    options: WordLMOptions  # pyright: ignore[reportIncompatibleVariableOverride]
+    noun: ClassVar[str] = "word"
+    nats_name: ClassVar[str] = "nats_per_word"
 
     def __init__(self, options: WordLMOptions) -> None:
-        from wellposed.tasks.batches.blocks import BlockDataset
         from wellposed.tasks.text.tokenizers import WordEncoder
 
         require_positive("word_lm", max_words=options.max_words)
         if options.limit_words is not None and options.limit_words < 2:
             raise ConfigError(f"limit_words = {options.limit_words}, expected at least 2")
-        self.options = options  # pyright: ignore[reportIncompatibleVariableOverride]
-        source = CharLMOptions(data=options.data, valid=options.valid, test=options.test, format="plain")
-        texts, self._source = load_texts(source)
+        self.options = options
+        texts, source = load_texts(options.data, valid=options.valid, test=options.test)
         builtin = options.data == "builtin"
-        self._pieces = options.words == "pieces" or (options.words == "auto" and builtin)
+        pieces = options.words == "pieces" or (options.words == "auto" and builtin)
         words: dict[Split, list[str]] = {}
         for split in SPLITS:
-            words[split] = _words(texts[split], pieces=self._pieces, paragraphs=builtin, eos=options.eos)
+            words[split] = _words(texts[split], pieces=pieces, paragraphs=builtin, eos=options.eos)
         full = len(words["train"])
         words["train"] = words["train"][: options.limit_words]
-        self._limited = full - len(words["train"])
-        self._words = {split: len(words[split]) for split in SPLITS}
         size = options.max_words or (10_000 if builtin else len(set(words["train"])))
-        joined = {split: " ".join(words[split]) for split in SPLITS}
-        self._encoder = WordEncoder.from_texts([joined["train"]], max_words=size)
-        encoded = {split: self._encoder.encode([joined[split]]) for split in SPLITS}
-        self._unknown = {split: encoded[split].unknown_description() for split in SPLITS}
-        self._blocks = {
-            split: BlockDataset(encoded[split].ids.flat, seq_len=options.seq_len, where=f"{options.data} ({split})")
-            for split in SPLITS
-        }
+        joined: dict[Split, str] = {split: " ".join(words[split]) for split in SPLITS}
+        super().__init__(
+            encoder=WordEncoder.from_texts([joined["train"]], max_words=size),
+            texts=joined,
+            seq_len=options.seq_len,
+            source=source,
+            details={
+                "words": {split: len(words[split]) for split in SPLITS},
+                "split_at": "white space and between words and marks" if pieces else "white space",
+                "end_of_line": END if options.eos else None,
+                "train_words_left_out_by_limit_words": full - len(words["train"]),
+            },
+        )
 
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        return {"nats_per_word": super().metric_sums(logits, batch)["nats_per_char"]}
+    def _metrics(self, nats: float) -> dict[str, float]:
+        from wellposed.tasks.kinds.objectives import perplexity
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        total, count = totals["nats_per_word"]
-        return _metrics(total / count)
-
-    def reference(self) -> dict[str, float]:
-        """Return the perplexity of valid's own word frequencies: no predictor that ignores context is below it."""
-        return _metrics(super().reference()["nats_per_char"])
-
-    def description(self) -> dict[str, Any]:
-        return {
-            "task": self.name,
-            **self._source,
-            "tokenizer": self._encoder.description(),
-            "words": self._words,
-            "split_at": "white space and between words and marks" if self._pieces else "white space",
-            "end_of_line": END if self.options.eos else None,
-            "train_words_left_out_by_limit_words": self._limited,
-            "unknown_words": self._unknown,
-            "seq_len": self.options.seq_len,
-            "blocks": {split: len(self._blocks[split]) for split in SPLITS},
-            "predicted": "every word of a split but its first, once; context restarts at every block",
-        }
-
-
-def _metrics(nats: float) -> dict[str, float]:
-    # above e^709 a float overflows; such a model is broken, and infinity says so
-    return {"perplexity": math.exp(nats) if nats < 709 else math.inf, "nats_per_word": nats}
+        return {"perplexity": perplexity(nats), "nats_per_word": nats}
 
 
 def _words(text: str, *, pieces: bool, paragraphs: bool, eos: bool) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from wellposed.tasks.kinds.objectives import IGNORE
-from wellposed.tasks.task import Example
+from wellposed.tasks.task import IGNORED_LABEL, Example
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +21,14 @@ def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, 
     import torch
 
     inputs = pad_inputs(examples, pad_id=pad_id)
-    labels = torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORE)
+    labels = torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORED_LABEL)
     return {**inputs, "labels": labels}
 
 
 def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
     """Return input_ids, attention_mask (batch, tokens) and labels (batch,), all int64.
+
+    Examples of two documents give input_ids_pair and attention_mask_pair too; each side is padded to its own longest.
 
     >>> examples = [{"input_ids": [5, 6], "labels": [1]}, {"input_ids": [7], "labels": [0]}]
     >>> batch = collate_classification(examples, pad_id=0)
@@ -36,8 +37,11 @@ def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[
     """
     import torch
 
-    labels = torch.tensor([example["labels"][0] for example in examples], dtype=torch.int64)
-    return {**pad_inputs(examples, pad_id=pad_id), "labels": labels}
+    batch = pad_inputs(examples, pad_id=pad_id)
+    if "input_ids_pair" in examples[0]:
+        second = pad_inputs([{"input_ids": example["input_ids_pair"]} for example in examples], pad_id=pad_id)
+        batch |= {f"{name}_pair": value for name, value in second.items()}
+    return {**batch, "labels": torch.tensor([example["labels"][0] for example in examples], dtype=torch.int64)}
 
 
 def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) -> dict[str, Tensor]:
@@ -60,7 +64,7 @@ def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) ->
     return {
         **pad_inputs(examples, pad_id=pad_id),
         "decoder_input_ids": torch.from_numpy(pad_right(shifted, pad_id)),
-        "labels": torch.from_numpy(pad_right(targets, IGNORE)),
+        "labels": torch.from_numpy(pad_right(targets, IGNORED_LABEL)),
     }
 
 

@@ -1,1 +1,1 @@
-"""Where examples come from: files, tables, folders, images, generators."""
+"""Where examples come from: files, tables, folders, images, the hub."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import DataError, listed
 from wellposed.tasks.data.dailydialog import END_OF_UTTERANCE, Dialogue, parse_dailydialog
-from wellposed.tasks.data.files import TextFile, find_split_files, load_hub_dataset, missing_file, read_text
+from wellposed.tasks.data.files import TextFile, missing_file, read_text
+from wellposed.tasks.data.labelled import no_builtin_data
 from wellposed.tasks.data.personachat import NUMBERED, parse_personachat
-from wellposed.tasks.task import SPLITS, Split
+from wellposed.tasks.data.splits import cut_missing, load_splits, shuffled, train_position
+from wellposed.tasks.task import Split
 
 Format = Literal["auto", "dailydialog", "personachat"]
 PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
@@ -21,22 +21,21 @@ PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
     "personachat": parse_personachat,
 }
 HUB_COLUMNS = ("dialog", "dialogue", "utterances")
-MIN_DIALOGUES_TO_CUT, CUT_SHARE = 20, 0.05
 # Labels of acts and emotions lie beside the dialogues of the released DailyDialog, line by line.
 _LABELS = re.compile(r"(?<![A-Za-z])(act|emotion|topic)(?![A-Za-z])", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class LoadedDialogues:
-    """What was read, and where it came from."""
+class Dialogues(tuple[Dialogue, ...]):
+    """The dialogues of a split, in the order of the file."""
 
-    splits: Mapping[Split, Sequence[Dialogue]]
-    description: Mapping[str, Any]
+    def select(self, rows: Sequence[int], /) -> Dialogues:
+        """Return the dialogues ``rows``."""
+        return Dialogues(self[row] for row in rows)
 
 
 def load_dialogues(
     data: str, *, valid: str | None = None, test: str | None = None, file_format: Format = "auto"
-) -> LoadedDialogues:
+) -> tuple[dict[Split, Dialogues], dict[str, Any]]:
     """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues at a time.
 
     Where a split is cut, equal dialogues and dialogues linked by persona lines that they share stay in one split.
@@ -45,15 +44,25 @@ def load_dialogues(
         DataError: files that are missing or malformed (``file:line``), or too few dialogues to cut a split from.
     """
     if data == "builtin":
-        raise ConfigError("data = 'builtin': this task has no built-in data; give a file, a folder or hf:name[:config]")
-    if data.startswith("hf:"):
-        if valid is not None or test is not None:
-            raise ConfigError("options valid and test need data=FILE; hf: data sets bring their own splits")
-        splits, described = _from_hub(data)
-    else:
-        splits, described = _from_files(data, valid, test, file_format)
-    splits, cut = _cut_missing(splits, data)
-    return LoadedDialogues(splits, described | ({"cut_from_train": cut} if cut else {}))
+        raise no_builtin_data()
+
+    def read_file(path: Path) -> tuple[Dialogues, dict[str, Any]]:
+        file = read_text(path)
+        name = detect_format(file) if file_format == "auto" else file_format
+        return Dialogues(PARSERS[name](file)), file.description() | {"format": name}
+
+    train = data if data.startswith("hf:") else str(_train_file(Path(data)))
+    splits, described = load_splits(
+        train, valid=valid, test=test, suffixes=(".txt",), read_file=read_file, read_hub=_read_hub
+    )
+    splits, cut = cut_missing(
+        splits,
+        data,
+        noun="dialogues",
+        note=", no persona line shared with train",
+        draw=lambda missing, wanted: _draw_groups(splits["train"], missing, wanted, data),
+    )
+    return splits, {**described, "source": data, **cut}
 
 
 def fingerprint(dialogue: Dialogue) -> tuple[str, ...]:
@@ -67,30 +76,13 @@ def repeated(dialogues: Sequence[Dialogue], earlier: Sequence[Dialogue]) -> list
     return [index for index, dialogue in enumerate(dialogues) if fingerprint(dialogue) in seen]
 
 
-def _from_files(
-    data: str, valid: str | None, test: str | None, file_format: Format
-) -> tuple[dict[Split, Sequence[Dialogue]], dict[str, Any]]:
-    found = find_split_files(str(_train_file(Path(data))), valid=valid, test=test, suffixes=(".txt",))
-    files: dict[Split, TextFile] = {split: read_text(path) for split, path in found.paths.items()}
-    formats = {split: detect_format(file) if file_format == "auto" else file_format for split, file in files.items()}
-    splits: dict[Split, Sequence[Dialogue]] = {}
-    for split, file in files.items():
-        splits[split] = PARSERS[formats[split]](file)
-    described = {
-        "source": data,
-        "files": {split: file.description() | {"format": formats[split]} for split, file in files.items()},
-        "splits": found.how,
-    }
-    return splits, described
-
-
 def _train_file(root: Path) -> Path:
     """Return the train file of a folder, the label files of DailyDialog left aside; a file is itself."""
     if not root.is_dir():
         return root
     names = sorted(path.name for path in root.iterdir() if path.is_file())
     texts = [name for name in names if name.lower().removesuffix(".gz").endswith(".txt") and not _LABELS.search(name)]
-    trains = [name for name in texts if re.search(r"(?<![A-Za-z])train(?![A-Za-z])", name, re.IGNORECASE)]
+    trains = [name for name in texts if train_position(name)]
     if len(trains) != 1:
         what = f"{len(trains)} train files" if trains else "no train file"
         raise DataError(
@@ -113,65 +105,40 @@ def detect_format(file: TextFile) -> str:
     )
 
 
-def _from_hub(data: str) -> tuple[dict[Split, Sequence[Dialogue]], dict[str, Any]]:
-    splits: dict[Split, Sequence[Dialogue]] = {}
-    files: dict[str, Any] = {}
-    for split, rows in load_hub_dataset(data).items():
-        column = next((name for name in HUB_COLUMNS if name in rows.column_names), None)
-        if column is None:
-            raise DataError(
-                f"{data} ({split}): no column of utterances named {', '.join(HUB_COLUMNS)}; it has "
-                f"{', '.join(rows.column_names)}"
-            )
-        dialogues = [tuple(str(turn).strip() for turn in turns) for turns in rows[column]]
-        problems = [
-            f"{data} ({split}) row {number}: an utterance is empty, or there is none"
-            for number, turns in enumerate(dialogues)
-            if not turns or not all(turns)
-        ]
-        if problems:
-            raise DataError("dialogues that cannot be used:\n" + listed(problems))
-        splits[split] = [Dialogue(number, turns) for number, turns in enumerate(dialogues, start=1)]
-        files[split] = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
-    return splits, {"source": data, "files": files, "splits": "published"}
+def _read_hub(rows: Any, where: str) -> Dialogues:
+    column = next((name for name in HUB_COLUMNS if name in rows.column_names), None)
+    if column is None:
+        held = ", ".join(rows.column_names)
+        raise DataError(f"{where}: no column of utterances named {', '.join(HUB_COLUMNS)}; it has {held}")
+    dialogues = [tuple(str(turn).strip() for turn in turns) for turns in rows[column]]
+    problems = [
+        f"{where} row {number}: an utterance is empty, or there is none"
+        for number, turns in enumerate(dialogues)
+        if not turns or not all(turns)
+    ]
+    if problems:
+        raise DataError("dialogues that cannot be used:\n" + listed(problems))
+    return Dialogues(Dialogue(number, turns) for number, turns in enumerate(dialogues, start=1))
 
 
-def _cut_missing(
-    splits: Mapping[Split, Sequence[Dialogue]], where: str
-) -> tuple[dict[Split, Sequence[Dialogue]], dict[str, str]]:
-    missing: list[Split] = [split for split in SPLITS if split not in splits]
-    if not missing:
-        return dict(splits), {}
-    train = splits["train"]
-    if len(train) < MIN_DIALOGUES_TO_CUT:
-        raise DataError(
-            f"{where}: {len(train)} dialogues are too few to cut {' and '.join(missing)} from, expected at least "
-            f"{MIN_DIALOGUES_TO_CUT}; give them with the options {' and '.join(missing)}"
-        )
-    order = _inseparable(train)
-    random.Random("cut").shuffle(order)
-    wanted = max(1, round(len(train) * CUT_SHARE))
-    cut = dict(splits)
-    described: dict[str, str] = {}
+def _draw_groups(train: Dialogues, missing: Sequence[Split], wanted: int, where: str) -> dict[Split, list[int]]:
+    """Return the rows of each missing split and of train, inseparable dialogues in one split."""
+    groups = shuffled(_inseparable(train))
+    rows: dict[Split, list[int]] = {}
     for split in missing:
-        taken: list[Dialogue] = []
-        while len(taken) < wanted and len(order) > 1:
-            taken += order.pop()
-        if not taken:
+        rows[split] = []
+        while len(rows[split]) < wanted and len(groups) > 1:
+            rows[split] += groups.pop()
+        if not rows[split]:
             raise DataError(
                 f"{where}: all dialogues are linked by persona lines that they share, so no {split} split can be cut; "
                 f"give it with the option {split}"
             )
-        cut[split] = sorted(taken, key=lambda dialogue: dialogue.line)
-        described[split] = (
-            f"{len(taken)} of {len(train)} dialogues, no persona line shared with train, by a fixed shuffle"
-        )
-    cut["train"] = sorted((dialogue for group in order for dialogue in group), key=lambda dialogue: dialogue.line)
-    return {split: cut[split] for split in SPLITS}, described
+    return {**rows, "train": [row for group in groups for row in group]}
 
 
-def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[Dialogue]]:
-    """Return the dialogues in groups of which no two share a persona line or a whole dialogue."""
+def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
+    """Return the positions of the dialogues in groups of which no two share a persona line or a whole dialogue."""
     parents: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -185,9 +152,9 @@ def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[Dialogue]]:
         names = [*dialogue.persona, " ".join(fingerprint(dialogue))]
         for name in names[1:]:
             parents[root(name)] = root(names[0])
-    groups: dict[str, list[Dialogue]] = {}
-    for dialogue in dialogues:
-        groups.setdefault(root(" ".join(fingerprint(dialogue))), []).append(dialogue)
+    groups: dict[str, list[int]] = {}
+    for position, dialogue in enumerate(dialogues):
+        groups.setdefault(root(" ".join(fingerprint(dialogue))), []).append(position)
     return list(groups.values())
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import DataError, listed
-from wellposed.tasks.data.files import find_split_files, missing_file, read_text
-from wellposed.tasks.data.tables import LabelledTexts, numbered_lines
-from wellposed.tasks.kinds.classification import cut_rows
+from wellposed.tasks.data.files import read_text
+from wellposed.tasks.data.splits import cut_missing, find_split_files, load_splits, train_position
+from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, numbered_lines, refuse_rows
+from wellposed.tasks.data.text_folders import has_class_folders
 from wellposed.tasks.task import SPLITS, Split
 
 if TYPE_CHECKING:
@@ -32,10 +32,13 @@ class PairTable:
     """Documents, each once, and pairs of them: ``documents[first[i]]`` and ``documents[second[i]]``."""
 
     documents: LabelledTexts
-    """``labels`` are document ids where the source is a pair file; ``lines`` are those a document is first seen at."""
+    """``labels`` are document ids where the source is a pair file; ``places`` are the lines they are first seen at."""
     first: Sequence[int]
     second: Sequence[int]
     labels: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def arrays(self) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
         """Return first, second and labels as arrays."""
@@ -58,9 +61,9 @@ class PairTable:
 
 def is_pair_file(data: str) -> bool:
     """Return whether the train file of ``data`` is a tsv whose first lines, most of 20, have five columns."""
-    if data.startswith("hf:"):
+    if data.startswith("hf:") or has_class_folders(data):
         return False
-    path = find_split_files(data, suffixes=(".tsv", ".csv", ".jsonl")).paths["train"]
+    path = find_split_files(data, suffixes=SUFFIXES).paths["train"]
     if not path.name.lower().removesuffix(".gz").endswith(".tsv"):
         return False
     lines = read_text(path).text.split("\n", _PROBE_LINES)[:_PROBE_LINES]
@@ -68,40 +71,31 @@ def is_pair_file(data: str) -> bool:
     return 2 * pairs > sum(map(bool, lines))
 
 
-def read_pairs(options: Any) -> tuple[dict[Split, PairTable], dict[str, Any]]:
-    """Read the pair files of ``options.data``; missing splits are cut from train.
+def read_pairs(data: str, *, valid: str | None, test: str | None) -> tuple[dict[Split, PairTable], dict[str, Any]]:
+    """Read the pair files of ``data``, of which the valid one may be named eval; missing splits are cut from train.
 
     Raises:
         DataError: rows that are not label, id, id, text, text, all named with file:line.
     """
-    valid = options.valid or _eval_file(options.data)
-    found = find_split_files(options.data, valid=valid, test=options.test, suffixes=(".tsv",))
-    tables: dict[Split, PairTable] = {}
-    files: dict[Split, Any] = {}
-    for split, path in found.paths.items():
+
+    def read_file(path: Path) -> tuple[PairTable, dict[str, Any]]:
         file = read_text(path)
-        tables[split] = read_pair_file(file)
-        files[split] = file.description()
-    described = {"source": options.data, "files": files, "splits": found.how, "columns": ", ".join(COLUMNS)}
-    missing: list[Split] = [split for split in SPLITS if split not in tables]
-    if not missing:
-        return tables, described
-    train = tables["train"]
-    rows, cut = cut_rows(len(train.labels), missing, train.documents.path)
-    for split, chosen in rows.items():
-        tables[split] = train.select(chosen)
-    return tables, {**described, "cut_from_train": cut, "cut_note": "documents of cut pairs may recur in train"}
+        return read_pair_file(file), file.description()
+
+    tables, described = load_splits(
+        data, valid=valid or _eval_file(data), test=test, suffixes=(".tsv",), read_file=read_file
+    )
+    tables, cut = cut_missing(tables, tables["train"].documents.path)
+    note = {"cut_note": "documents of cut pairs may recur in train"} if cut else {}
+    return tables, {**described, "columns": ", ".join(COLUMNS), **cut, **note}
 
 
 def _eval_file(data: str) -> str | None:
     """Return the valid file of the release, whose name says eval, beside the train file."""
-    root = Path(data)
-    if not root.exists():
-        raise missing_file(root)
     train = find_split_files(data, suffixes=(".tsv",)).paths["train"]
-    before, word, after = train.name.rpartition("train")
-    candidate = train.with_name(f"{before}eval{after}")
-    return str(candidate) if word and candidate.exists() else None
+    start, end = train_position(train.name) or (0, 0)
+    candidate = train.with_name(f"{train.name[:start]}eval{train.name[end:]}")
+    return str(candidate) if end and candidate.exists() else None
 
 
 def read_pair_file(file: TextFile) -> PairTable:
@@ -125,10 +119,7 @@ def read_pair_file(file: TextFile) -> PairTable:
                 lines.append(number)
             rows[side].append(numbers[text])
         rows[2].append(LABEL_VALUES[fields[0]])
-    if problems:
-        raise DataError(
-            f"{file.path}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)
-        )
+    refuse_rows(file, problems)
     documents = LabelledTexts(str(file.path), list(numbers), ids, lines, ", ".join(COLUMNS))
     return PairTable(documents, *rows)
 
@@ -145,7 +136,7 @@ def _problem(fields: Sequence[str]) -> str | None:
 
 def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
     """Cut the sections of the builtin prose into passages labelled by section, each section in one split."""
-    from wellposed.tasks.data.prose import GENERATOR_VERSION, gather_prose
+    from wellposed.tasks.data.prose import gather_prose
 
     prose = gather_prose()
     sections = [section for section in prose.text.split("\n\n\n") if len(section) >= 2 * _PASSAGE]
@@ -158,10 +149,7 @@ def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
             lines.append(number)
     described = {
         "source": "builtin: passages of CPython's documentation and docstrings; related = of the same section",
-        "python": prose.python,
-        "sha256": prose.sha256,
-        "missing_modules": list(prose.missing_modules),
-        "generator_version": GENERATOR_VERSION,
+        **prose.description(),
         "passage_characters": _PASSAGE,
         "sections": len(sections),
     }

@@ -1,4 +1,4 @@
-"""Images as rows of bytes: npz, the binary release of CIFAR-10, folders of images by class; nothing is unpickled."""
+"""Images as arrays of bytes: decoded from image files, turned gray, shrunk, and as token sequences."""
 
 from __future__ import annotations
 
@@ -55,74 +55,6 @@ def pixel_encoder() -> WordEncoder:
     from wellposed.tasks.text.tokenizers import WordEncoder
 
     return WordEncoder([str(value) for value in range(256)])
-
-
-def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
-    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz file.
-
-    Raises:
-        DataError: not an npz file, arrays that are missing or do not fit, arrays of Python objects.
-    """
-    import zipfile
-    import zlib
-
-    import numpy as np
-
-    if not zipfile.is_zipfile(path):
-        raise DataError(
-            f"{path}: is not an npz file (its {path.stat().st_size} bytes are no whole zip archive), expected one with "
-            "arrays x and y; write it with numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
-        )
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path}: cannot be read as npz without unpickling ({error}); save it again with "
-            "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
-        ) from None
-    missing = [name for name in ("x", "y") if name not in found]
-    if missing:
-        raise DataError(f"{path}: no array {' and '.join(missing)}; it has {', '.join(found) or 'none'}")
-    x, y = found["x"], found["y"]
-    problems = []
-    if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] != 3) or 0 in x.shape:
-        problems.append(f"x is {x.dtype} of shape {x.shape}, expected uint8 of shape (n, h, w) or (n, h, w, 3)")
-    if y.dtype.kind not in "iu" or y.ndim != 1:
-        problems.append(f"y is {y.dtype} of shape {y.shape}, expected whole numbers of shape (n,)")
-    elif len(x) != len(y):
-        problems.append(f"{len(x)} images and {len(y)} labels, expected as many of both")
-    elif len(y) and y.min() < 0:
-        problems.append(f"label {y.min()} of image {int(y.argmin())}, expected 0 or more")
-    if problems:
-        raise DataError(f"{path}: the arrays do not fit:\n" + listed(problems))
-    return Images(x, y.astype(np.int64)), describe_file(path)
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Return path, sha256 and size of a file."""
-    stored = path.read_bytes()
-    return {"path": str(path), "sha256": hashlib.sha256(stored).hexdigest(), "bytes": len(stored)}
-
-
-def read_cifar_binary(path: Path) -> tuple[Images, dict[str, Any]]:
-    """Read records of one label and 3 x 1024 bytes, the binary version of CIFAR-10.
-
-    Raises:
-        DataError: a length that is no multiple of 3073 bytes, a label above 9 (with its record).
-    """
-    import numpy as np
-
-    stored = np.frombuffer(path.read_bytes(), dtype=np.uint8)
-    if not len(stored) or len(stored) % 3073:
-        raise DataError(f"{path}: {len(stored)} bytes, expected records of 3073 (a label and 3 x 32 x 32 values)")
-    records = stored.reshape(-1, 3073)
-    wrong = np.flatnonzero(records[:, 0] > 9)
-    if len(wrong):
-        problems = [f"{path}: record {index}: label {records[index, 0]}" for index in wrong.tolist()]
-        raise DataError("labels of CIFAR-10 are 0 to 9:\n" + listed(problems))
-    pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return Images(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64)), describe_file(path)
 
 
 def read_image_file(path: Path) -> NDArray[np.uint8]:

@@ -8,8 +8,6 @@ All train files of a set are joined; dev or valid files are the validation split
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Sequence
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError, DataError, listed, missing_extra
-from wellposed.tasks.data.files import missing_file, read_text
+from wellposed.tasks.data.files import TextFile, missing_file, read_text
+from wellposed.tasks.data.tables import quoted_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +114,7 @@ def _read_set(form: SetFormat, train: Sequence[Path], valid: Sequence[Path]) -> 
         labels: list[float] = []
         for path in paths:
             file = read_text(path)
-            rows = _parse(path, file.text, form)
+            rows = _parse(file, form)
             sentences += rows.sentences
             labels += rows.labels
             described.append({**file.description(), "path": path.name, "split": split, "rows": len(rows)})
@@ -123,35 +122,26 @@ def _read_set(form: SetFormat, train: Sequence[Path], valid: Sequence[Path]) -> 
     return MinBertSet(form.name, splits["train"], splits["valid"], tuple(described))
 
 
-def _parse(path: Path, text: str, form: SetFormat) -> Rows:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+def _parse(file: TextFile, form: SetFormat) -> Rows:
+    remedy = "a quote is not closed or not doubled"
+    rows = quoted_rows(file, "\t", what="tab-separated values", remedy=remedy)
+    _, header = next(rows)
+    columns = _columns(file.path, header, form)
     sentences: list[tuple[str, ...]] = []
     labels: list[float] = []
     problems: list[str] = []
-    columns: list[int] = []
-    width = 0
-    line = 1
-    try:
-        for row in reader:
-            if not columns:
-                columns, width = _columns(path, row, form), len(row)
-            else:
-                problem = _problem(row, columns, width, form)
-                if problem:
-                    problems.append(f"{path}:{line}: {problem}")
-                else:
-                    *texts, label = (row[column].strip() for column in columns)
-                    sentences.append(tuple(texts))
-                    labels.append(float(label))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(
-            f"{path}:{line}: not tab-separated values: {error}; a quote is not closed or not doubled"
-        ) from None
+    for line, row in rows:
+        problem = _problem(row, columns, len(header), form)
+        if problem:
+            problems.append(f"{file.path}:{line}: {problem}")
+            continue
+        *texts, label = (row[column].strip() for column in columns)
+        sentences.append(tuple(texts))
+        labels.append(float(label))
     if problems:
         raise DataError(f"{len(problems)} malformed rows; correct or remove them:\n" + listed(problems))
     if not labels:
-        raise DataError(f"{path}: a header and no row; give a file that holds examples")
+        raise DataError(f"{file.path}: a header and no row; give a file that holds examples")
     return Rows(tuple(sentences), tuple(labels))
 
 

@@ -1,15 +1,19 @@
-"""The npz files of an image task: found by name beside the train file, missing splits cut from train."""
+"""Images in npz files, one a split, read without unpickling."""
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import ConfigError
-from wellposed.tasks.data.files import find_split_files
-from wellposed.tasks.data.images import Images, read_npz
-from wellposed.tasks.kinds.classification import cut_rows
-from wellposed.tasks.task import SPLITS, Split
+from wellposed.errors import ConfigError, DataError, listed
+from wellposed.tasks.data.files import describe_file
+from wellposed.tasks.data.images import Images
+from wellposed.tasks.data.splits import cut_missing, load_splits
+from wellposed.tasks.task import Split
+
+HOW_TO_SAVE = "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
 
 
 def read_npz_splits(
@@ -23,28 +27,10 @@ def read_npz_splits(
     """
     if data.startswith("hf:"):
         raise ConfigError(f"{data}: hub data sets of images are not read; save them as npz with arrays x and y")
-    found = find_split_files(_preferred(data, prefer), valid=valid, test=test, suffixes=(".npz",))
-    images: dict[Split, Images] = {}
-    files: dict[Split, Any] = {}
-    for split, path in found.paths.items():
-        images[split], files[split] = read_npz(path)
-    described: dict[str, Any] = {"source": data, "files": files, "splits": found.how}
-    return cut_missing_images(images, described, str(found.paths["train"]))
-
-
-def cut_missing_images(
-    images: dict[Split, Images], described: dict[str, Any], where: str
-) -> tuple[dict[Split, Images], dict[str, Any]]:
-    """Cut the splits that have no images from train by a fixed shuffle."""
-    missing: list[Split] = [split for split in SPLITS if split not in images]
-    if not missing:
-        return images, described
-    train = images["train"]
-    rows, cut = cut_rows(len(train), missing, where)
-    cut_images = dict(images)
-    for split, chosen in rows.items():
-        cut_images[split] = train.select(chosen)
-    return cut_images, {**described, "cut_from_train": cut}
+    train = _preferred(data, prefer)
+    images, described = load_splits(train, valid=valid, test=test, suffixes=(".npz",), read_file=read_npz)
+    images, cut = cut_missing(images, described["files"]["train"]["path"])
+    return images, {**described, "source": data, **cut}
 
 
 def _preferred(data: str, word: str | None) -> str:
@@ -55,3 +41,41 @@ def _preferred(data: str, word: str | None) -> str:
     trains = [path for path in sorted(root.glob("*.npz")) if "train" in path.name.lower()]
     chosen = [path for path in trains if word in path.name.lower()]
     return str(chosen[0]) if len(trains) > 1 and len(chosen) == 1 else data
+
+
+def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
+    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz file.
+
+    Raises:
+        DataError: not an npz file, arrays that are missing or do not fit, arrays of Python objects.
+    """
+    import numpy as np
+
+    if not zipfile.is_zipfile(path):
+        raise DataError(
+            f"{path}: is not an npz file (its {path.stat().st_size} bytes are no whole zip archive), expected one with "
+            f"arrays x and y; write it with {HOW_TO_SAVE}"
+        )
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path}: cannot be read as npz without unpickling ({error}); save it again with {HOW_TO_SAVE}"
+        ) from None
+    missing = [name for name in ("x", "y") if name not in found]
+    if missing:
+        raise DataError(f"{path}: no array {' and '.join(missing)}; it has {', '.join(found) or 'none'}")
+    x, y = found["x"], found["y"]
+    problems = []
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] != 3) or 0 in x.shape:
+        problems.append(f"x is {x.dtype} of shape {x.shape}, expected uint8 of shape (n, h, w) or (n, h, w, 3)")
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        problems.append(f"y is {y.dtype} of shape {y.shape}, expected whole numbers of shape (n,)")
+    elif len(x) != len(y):
+        problems.append(f"{len(x)} images and {len(y)} labels, expected as many of both")
+    elif len(y) and y.min() < 0:
+        problems.append(f"label {y.min()} of image {int(y.argmin())}, expected 0 or more")
+    if problems:
+        raise DataError(f"{path}: the arrays do not fit:\n" + listed(problems))
+    return Images(x, y.astype(np.int64)), describe_file(path)

@@ -7,7 +7,7 @@ Rules, in full:
   of a pair have the same STEM, and line i of one is the translation of line i of the other.
 - Where a folder holds no such file, its ``train.tsv`` and the files beside it are read. A header names the languages;
   without one ``columns`` names them in order.
-- Line feeds end lines. A pair with an empty side, or files of different length, are refused, never mended.
+- Line feeds end lines. A pair with an empty side, or files of different length, are refused, never repaired.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
-from wellposed.tasks.data.files import TextFile, find_split_files, load_hub_dataset, missing_file, read_text
+from wellposed.tasks.data.files import TextFile, missing_file, read_text
+from wellposed.tasks.data.splits import cut_missing, load_splits
 from wellposed.tasks.data.tables import numbered_lines
 from wellposed.tasks.task import SPLITS, Split
 
@@ -28,7 +29,7 @@ WORDS: dict[Split, tuple[str, ...]] = {
     "valid": ("valid", "validation", "val", "dev", "newsdev"),
     "test": ("test", "tst", "newstest"),
 }
-MIN_PAIRS_TO_CUT, CUT_SHARE = 40, 0.05
+MIN_PAIRS_TO_CUT = 40
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,21 @@ def load_parallel(data: str, languages: Languages) -> tuple[dict[Split, Parallel
     """
     if languages.src == languages.tgt:
         raise ConfigError(f"src = tgt = {languages.src!r}; expected two languages")
-    if data.startswith("hf:"):
-        pairs, files = _from_hub(data, languages)
+    stems = {} if data.startswith("hf:") else _aligned_stems(Path(data), languages)
+    if stems:
+        pairs, described = _from_stems(data, stems, languages)
     else:
-        stems = _aligned_stems(Path(data), languages)
-        pairs, files = _from_stems(stems, languages) if stems else _from_tables(data, languages)
-    for split in pairs:
-        _refuse_empty(pairs[split])
-    pairs, cut = _cut_missing(pairs)
-    described = {"source": data, "languages": [languages.src, languages.tgt], "files": files}
-    return pairs, described | ({"cut_from_train": cut} if cut else {})
+        pairs, described = load_splits(
+            data,
+            suffixes=(".tsv",),
+            read_file=lambda path: _read_tsv(read_text(path), languages),
+            read_hub=lambda rows, where: _read_hub(rows, where, languages),
+        )
+    for texts in pairs.values():
+        _refuse_empty(texts)
+    where, remedy = pairs["train"].paths[0], "put files of these splits beside it"
+    pairs, cut = cut_missing(pairs, where, noun="pairs", at_least=MIN_PAIRS_TO_CUT, remedy=remedy)
+    return pairs, {**described, "languages": [languages.src, languages.tgt], **cut}
 
 
 def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, Path]]:
@@ -175,7 +181,7 @@ def _no_language(root: Path, train: Mapping[str, Mapping[str, Path]], languages:
 
 
 def _from_stems(
-    stems: Mapping[Split, tuple[Path, Path]], languages: Languages
+    data: str, stems: Mapping[Split, tuple[Path, Path]], languages: Languages
 ) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
     pairs: dict[Split, ParallelTexts] = {}
     files: dict[str, Any] = {}
@@ -186,7 +192,7 @@ def _from_stems(
         pairs[split] = ParallelTexts(source, target, (str(paths[0]), str(paths[1])), range(1, len(source) + 1))
         named = zip((languages.src, languages.tgt), both, strict=True)
         files[split] = {language: file.description() for language, file in named}
-    return pairs, files
+    return pairs, {"source": data, "files": files}
 
 
 def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[str]) -> None:
@@ -201,18 +207,7 @@ def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[st
     )
 
 
-def _from_tables(data: str, languages: Languages) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
-    found = find_split_files(data, suffixes=(".tsv",))
-    pairs: dict[Split, ParallelTexts] = {}
-    files: dict[str, Any] = {}
-    for split, path in found.paths.items():
-        file = read_text(path)
-        pairs[split], columns = _read_tsv(file, languages)
-        files[split] = file.description() | {"columns": columns}
-    return pairs, files
-
-
-def _read_tsv(file: TextFile, languages: Languages) -> tuple[ParallelTexts, str]:
+def _read_tsv(file: TextFile, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
     rows = [(number, line.split("\t")) for number, line in numbered_lines(file.text)]
     names, how = _column_names(file, rows[0][1], languages)
     if how == "header":
@@ -230,7 +225,7 @@ def _read_tsv(file: TextFile, languages: Languages) -> tuple[ParallelTexts, str]
         (path, path),
         [number for number, _ in rows],
     )
-    return texts, f"{','.join(names)} ({how})"
+    return texts, file.description() | {"columns": f"{','.join(names)} ({how})"}
 
 
 def _column_names(file: TextFile, first: list[str], languages: Languages) -> tuple[list[str], str]:
@@ -250,28 +245,18 @@ def _column_names(file: TextFile, first: list[str], languages: Languages) -> tup
     return names, "given"
 
 
-def _from_hub(data: str, languages: Languages) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
-    pairs: dict[Split, ParallelTexts] = {}
-    files: dict[str, Any] = {}
+def _read_hub(rows: Any, where: str, languages: Languages) -> ParallelTexts:
+    """Read a column of dictionaries by language, or one column a language."""
     wanted = (languages.src, languages.tgt)
-    for split, rows in load_hub_dataset(data).items():
-        where = f"{data} ({split})"
-        columns: list[Sequence[str]]
-        if "translation" in rows.column_names:
-            dictionaries = rows["translation"]
-            lacking = [language for language in wanted if len(dictionaries) and language not in dictionaries[0]]
-            if lacking:
-                raise DataError(f"{where}: no {' and '.join(lacking)}; it has {', '.join(sorted(dictionaries[0]))}")
-            columns = [[row[language] for row in dictionaries] for language in wanted]
-        else:
-            lacking = [language for language in wanted if language not in rows.column_names]
-            if lacking:
-                held = ", ".join(rows.column_names)
-                raise DataError(f"{where}: neither a column 'translation' nor {' and '.join(lacking)}; it has {held}")
-            columns = [list(rows[language]) for language in wanted]
-        pairs[split] = ParallelTexts(columns[0], columns[1], (where, where), range(1, len(columns[0]) + 1))
-        files[split] = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
-    return pairs, files
+    nested = "translation" in rows.column_names
+    dictionaries = rows["translation"] if nested else []
+    held = sorted(dictionaries[0]) if len(dictionaries) else list(rows.column_names)
+    lacking = " and ".join(language for language in wanted if language not in held)
+    if lacking and (len(dictionaries) or not nested):
+        expected = lacking if nested else f"column 'translation', and no {lacking}"
+        raise DataError(f"{where}: no {expected}; it has {', '.join(held)}")
+    columns = [[row[name] for row in dictionaries] if nested else list(rows[name]) for name in wanted]
+    return ParallelTexts(columns[0], columns[1], (where, where), range(1, len(columns[0]) + 1))
 
 
 def _refuse_empty(pairs: ParallelTexts) -> None:
@@ -284,31 +269,3 @@ def _refuse_empty(pairs: ParallelTexts) -> None:
     ]
     if problems:
         raise DataError("pairs with an empty side cannot be used; correct or remove them:\n" + listed(problems))
-
-
-def _cut_missing(
-    pairs: dict[Split, ParallelTexts],
-) -> tuple[dict[Split, ParallelTexts], dict[str, str]]:
-    """Cut the splits without pairs from train: 5 % each, rows drawn by a fixed shuffle; return what was cut."""
-    import random
-
-    missing: list[Split] = [split for split in SPLITS if split not in pairs]
-    if not missing:
-        return {split: pairs[split] for split in SPLITS}, {}
-    train = pairs["train"]
-    if len(train) < MIN_PAIRS_TO_CUT:
-        raise DataError(
-            f"{train.paths[0]}: {len(train)} pairs are too few to cut {' and '.join(missing)} from, expected at least "
-            f"{MIN_PAIRS_TO_CUT}; put files of these splits beside it"
-        )
-    order = list(range(len(train)))
-    random.Random("cut").shuffle(order)
-    count = max(1, round(len(train) * CUT_SHARE))
-    cut = dict(pairs)
-    for split in missing:
-        cut[split] = train.select(sorted(order[:count]))
-        order = order[count:]
-    cut["train"] = train.select(sorted(order))
-    return {split: cut[split] for split in SPLITS}, dict.fromkeys(
-        missing, f"{count} of {len(train)} pairs, by a fixed shuffle"
-    )

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wellposed.errors import DataError
 
@@ -39,6 +40,16 @@ class Prose:
     documents: int
     missing_modules: tuple[str, ...]
     python: str
+
+    def description(self) -> dict[str, Any]:
+        """Return what identifies the text."""
+        return {
+            "python": self.python,
+            "sha256": self.sha256,
+            "documents": self.documents,
+            "missing_modules": list(self.missing_modules),
+            "generator_version": GENERATOR_VERSION,
+        }
 
 
 @functools.cache

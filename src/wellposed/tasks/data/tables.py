@@ -35,28 +35,29 @@ SUFFIXES = (".tsv", ".csv", ".jsonl")
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Texts with their labels; ``lines`` are the lines they start at in ``path``."""
+    """Texts with their labels."""
 
     path: str
     texts: Sequence[str]
     labels: Sequence[str]
-    lines: Sequence[int]
+    places: Sequence[int] | Sequence[str]
+    """The line of ``path`` that each text starts at; or its file below ``path``."""
     columns: str
     """How label and text were found, for the description."""
 
+    def __len__(self) -> int:
+        return len(self.texts)
+
     def where(self, index: int) -> str:
-        """Return file:line of a text."""
-        return f"{self.path}:{self.lines[index]}"
+        """Return file:line of a text, or its file."""
+        place = self.places[index]
+        return f"{self.path}/{place}" if isinstance(place, str) else f"{self.path}:{place}"
 
     def select(self, indices: Sequence[int]) -> LabelledTexts:
         """Return the texts at ``indices``."""
-        return LabelledTexts(
-            self.path,
-            [self.texts[i] for i in indices],
-            [self.labels[i] for i in indices],
-            [self.lines[i] for i in indices],
-            self.columns,
-        )
+        texts, labels = ([column[i] for i in indices] for column in (self.texts, self.labels))
+        places: Any = [self.places[i] for i in indices]
+        return LabelledTexts(self.path, texts, labels, places, self.columns)
 
 
 def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
@@ -73,12 +74,8 @@ def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
     quoted = options.quoting == "csv" or (options.quoting == "auto" and name.endswith(".csv"))
     first = file.text.split("\n", 1)[0]
     delimiter = "\t" if name.endswith(".tsv") or ("\t" in first and "," not in first) else ","
-    return _read_fields(file, _csv_rows(file, delimiter) if quoted else _plain_rows(file, delimiter), options)
-
-
-def _plain_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in numbered_lines(file.text):
-        yield number, line.split(delimiter) if line else []
+    plain = ((number, line.split(delimiter) if line else []) for number, line in numbered_lines(file.text))
+    return _read_fields(file, quoted_rows(file, delimiter) if quoted else plain, options)
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -90,7 +87,14 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
         yield number, line.removesuffix("\r")
 
 
-def _csv_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def quoted_rows(
+    file: TextFile,
+    delimiter: str,
+    *,
+    what: str = "a row of quoted fields",
+    remedy: str = "give quoting='none' if quotes are ordinary characters",
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of quoted fields of a file and the line each starts at; a field may be as long as the file."""
     limit = csv.field_size_limit(max(len(file.text), 1))
     reader = csv.reader(io.StringIO(file.text, newline=""), delimiter=delimiter, strict=True)
     try:
@@ -101,10 +105,7 @@ def _csv_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]
             except StopIteration:
                 return
             except csv.Error as error:
-                raise DataError(
-                    f"{file.path}:{line}: not a row of quoted fields: {error}; "
-                    "give quoting='none' if quotes are ordinary characters"
-                ) from None
+                raise DataError(f"{file.path}:{line}: not {what}: {error}; {remedy}") from None
             yield line, row
     finally:
         csv.field_size_limit(limit)
@@ -112,7 +113,8 @@ def _csv_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]
 
 def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options: TableOptions) -> LabelledTexts:
     first_line, first = next(rows)
-    columns = find_columns(f"{file.path}:{first_line}", first, options, join=_joins(file))
+    join = file.path.name.lower().removesuffix(".gz").endswith(".csv")
+    columns = find_columns(f"{file.path}:{first_line}", first, options, join=join)
     texts, labels, lines, problems = [], [], [], []
     for line, row in rows if columns.is_header else itertools.chain([(first_line, first)], rows):
         if len(row) != len(first):
@@ -127,12 +129,8 @@ def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options:
         raise DataError(f"{file.path}: a header and no rows; give a file with a row for each text")
     if options.header == "auto" and not columns.is_header:
         _refuse_unseen_header(table, first)
-    _refuse(file, problems + _blank_labels(table))
+    refuse_rows(file, problems + _blank_labels(table))
     return table
-
-
-def _joins(file: TextFile) -> bool:
-    return file.path.name.lower().removesuffix(".gz").endswith(".csv")
 
 
 def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
@@ -163,7 +161,7 @@ def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
         lines.append(number)
     columns = f"JSON keys, label {keys[0]!r}, text {describe_names(keys[1])}" if keys else ""
     table = LabelledTexts(str(file.path), texts, labels, lines, columns)
-    _refuse(file, problems + _blank_labels(table))
+    refuse_rows(file, problems + _blank_labels(table))
     return table
 
 
@@ -207,7 +205,8 @@ def _blank_labels(table: LabelledTexts) -> list[str]:
     return [f"{table.where(i)}: the label is empty" for i, label in enumerate(table.labels) if not label.strip()]
 
 
-def _refuse(file: TextFile, problems: list[str]) -> None:
+def refuse_rows(file: TextFile, problems: list[str]) -> None:
+    """Raise `DataError` naming every malformed row, if there are any."""
     if problems:
         raise DataError(
             f"{file.path}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.files import SPLIT_WORDS
+from wellposed.tasks.data.splits import find_split_folders
 from wellposed.tasks.data.tables import LabelledTexts
 from wellposed.tasks.task import Split
 
 UNLABELLED = ("unsup",)
-
-
-@dataclass(frozen=True)
-class FolderTexts(LabelledTexts):
-    """Texts of which each is a file; ``files`` are their names below ``path``."""
-
-    files: Sequence[str] = ()
-
-    def where(self, index: int) -> str:
-        """Return the file of a text."""
-        return f"{self.path}/{self.files[index]}"
-
-    def select(self, indices: Sequence[int]) -> FolderTexts:
-        """Return the texts at ``indices``."""
-        chosen = super().select(indices)
-        return FolderTexts(
-            chosen.path, chosen.texts, chosen.labels, chosen.lines, chosen.columns, [self.files[i] for i in indices]
-        )
 
 
 def has_class_folders(data: str) -> bool:
@@ -59,19 +39,17 @@ def read_text_folders(data: str) -> tuple[dict[Split, LabelledTexts], dict[str, 
     Raises:
         DataError: a class without a text, files that are not UTF-8 or hold nothing, all named.
     """
-    root = Path(data)
-    tables: dict[Split, LabelledTexts] = {}
-    described: dict[str, Any] = {}
-    left_out: list[str] = []
-    for split, words in SPLIT_WORDS.items():
-        folder = next((root / word for word in words if (root / word).is_dir()), None)
-        if folder is not None:
-            tables[split], described[split] = _read_split(folder)
-            left_out += [f"{folder.name}/{name}" for name in UNLABELLED if (folder / name).is_dir()]
-    return tables, {"files": described, "left_out_without_label": left_out}
+    folders = find_split_folders(Path(data))
+    read: dict[Split, tuple[LabelledTexts, dict[str, Any]]] = {
+        split: _read_split(folder) for split, folder in folders.items()
+    }
+    left_out = [f"{f.name}/{name}" for f in folders.values() for name in UNLABELLED if (f / name).is_dir()]
+    described = {"files": {split: files for split, (_, files) in read.items()}, "left_out_without_label": left_out}
+    tables: dict[Split, LabelledTexts] = {split: table for split, (table, _) in read.items()}
+    return tables, described
 
 
-def _read_split(folder: Path) -> tuple[FolderTexts, dict[str, Any]]:
+def _read_split(folder: Path) -> tuple[LabelledTexts, dict[str, Any]]:
     texts: list[str] = []
     labels: list[str] = []
     files: list[str] = []
@@ -96,5 +74,5 @@ def _read_split(folder: Path) -> tuple[FolderTexts, dict[str, Any]]:
             f"{folder}: expected a folder of .txt files for each class:\n" + listed(problems or ["no class"])
         )
     columns = "one folder a class, one file a text"
-    table = FolderTexts(str(folder), texts, labels, [1] * len(texts), columns, files)
+    table = LabelledTexts(str(folder), texts, labels, files, columns)
     return table, {"path": str(folder), "files": len(files), "sha256": digest.hexdigest(), "columns": columns}

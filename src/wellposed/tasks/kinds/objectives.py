@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from wellposed.tasks.task import IGNORED_LABEL
 
-IGNORE = -100
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -33,9 +36,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float 
     flat = logits.reshape(-1, logits.shape[-1]).float()
     targets = labels.reshape(-1)
     total = torch.nn.functional.cross_entropy(
-        flat, targets, reduction="sum", ignore_index=IGNORE, label_smoothing=label_smoothing
+        flat, targets, reduction="sum", ignore_index=IGNORED_LABEL, label_smoothing=label_smoothing
     )
-    return total, (targets != IGNORE).sum().float()
+    return total, (targets != IGNORED_LABEL).sum().float()
 
 
 def causal_cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -60,3 +63,17 @@ def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     (1.0, 2.0)
     """
     return float((logits.argmax(-1) == labels).sum()), float(labels.numel())
+
+
+def frequency_entropy(ids: NDArray[np.integer]) -> float:
+    """Return the entropy in nats of the frequencies of ``ids``: the least loss of a guess that ignores the input."""
+    import numpy as np
+
+    counts = np.bincount(ids)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def perplexity(nats: float) -> float:
+    """Return e^nats, infinite where that is too large for a float."""
+    return math.exp(nats) if nats < 709 else math.inf

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key, token_batches
 from wellposed.tasks.batches.rows import Rows
-from wellposed.tasks.kinds.classification import require_positive
-from wellposed.tasks.task import Example, Kind, Split, Task
+from wellposed.tasks.checks import require_positive
+from wellposed.tasks.kinds.token_task import TokenTask
+from wellposed.tasks.task import Example, Kind, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from wellposed.tasks.batches.ragged import Ragged
     from wellposed.tasks.kinds.generate import Decoding
@@ -70,7 +70,7 @@ class PairExamples(Rows[Example]):
         return {"input_ids": self.source[index].tolist(), "labels": self.target[index].tolist()}
 
 
-class Seq2SeqTask(Task):
+class Seq2SeqTask(TokenTask[PairExamples]):
     """A task whose answer is a text; a subclass says where the pairs come from and how texts are scored.
 
     ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from `generate_metrics`.
@@ -79,7 +79,7 @@ class Seq2SeqTask(Task):
     kind: ClassVar[Kind] = "seq2seq_lm"
     headline: ClassVar[str] = "perplexity"
     higher_is_better: ClassVar[bool] = False
-    report_headline: ClassVar[str] = "bleu"
+    report_headline: ClassVar[str | None] = "bleu"
 
     def __init__(
         self,
@@ -87,39 +87,24 @@ class Seq2SeqTask(Task):
         encoder: PairEncoder,
         encoded: Mapping[Split, tuple[Ragged, Ragged]],
         references: Mapping[Split, Sequence[str]],
-        max_tokens: int,
-        tokens_per_batch: int | None = None,
-        generate_max_examples: int | None = None,
+        options: PairOptions,
+        source: Mapping[str, Any],
+        details: Mapping[str, Any],
     ) -> None:
-        self._encoder = encoder
-        self._examples = {split: PairExamples(source, target) for split, (source, target) in encoded.items()}
+        examples: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
+        super().__init__(
+            encoder=encoder, examples=examples, max_length=options.max_tokens, source=source, details=details
+        )
+        self._pair_options = options
         self._references = dict(references)
-        self._max_tokens = max_tokens
-        self._tokens_per_batch = tokens_per_batch
-        self._generate_max_examples = generate_max_examples
         self._signatures: dict[str, str] = {}
         self._sides = {
             split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
-            for split, examples in self._examples.items()
+            for split, examples in examples.items()
         }
-
-    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
-        return self._encoder.tokenizer(max_length=self._max_tokens)
 
     def model_kwargs(self) -> dict[str, Any]:
-        from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
-
-        return {
-            "vocab_size": self._encoder.vocab_size,
-            "max_position_embeddings": self._max_tokens,
-            "pad_token_id": PAD_ID,
-            "bos_token_id": BOS_ID,
-            "eos_token_id": EOS_ID,
-            "decoder_start_token_id": BOS_ID,
-        }
-
-    def dataset(self, split: Split) -> PairExamples:
-        return self._examples[split]
+        return {**super().model_kwargs(), "decoder_start_token_id": self._encoder.bos_id}
 
     def lengths(self, split: Split) -> Sequence[int]:
         """Return the tokens of the longer side of each pair."""
@@ -128,10 +113,11 @@ class Seq2SeqTask(Task):
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         key = shuffle_key(split, seed, epoch)
         sources, targets = self._sides[split]
-        if self._tokens_per_batch is not None:
-            return token_batches(sources, targets, self._tokens_per_batch, batch_size, shuffle=key)
+        tokens_per_batch = self._pair_options.tokens_per_batch
+        if tokens_per_batch is not None:
+            return token_batches(sources, targets, tokens_per_batch, batch_size, shuffle=key)
         # One number that sorts by target length, then by source length.
-        widths = [target * (self._max_tokens + 1) + source for source, target in zip(sources, targets, strict=True)]
+        widths = [target * (self._max_length + 1) + source for source, target in zip(sources, targets, strict=True)]
         return bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -140,45 +126,30 @@ class Seq2SeqTask(Task):
 
         return collate_seq2seq(examples, pad_id=PAD_ID, bos_id=BOS_ID)
 
-    def loss_sum(
-        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        from wellposed.tasks.kinds.objectives import cross_entropy_sum
-
-        return cross_entropy_sum(logits, batch["labels"], label_smoothing=label_smoothing)
-
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         total, count = self.loss_sum(logits.detach(), batch)
         return {"perplexity": (float(total), float(count))}
 
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        from wellposed.tasks.kinds.objectives import perplexity
+
         total, count = totals["perplexity"]
-        return {"perplexity": _exp(total / count)}
+        return {"perplexity": perplexity(total / count)}
 
     def reference(self) -> dict[str, float]:
         """Return loss and perplexity of the frequencies of valid's own target tokens, which no fixed guess beats."""
-        import numpy as np
+        from wellposed.tasks.kinds.objectives import frequency_entropy, perplexity
 
-        counts = np.bincount(self._examples["valid"].target.flat)
-        shares = counts[counts > 0] / counts.sum()
-        nats = float(-(shares * np.log(shares)).sum())
-        return {"loss": nats, "perplexity": _exp(nats)}
+        nats = frequency_entropy(self._examples["valid"].target.flat)
+        return {"loss": nats, "perplexity": perplexity(nats)}
 
     def generate_metrics(
-        self, model: PreTrainedModel, split: Split, *, batch_size: int, max_examples: int | None = None
+        self, model: Any, split: Split, *, batch_size: int, max_examples: int | None = None
     ) -> dict[str, float]:
-        """Return the scores of the texts that ``model`` generates for the first sources of a split.
-
-        Args:
-            model: an encoder-decoder; its mode is put back.
-            split: valid or test.
-            batch_size: most sources at a time.
-            max_examples: how many sources; the task's own limit, by default all, where not given.
-        """
         from wellposed.tasks.kinds.generate import generate_texts
 
         source = self._examples[split].source
-        limit = max_examples or self._generate_max_examples or len(source)
+        limit = max_examples or self._pair_options.generate_max_examples or len(source)
         count = min(limit, len(source))
         texts = [""] * count
         was_training = model.training
@@ -199,26 +170,23 @@ class Seq2SeqTask(Task):
         return {
             "beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
-            "max_examples": self._generate_max_examples,
+            "max_examples": self._pair_options.generate_max_examples,
             "signatures": self._signatures,
         }
 
-    @abstractmethod
-    def _decoding(self) -> Decoding: ...
+    def _decoding(self) -> Decoding:
+        from wellposed.tasks.kinds.generate import Decoding
+
+        options = self._pair_options
+        return Decoding(beams=options.generate_beams, length_penalty=options.generate_length_penalty)
 
     @abstractmethod
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...
 
     def _describe_examples(self) -> dict[str, Any]:
-        """Return pairs, tokens and longest sentence per split and side, for `description`."""
-        described: dict[str, Any] = {"pairs": {}, "tokens": {}, "longest": {}}
+        per_split: dict[str, Any] = {"pairs": {}, "tokens": {}, "longest": {}}
         for split, (sources, targets) in self._sides.items():
-            described["pairs"][split] = len(sources)
-            described["tokens"][split] = {"source": sum(sources), "target": sum(targets)}
-            described["longest"][split] = {"source": max(sources), "target": max(targets)}
-        return described
-
-
-def _exp(nats: float) -> float:
-    """Return e^nats, infinite where that is too large for a float."""
-    return math.exp(nats) if nats < 700 else math.inf
+            per_split["pairs"][split] = len(sources)
+            per_split["tokens"][split] = {"source": sum(sources), "target": sum(targets)}
+            per_split["longest"][split] = {"source": max(sources), "target": max(targets)}
+        return per_split

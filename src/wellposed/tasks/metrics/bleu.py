@@ -38,14 +38,30 @@ def score_texts(hypotheses: Sequence[str], references: Sequence[str], *, bleu_to
     """
     if len(hypotheses) != len(references) or not references:
         raise DataError(f"{len(hypotheses)} hypotheses and {len(references)} references, expected as many, at least 1")
+    chrf = _library().CHRF()
+    scored = {
+        "bleu": corpus_bleu(hypotheses, references, tokenize=bleu_tokens),
+        "chrf": (_score(chrf, hypotheses, references), str(chrf.get_signature())),
+    }
+    return TextScores(
+        {name: score for name, (score, _) in scored.items()}, {name: how for name, (_, how) in scored.items()}
+    )
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], **options: Any) -> tuple[float, str]:
+    """Return sacrebleu's corpus BLEU in 0..100 and its signature; ``options`` are those of its class."""
+    # `force`: text tokenised beforehand is what some corpora hold; sacrebleu only warns about it.
+    metric = _library().BLEU(force=True, **options)
+    return _score(metric, hypotheses, references), str(metric.get_signature())
+
+
+def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    return float(metric.corpus_score(list(hypotheses), [list(references)]).score)
+
+
+def _library() -> Any:
     try:
-        from sacrebleu.metrics.bleu import BLEU
-        from sacrebleu.metrics.chrf import CHRF
+        import sacrebleu.metrics
     except ImportError as error:
         raise missing_extra("sacrebleu", "train", "BLEU and chrF") from error
-    # `force`: text tokenised beforehand is what some corpora hold; sacrebleu only warns about it.
-    metrics: dict[str, Any] = {"bleu": BLEU(tokenize=bleu_tokens, force=True), "chrf": CHRF()}
-    scores = {
-        name: float(metric.corpus_score(list(hypotheses), [list(references)]).score) for name, metric in metrics.items()
-    }
-    return TextScores(scores, {name: str(metric.get_signature()) for name, metric in metrics.items()})
+    return sacrebleu.metrics

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ShapeError, missing_extra
+from wellposed.errors import ShapeError
 
 if TYPE_CHECKING:
     from wellposed.tasks.metrics.embedding import WordVectors
@@ -116,17 +116,16 @@ def _overlap(
     wanted: list[list[str]],
     synonyms: Mapping[str, str] | None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
+    from wellposed.tasks.metrics.bleu import corpus_bleu
     from wellposed.tasks.metrics.cider import cider
     from wellposed.tasks.metrics.meteor import meteor
     from wellposed.tasks.metrics.rouge import rouge_l
 
     count = len(references)
     pairs = list(zip(said, wanted, strict=True))
-    first, first_signature = _bleu(hypotheses, references, 1)
-    fourth, fourth_signature = _bleu(hypotheses, references, 4)
+    bleu = {order: corpus_bleu(hypotheses, references, max_ngram_order=order, lowercase=True) for order in (1, 4)}
     scores = {
-        "bleu_1": first,
-        "bleu_4": fourth,
+        **{f"bleu_{order}": score / 100 for order, (score, _) in bleu.items()},
         "meteor": sum(meteor(*pair, synonyms=synonyms) for pair in pairs) / count,
         "rouge_l": sum(rouge_l(*pair) for pair in pairs) / count,
         "cider": sum(cider(said, wanted)) / count,
@@ -134,21 +133,9 @@ def _overlap(
     }
     modules = "exact, Porter stem" + (", synonyms of the user" if synonyms else "")
     details = {
-        "bleu_1": first_signature,
-        "bleu_4": fourth_signature,
+        **{f"bleu_{order}": f"{signature}|max_ngram_order:{order}" for order, (_, signature) in bleu.items()},
         "meteor": f"Banerjee & Lavie 2005; {modules}",
         "rouge_l": "beta 1.2",
         "cider": "Vedantam et al. 2015; stemmed, one reference",
     }
     return scores, details
-
-
-def _bleu(hypotheses: Sequence[str], references: Sequence[str], order: int) -> tuple[float, str]:
-    """Return corpus BLEU as a share of 1 and sacrebleu's signature."""
-    try:
-        from sacrebleu.metrics.bleu import BLEU
-    except ImportError as error:
-        raise missing_extra("sacrebleu", "train", "BLEU scores") from error
-    metric = BLEU(max_ngram_order=order, lowercase=True, force=True)
-    score = metric.corpus_score(list(hypotheses), [list(references)]).score / 100
-    return score, f"{metric.get_signature()}|max_ngram_order:{order}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,12 @@ import numpy as np
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.files import missing_file
+from wellposed.tasks.metrics.dialogue import VECTOR_METRICS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Vectors = NDArray[np.float32]
-
-EMBEDDING_METRICS = ("embedding_average", "vector_extrema", "greedy_matching")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def embedding_scores(
     ({'embedding_average': 0.7071, 'vector_extrema': 0.7071, 'greedy_matching': 0.75}, {'sir': 1})
     """
     measures: dict[str, Callable[[Vectors, Vectors], float]] = dict(
-        zip(EMBEDDING_METRICS, (_average, _extrema, _greedy), strict=True)
+        zip(VECTOR_METRICS, (_average, _extrema, _greedy), strict=True)
     )
     totals = dict.fromkeys(measures, 0.0)
     unknown: Counter[str] = Counter()
@@ -157,7 +157,7 @@ def read_word_vectors(path: Path) -> WordVectors:
     width = header[1] if header else len(first.split(" ")) - 1
     if width < 1:
         raise DataError(f"{path}:1: expected a word and its numbers separated by spaces, received {first[:60]!r}")
-    for number, line in lines if header else _and_then((1, first), lines):
+    for number, line in lines if header else itertools.chain([(1, first)], lines):
         try:
             word, vector = _parse(line, width)
             if word in rows:
@@ -187,11 +187,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
         except (EOFError, OSError, zlib.error) as error:
             raise DataError(f"{path}: the gzip data is damaged or cut short ({error}); copy the file again") from None
-
-
-def _and_then(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    yield first
-    yield from rest
 
 
 def _word2vec_header(line: str) -> tuple[int, int] | None:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError, missing_extra
-from wellposed.tasks.text.tokenizers import MAX_SAMPLES, tokenizers_library
+from wellposed.errors import ConfigError
+from wellposed.tasks.text.tokenizers import describe_unknown, tokenizers_library, wrap_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,6 +40,9 @@ class PairEncoder:
     """``tokenizers.Tokenizer``."""
     characters: frozenset[str]
     """Characters that have an id; others become the unknown token."""
+    pad_id: int = PAD_ID
+    bos_id: int = BOS_ID
+    eos_id: int = EOS_ID
 
     @property
     def vocab_size(self) -> int:
@@ -57,26 +60,13 @@ class PairEncoder:
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(character for character in text if character not in self.characters)
-        frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
-        return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}
+        return describe_unknown(counts)
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         """Build the tokenizer that is saved beside the model."""
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError as error:
-            raise missing_extra("transformers", "hf", "tokenizers") from error
-        return PreTrainedTokenizerFast(
-            tokenizer_object=self.inner,
-            pad_token=PAD,
-            unk_token=UNK,
-            bos_token=BOS,
-            eos_token=EOS,
-            clean_up_tokenization_spaces=False,
-            split_special_tokens=True,
-            model_input_names=["input_ids", "attention_mask"],
-            model_max_length=max_length,
-        )
+        names = ["input_ids", "attention_mask"]
+        special = {"bos_token": BOS, "eos_token": EOS, "model_input_names": names}
+        return wrap_tokenizer(self.inner, max_length, pad=PAD, unk=UNK, **special)
 
     def description(self) -> dict[str, Any]:
         """Return kind and vocabulary size."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import CheckpointError, ConfigError, missing_extra
+from wellposed.errors import ConfigError, missing_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,8 +38,7 @@ class Encoded:
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
-        frequent = sorted(self.unknown.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
-        return {"count": sum(self.unknown.values()), "distinct": len(self.unknown), "most_frequent": dict(frequent)}
+        return describe_unknown(self.unknown)
 
 
 class TextEncoder(ABC):
@@ -98,11 +97,9 @@ class CharacterEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in texts]), unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        tokenizers = tokenizers_library()
-        vocabulary = {PAD: PAD_ID, UNK: UNK_ID, **_numbered(self.characters)}
-        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
-        inner.decoder = tokenizers.decoders.Fuse()
-        return _wrap(inner, max_length)
+        inner = _symbol_tokenizer(self.characters)
+        inner.decoder = tokenizers_library().decoders.Fuse()
+        return wrap_tokenizer(inner, max_length)
 
 
 class ByteEncoder(TextEncoder):
@@ -124,12 +121,10 @@ class ByteEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in encoded]), {}
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        tokenizers = tokenizers_library()
-        vocabulary = {PAD: PAD_ID, UNK: UNK_ID, **_numbered(_byte_symbols())}
-        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+        tokenizers, inner = tokenizers_library(), _symbol_tokenizer(_byte_symbols())
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
-        return _wrap(inner, max_length)
+        return wrap_tokenizer(inner, max_length)
 
 
 class WordEncoder(TextEncoder):
@@ -175,7 +170,7 @@ class WordEncoder(TextEncoder):
             pattern = tokenizers.Regex("[" + "".join("\\" + character for character in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        return _wrap(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
+        return wrap_tokenizer(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
 
 
 class _CountingIds(dict[str, int]):
@@ -190,71 +185,6 @@ class _CountingIds(dict[str, int]):
         return UNK_ID
 
 
-class PretrainedEncoder(TextEncoder):
-    """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every text."""
-
-    def __init__(self, name: str) -> None:
-        self.kind = f"hf:{name}"
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
-        from wellposed.models import load_pretrained
-
-        try:
-            self._tokenizer: Any = load_pretrained(AutoTokenizer, name)
-        except CheckpointError as error:
-            raise ConfigError(
-                f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
-                "give a folder that holds tokenizer.json, or a hub name that is cached or reachable"
-            ) from error
-        self.pad_from_eos = self._tokenizer.pad_token is None
-        if self.pad_from_eos:
-            if self._tokenizer.eos_token is None:
-                raise ConfigError(f"tokenizer 'hf:{name}' has neither a pad nor an eos token, so it cannot pad a batch")
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self.pad_id = int(self._tokenizer.pad_token_id)
-        self.bos_id = self._tokenizer.bos_token_id
-        self.eos_id = self._tokenizer.eos_token_id
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._tokenizer)
-
-    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
-        from wellposed.tasks.batches.ragged import Ragged
-
-        rows = self._rows(texts)
-        full_lengths = [len(row) for row in rows]
-        if max_length is not None:
-            longer = [index for index, length in enumerate(full_lengths) if length > max_length]
-            cut = self._rows([texts[index] for index in longer], truncation=True, max_length=max_length)
-            for index, row in zip(longer, cut, strict=True):
-                rows[index] = row
-        ids = Ragged.from_lists(rows)
-        return Encoded(ids, full_lengths, self._unknown(ids))
-
-    def _rows(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
-        return self._tokenizer(list(texts), verbose=False, **options)["input_ids"] if texts else []
-
-    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        encoded = self.encode(texts)
-        return encoded.ids, encoded.unknown
-
-    def _unknown(self, ids: Ragged) -> dict[str, int]:
-        unk_id, unk = self._tokenizer.unk_token_id, self._tokenizer.unk_token
-        count = 0 if unk_id is None or unk_id == self._tokenizer.eos_token_id else int((ids.flat == unk_id).sum())
-        return {unk: count} if count else {}
-
-    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        self._tokenizer.model_max_length = max_length
-        return self._tokenizer
-
-    def description(self) -> dict[str, Any]:
-        return {**super().description(), "pad_token_is_eos_token": self.pad_from_eos}
-
-
 def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
     """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the train texts alone."""
     if tokenizer == "byte":
@@ -264,6 +194,8 @@ def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int)
     if tokenizer == "word":
         return WordEncoder.from_texts(train_texts, max_words=max_words)
     if tokenizer.startswith("hf:") and tokenizer != "hf:":
+        from wellposed.tasks.text.pretrained import PretrainedEncoder
+
         return PretrainedEncoder(tokenizer.removeprefix("hf:"))
     raise ConfigError(f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH")
 
@@ -280,8 +212,11 @@ def split_words(text: str) -> list[str]:
     return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
 
 
-def _numbered(symbols: Iterable[str]) -> dict[str, int]:
-    return {symbol: NUM_SPECIAL + index for index, symbol in enumerate(symbols)}
+def _symbol_tokenizer(symbols: Iterable[str]) -> Any:
+    """Return a tokenizer of single symbols, numbered after the special tokens."""
+    models = tokenizers_library().models
+    vocabulary = {symbol: index for index, symbol in enumerate((PAD, UNK, *symbols))}
+    return tokenizers_library().Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
 
 
 def _byte_symbols() -> list[str]:
@@ -293,6 +228,7 @@ def _byte_symbols() -> list[str]:
 
 
 def tokenizers_library() -> Any:
+    """Return the module `tokenizers`, or raise naming the extra that brings it."""
     try:
         import tokenizers
     except ImportError as error:
@@ -300,7 +236,10 @@ def tokenizers_library() -> Any:
     return tokenizers
 
 
-def _wrap(inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(
+    inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK, **options: Any
+) -> PreTrainedTokenizerFast:
+    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside a text."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
@@ -312,9 +251,11 @@ def _wrap(inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK) -> Pre
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
         model_max_length=max_length,
+        **options,
     )
 
 
-def refuse_empty(lengths: Sequence[int], where: Sequence[str]) -> list[str]:
-    """Return one problem per text without a token."""
-    return [f"{place}: the text is empty" for place, length in zip(where, lengths, strict=True) if length == 0]
+def describe_unknown(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return how many unknown pieces there are, and the most frequent ones."""
+    frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
+    return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}

@@ -1,0 +1,285 @@
+"""The splits of a data source: their files found by name and read, and those that are missing cut from train."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from wellposed.errors import ConfigError, DataError, listed, missing_extra
+from wellposed.tasks.data.files import missing_file
+from wellposed.tasks.task import SPLITS, Split
+
+SPLIT_WORDS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "valid": ("valid", "validation", "val", "dev"),
+    "test": ("test",),
+}
+CUT_SHARE = 0.05
+MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
+
+Rows = TypeVar("Rows", bound="Selectable")
+Read = TypeVar("Read")
+Draw = Callable[[Sequence[Split], int], dict[Split, list[int]]]
+"""From the missing splits and the rows wanted for each to the rows of each and of train."""
+
+
+class Selectable(Protocol):
+    """Rows of which some can be taken."""
+
+    def __len__(self) -> int: ...
+
+    def select(self: Rows, rows: Sequence[int], /) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """The files of the splits; a split without a file is to be cut from train."""
+
+    paths: Mapping[Split, Path]
+    how: str
+    """How they were found, for the description."""
+
+
+def load_splits(
+    data: str,
+    *,
+    valid: str | None = None,
+    test: str | None = None,
+    suffixes: Sequence[str],
+    read_file: Callable[[Path], tuple[Read, dict[str, Any]]],
+    read_hub: Callable[[Any, str], Read] | None = None,
+) -> tuple[dict[Split, Read], dict[str, Any]]:
+    """Read every split that ``data`` has, and describe where it came from.
+
+    Args:
+        data: a file, a folder, or ``hf:name[:config]`` where ``read_hub`` is given.
+        valid, test: files of these splits, which win over what is found.
+        suffixes: endings a file in a folder must have, before an optional ``.gz``.
+        read_file: from a path to what it holds and its description.
+        read_hub: from a split of a hub data set, and its name for errors, to what it holds.
+    """
+    if read_hub is not None and data.startswith("hf:"):
+        refuse_split_files("hf: data sets bring their own splits", valid=valid, test=test)
+        hub = load_hub_dataset(data)
+        files = {s: {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)} for s, rows in hub.items()}
+        splits: dict[Split, Read] = {split: read_hub(rows, f"{data} ({split})") for split, rows in hub.items()}
+        return splits, {"source": data, "files": files, "splits": "published"}
+    found = find_split_files(data, valid=valid, test=test, suffixes=suffixes)
+    read: dict[Split, tuple[Read, dict[str, Any]]] = {split: read_file(path) for split, path in found.paths.items()}
+    described = {"source": data, "files": {split: file for split, (_, file) in read.items()}, "splits": found.how}
+    contents: dict[Split, Read] = {split: content for split, (content, _) in read.items()}
+    return contents, described
+
+
+def refuse_split_files(reason: str, *, valid: str | None, test: str | None) -> None:
+    """Raise `ConfigError` where files of valid or test are given that would not be read."""
+    given = [name for name, path in (("valid", valid), ("test", test)) if path is not None]
+    if given:
+        raise ConfigError(f"option {' and '.join(given)} needs data=FILE; {reason}")
+
+
+def find_split_files(
+    data: str, *, valid: str | None = None, test: str | None = None, suffixes: Sequence[str]
+) -> SplitFiles:
+    """Resolve a train file, or a folder, to the files of the splits.
+
+    A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same name with ``train``
+    replaced by valid, validation, val or dev, and by test, with or without ``.gz``. In a folder the one file with
+    ``train`` in its name is taken, and names with one more part, as in ``test_a.tsv.gz``, are accepted too.
+
+    Raises:
+        DataError: nothing at a path, no or several train files in the folder, several files for a split.
+    """
+    root = Path(data)
+    given: dict[Split, str | None] = {"valid": valid, "test": test}
+    explicit: dict[Split, Path] = {split: Path(path) for split, path in given.items() if path is not None}
+    for path in (root, *explicit.values()):
+        if not path.exists():
+            raise missing_file(path)
+    train = _train_file(root, suffixes) if root.is_dir() else root
+    found: dict[Split, Path] = {
+        split: path
+        for split in SPLITS[1:]
+        if split not in explicit and (path := _sibling(train, split, loose=root.is_dir())) is not None
+    }
+    how = "found by name" if found else "one file"
+    if explicit:
+        how += ", " + " and ".join(explicit) + " given"
+    paths: dict[Split, Path] = {"train": train, **found, **explicit}
+    return SplitFiles({split: paths[split] for split in SPLITS if split in paths}, how)
+
+
+def find_split_folders(root: Path) -> dict[Split, Path]:
+    """Return the folders below ``root`` that are named as a split."""
+    found: dict[Split, Path] = {}
+    for split, words in SPLIT_WORDS.items():
+        folders = [root / word for word in words if (root / word).is_dir()]
+        found |= {split: folders[0]} if folders else {}
+    return found
+
+
+def _train_file(folder: Path, suffixes: Sequence[str]) -> Path:
+    endings = tuple(suffix + gz for suffix in suffixes for gz in ("", ".gz"))
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    trains = [name for name in names if name.lower().endswith(endings) and train_position(name) is not None]
+    if len(trains) == 1:
+        return folder / trains[0]
+    if trains:
+        raise DataError(
+            f"{folder}: {len(trains)} train files, expected one; give one of them instead of the folder:\n"
+            + listed([str(folder / name) for name in trains])
+        )
+    looked_for = ", ".join(f"train{suffix}[.gz]" for suffix in suffixes)
+    holds = ", ".join(names[:10]) or "nothing"
+    raise DataError(
+        f"{folder}: no train file; looked for names like {looked_for} (with a prefix such as 'name.train' or "
+        f"'name_train'), and found: {holds}; give the file itself"
+    )
+
+
+def train_position(name: str) -> tuple[int, int] | None:
+    """Return where the last word ``train`` stands in a file name."""
+    matches = list(re.finditer(r"(?<![A-Za-z])train(?![A-Za-z])", name, re.IGNORECASE))
+    return matches[-1].span() if matches else None
+
+
+def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
+    """Return the file of a split beside the train file; ``loose`` accepts one more part in its name."""
+    position = train_position(train.name)
+    if position is None:
+        return None
+    before, after = train.name[: position[0]], train.name[position[1] :]
+    names = sorted(entry.name for entry in train.parent.iterdir() if entry.is_file())
+    for word in SPLIT_WORDS[split]:
+        matches = _matches(names, before + word, after, loose=loose)
+        if len(matches) > 1:
+            raise DataError(
+                f"{train.parent}: {len(matches)} files could be the {split} split of {train.name}: "
+                f"{', '.join(matches)}; name one with the option {split!r}"
+            )
+        if matches:
+            return train.parent / matches[0]
+    return None
+
+
+def _matches(names: Sequence[str], start: str, end: str, *, loose: bool) -> list[str]:
+    plain = end.removesuffix(".gz")
+    by_lower = {name.lower(): name for name in names}
+    wanted = [start + end, start + plain, start + plain + ".gz"]
+    exact = [by_lower[name.lower()] for name in wanted if name.lower() in by_lower]
+    if exact or not loose:
+        return exact[:1]
+    pattern = re.compile(re.escape(start) + r"[._-].*" + re.escape(plain) + r"(\.gz)?", re.IGNORECASE)
+    return [name for name in names if pattern.fullmatch(name)]
+
+
+def load_hub_dataset(data: str) -> dict[Split, Any]:
+    """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names.
+
+    Raises:
+        ConfigError: `datasets` is not installed.
+        DataError: the data set cannot be loaded or has no train split.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_extra("datasets", "hf", "hf: data sets") from error
+    name, _, config = data.removeprefix("hf:").partition(":")
+    if not name:
+        raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
+    try:
+        loaded: Any = datasets.load_dataset(name, config or None)
+    except Exception as error:
+        raise DataError(f"{data}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if "train" not in loaded:
+        raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
+    splits: dict[Split, Any] = {}
+    for split, words in SPLIT_WORDS.items():
+        held = [word for word in words if word in loaded]
+        splits |= {split: loaded[held[0]]} if held else {}
+    return splits
+
+
+def cut_missing(
+    splits: Mapping[Split, Rows],
+    where: str,
+    *,
+    noun: str = "rows",
+    note: str = "",
+    at_least: int = MIN_ROWS_TO_CUT,
+    share: float = CUT_SHARE,
+    remedy: str = "give them with the options {missing}",
+    draw: Draw | None = None,
+) -> tuple[dict[Split, Rows], dict[str, Any]]:
+    """Cut the splits that are missing from train, by a fixed shuffle; return all splits and what was cut.
+
+    Args:
+        splits: train, and the splits that the source has.
+        where: the source, for errors.
+        noun, note: what a row is called, and what else to say of the cut, for the description.
+        at_least: fewer rows of train than this are not cut.
+        share: of train, for each missing split.
+        remedy: what to do where train is too small.
+        draw: how rows are chosen; one by one where not given.
+
+    >>> class Numbers(tuple):
+    ...     def select(self, rows):
+    ...         return Numbers(self[row] for row in rows)
+    >>> splits, described = cut_missing({"train": Numbers(range(20)), "valid": Numbers([20])}, "x.tsv")
+    >>> splits["test"], described
+    ((15,), {'cut_from_train': {'test': '1 of 20 rows, by a fixed shuffle'}})
+    """
+    missing: list[Split] = [split for split in SPLITS if split not in splits]
+    if not missing:
+        return {split: splits[split] for split in SPLITS}, {}
+    train = splits["train"]
+    names = " and ".join(missing)
+    if len(train) < at_least:
+        raise DataError(
+            f"{where}: {len(train)} {noun} are too few to cut {names} from, expected at least {at_least}; "
+            + remedy.format(missing=names)
+        )
+    rows = (draw or _draw_rows(len(train)))(missing, max(1, round(len(train) * share)))
+    cut = {**splits, **{split: train.select(sorted(chosen)) for split, chosen in rows.items()}}
+    described = {split: f"{len(rows[split])} of {len(train)} {noun}{note}, by a fixed shuffle" for split in missing}
+    return {split: cut[split] for split in SPLITS}, {"cut_from_train": described}
+
+
+def _draw_rows(total: int) -> Draw:
+    def draw(missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
+        order = shuffled(range(total))
+        rows: dict[Split, list[int]] = {
+            split: order[place * count : (place + 1) * count] for place, split in enumerate(missing)
+        }
+        return {**rows, "train": order[len(missing) * count :]}
+
+    return draw
+
+
+def shuffled(values: Sequence[Read]) -> list[Read]:
+    """Return the values in the order of the fixed shuffle that cuts splits."""
+    order = list(values)
+    random.Random("cut").shuffle(order)
+    return order
+
+
+def cut_missing_text(texts: Mapping[Split, str], where: str) -> tuple[dict[Split, str], dict[str, Any]]:
+    """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of train each."""
+    train = texts["train"]
+    missing: list[Split] = [split for split in SPLITS if split not in texts]
+    if missing and len(train) < MIN_CHARACTERS_TO_CUT:
+        raise DataError(
+            f"{where}: {len(train)} characters are too few to cut {' and '.join(missing)} from; expected >= "
+            f"{MIN_CHARACTERS_TO_CUT}"
+        )
+    count = round(len(train) * CUT_SHARE)
+    start = len(train) - count * len(missing)
+    cut: dict[Split, str] = {
+        split: train[start + i * count : start + (i + 1) * count] for i, split in enumerate(missing)
+    }
+    described = {"cut_from_train": dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")} if missing else {}
+    return {**texts, "train": train[:start], **cut}, described

@@ -1,0 +1,76 @@
+"""Any Hugging Face tokenizer as the encoder of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import CheckpointError, ConfigError, missing_extra
+from wellposed.tasks.batches.ragged import Ragged
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class PretrainedEncoder(TextEncoder):
+    """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every text."""
+
+    def __init__(self, name: str) -> None:
+        self.kind = f"hf:{name}"
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
+        from wellposed.models import load_pretrained
+
+        try:
+            self._tokenizer: Any = load_pretrained(AutoTokenizer, name)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
+                "give a folder that holds tokenizer.json, or a hub name that is cached or reachable"
+            ) from error
+        self.pad_from_eos = self._tokenizer.pad_token is None
+        if self.pad_from_eos:
+            if self._tokenizer.eos_token is None:
+                raise ConfigError(f"tokenizer 'hf:{name}' has neither a pad nor an eos token, so it cannot pad a batch")
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self.pad_id = int(self._tokenizer.pad_token_id)
+        self.bos_id = self._tokenizer.bos_token_id
+        self.eos_id = self._tokenizer.eos_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
+        """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
+        rows = self._rows(texts)
+        full_lengths = [len(row) for row in rows]
+        if max_length is not None:
+            longer = [index for index, length in enumerate(full_lengths) if length > max_length]
+            cut = self._rows([texts[index] for index in longer], truncation=True, max_length=max_length)
+            for index, row in zip(longer, cut, strict=True):
+                rows[index] = row
+        ids = Ragged.from_lists(rows)
+        return Encoded(ids, full_lengths, self._unknown(ids))
+
+    def _rows(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        return self._tokenizer(list(texts), verbose=False, **options)["input_ids"] if texts else []
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        encoded = self.encode(texts)
+        return encoded.ids, encoded.unknown
+
+    def _unknown(self, ids: Ragged) -> dict[str, int]:
+        unk_id, unk = self._tokenizer.unk_token_id, self._tokenizer.unk_token
+        count = 0 if unk_id is None or unk_id == self._tokenizer.eos_token_id else int((ids.flat == unk_id).sum())
+        return {unk: count} if count else {}
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        self._tokenizer.model_max_length = max_length
+        return self._tokenizer
+
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), "pad_token_is_eos_token": self.pad_from_eos}
