@@ -17,7 +17,7 @@ PUBLIC = {
     "Certificate", "CheckpointError", "ConfigError", "ConvergenceError", "DataError", "Measurement", "Monitor",
     "NotContractiveError", "NotLipschitzError", "OrthogonalityPenalty", "RoleNotFoundError", "Roles", "ShapeError",
     "WellposedError", "certify", "constrain_", "dt_fixup_", "find_roles", "lipschitz_lower_bound", "measure",
-    "orthogonal", "register_rule", "remove_norms_", "signal_propagation", "step_change", "t_fixup_",
+    "orthogonal", "parameter_groups", "register_rule", "remove_norms_", "signal_propagation", "step_change", "t_fixup_",
 }  # fmt: skip
 
 

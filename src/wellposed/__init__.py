@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wellposed.certification import register_rule as register_rule
     from wellposed.constrain import constrain_ as constrain_
     from wellposed.constrain import orthogonal as orthogonal
+    from wellposed.constrain import parameter_groups as parameter_groups
     from wellposed.errors import CheckpointError as CheckpointError
     from wellposed.errors import ConfigError as ConfigError
     from wellposed.errors import ConvergenceError as ConvergenceError
@@ -63,6 +64,7 @@ _EXPORTS: dict[str, str] = {
     "lipschitz_lower_bound": "certification",
     "measure": "measurement",
     "orthogonal": "constrain",
+    "parameter_groups": "constrain",
     "register_rule": "certification",
     "remove_norms_": "initialize",
     "signal_propagation": "initialize",
@@ -101,6 +103,7 @@ __all__ = [
     "lipschitz_lower_bound",
     "measure",
     "orthogonal",
+    "parameter_groups",
     "register_rule",
     "remove_norms_",
     "signal_propagation",
