@@ -3,9 +3,9 @@
 Every number is process CPU time on one thread; candidates alternate within each round and ratios are taken within the
 round, so that a busy machine slows all alike; the median over rounds counts. `constrain_` is its whole extra cost: an
 SGD step with hooks minus the same step without, at steps of a given spectral size ``|A|``. The rows of to="spectral"
-take random steps of the size named, at weights whose singular values are all 1, the bound ("inside": all 0.5), and those
-of to="columns" the same. A parametrisation is its
-forward and backward pass at ``|A|`` about 0.9. Then the drift: worst max |Q^T Q - I| over a run of steps.
+and "columns" take random steps of the size named from weights whose singular values are all 1, the bound, or 0.5
+("inside"). A parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the drift: worst
+max |Q^T Q - I| over a run of steps.
 
 Run: python benchmarks/orthogonality.py [--width 512 256] [--matrices 6] [--rounds 7] [--only NAME ...] [--no-drift]
 geotorch and orthogonium are measured when they are installed (pip install geotorch orthogonium).

@@ -40,10 +40,11 @@ def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
     Status: certified for the matrix as stored, rounding included: a Cholesky factor of ``L I - W^T W / bound^2`` proves
     ``|W|_2 <= l bound``, ``l = sqrt L`` (Rump 2006). Where l is below about 1.12, ``W (I - a (W^T W / bound^2)^4)`` is
     taken: every singular value s becomes ``s - a s^9``, which grows on [0, l] and ends at 1 less the rounding of its
-    products, bounded a priori; a singular value of half the bound moves by ``a / 256``. For larger l every
-    singular value above the bound is set to it (float64 eigenvectors, the nearest such matrix in the Frobenius norm),
-    and the stored result is proved anew, which may shrink it by 1e-4, as is every half-precision one. Source:
-    `wellposed`; soft caps by odd polynomials are of Newhouse et al. (2025, arXiv 2507.13338), without a proof. Power iteration is nowhere.
+    products, bounded a priori; a singular value of half the bound moves by ``a / 512``, ``a <= l - 1``. For larger l
+    every singular value above the bound is set to it (float64 eigenvectors, the nearest such matrix in the Frobenius
+    norm), and the stored result is proved anew, which may shrink it by 1e-4, as is every half-precision one. Source:
+    `wellposed`; soft caps by odd polynomials are of Newhouse et al. (2025, arXiv 2507.13338), without a proof. Power
+    iteration is nowhere.
 
     Args:
         weight: (rows, columns), floating, changed in place; may be a view.

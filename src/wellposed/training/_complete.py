@@ -35,10 +35,11 @@ class CompleteRun(Run):
 
     def __init__(self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
         count = config.train.average_checkpoints
-        if count and config.constrain.where:
+        if count and config.constrain.where and config.constrain.to != "spectral":
             raise ConfigError(
                 f"train.average_checkpoints = {count} with constrain.where = {config.constrain.where!r}: the mean of "
-                "orthogonal matrices is not orthogonal; leave one of them at its default"
+                "orthogonal matrices is not orthogonal, nor has that of unit columns unit columns; leave one of them at "
+                "its default"
             )
         super().__init__(config, out, task, model, accelerator)
         self._history = WeightHistory(out, count) if count else None

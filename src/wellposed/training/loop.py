@@ -172,7 +172,7 @@ class Run:
             "loss": window.loss_sum / max(1, window.targets),
             "penalty": window.penalty_sum / window.steps,
             **({} if window.auxiliary_sum is None else {"auxiliary_loss": window.auxiliary_sum / window.steps}),
-            **self._isometry_error(),
+            **self._constraint_error(),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "tokens_per_second": window.tokens / window.seconds,
@@ -181,9 +181,12 @@ class Run:
         self.state.window = Window()
         self._add_row(row)
 
-    def _isometry_error(self) -> dict[str, float]:
-        """Return max |W^T W / g^2 - I| of the worst constrained weight, where there are any."""
-        return {} if self.constraint is None else {"isometry_error": self.constraint.error().worst}
+    def _constraint_error(self) -> dict[str, float]:
+        """Return how far the worst constrained weight is from its set, where there are any."""
+        if self.constraint is None:
+            return {}
+        name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
+        return {name: self.constraint.error().worst}
 
     def _validate(self) -> None:
         evaluation = self._evaluate("valid", self.options.eval_batches)
@@ -274,7 +277,7 @@ class Run:
             message=message,
             divergence=divergence,
         )
-        values["train_info"].update(self._isometry_error())
+        values["train_info"].update(self._constraint_error())
         result = RunResult(status, self.out, values, message)
         if self.accelerator.is_main_process:
             write_result(result)
