@@ -2,8 +2,10 @@
 
 Every number is process CPU time on one thread; candidates alternate within each round and ratios are taken within the
 round, so that a busy machine slows all alike; the median over rounds counts. `constrain_` is its whole extra cost: an
-SGD step with hooks minus the same step without, at steps of a given spectral size ``|A|``. A parametrisation is its
-forward and backward pass at ``|A|`` about 0.9. Then the drift: worst max |Q^T Q - I| over a run of steps.
+SGD step with hooks minus the same step without, at steps of a given spectral size ``|A|``. The rows of to="spectral"
+and "columns" take random steps of the size named from weights whose singular values are all 1, the bound, or 0.5
+("inside"). A parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the drift: worst
+max |Q^T Q - I| over a run of steps.
 
 Run: python benchmarks/orthogonality.py [--width 512 256] [--matrices 6] [--rounds 7] [--only NAME ...] [--no-drift]
 geotorch and orthogonium are measured when they are installed (pip install geotorch orthogonium).
@@ -25,12 +27,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor, nn
 
-from wellposed.constrain import constrain_, orthogonal
+from wellposed.constrain import Set, constrain_, orthogonal
 from wellposed.linalg import isometry_error
 
 Step = Callable[[], Any]
 SIZES = (0.02, 0.05, 0.1, 0.3)
 STEPS = 8
+PROJECTED: tuple[tuple[str, Set, float, float], ...] = (
+    ("constrain_ spectral, inside", "spectral", 1e-3, 0.5),
+    *((f"constrain_ spectral, step {size:g}", "spectral", size, 1.0) for size in (0.005, 0.02, 0.05, 0.3)),
+    ("constrain_ columns, step 0.05", "columns", 0.05, 1.0),
+)
 SLOW = ("torch matrix_exp (default)", "torch householder", "geotorch expm", "orthogonium default")
 
 
@@ -82,6 +89,23 @@ def hooked(width: int, count: int, size: float | None) -> tuple[Step, Step, nn.M
             parameter.grad = parameter.detach() @ move
 
     return prepare, optimizer.step, model
+
+
+def projected(width: int, count: int, to: Set, size: float, start: float) -> tuple[Step, Step]:
+    """Return (prepare, step) of SGD steps of spectral size ``size`` from weights with all singular values ``start``."""
+    model = layers(width, count)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    constrain_(model, optimizer, where="*", to=to)
+
+    def prepare() -> None:
+        for parameter in model.parameters():
+            # The largest singular value of a square Gaussian matrix is 2 sqrt(d) to within a percent or two.
+            parameter.grad = torch.randn(width, width) * (size / (2 * width**0.5))
+
+    return prepare, optimizer.step
 
 
 def parametrised(width: int, count: int, attach: Callable[[nn.Module], Any]) -> Step:
@@ -182,6 +206,8 @@ def costs(width: int, matrices: int, rounds: int, only: list[str]) -> None:
     for size in SIZES:
         prepare, step, _ = hooked(width, matrices, size)
         steps[f"constrain_ |A| = {size:g}"] = (prepare, step, matrices)
+    for name, to, size, start in PROJECTED:
+        steps[name] = (*projected(width, matrices, to, size, start), matrices)
     for name, attach in parametrisations().items():
         if not only or any(part in name for part in only):
             count = 1 if name in SLOW else matrices

@@ -20,7 +20,7 @@ PUBLIC = {
     "dt_fixup_": "initialize", "find_roles": "roles", "lipschitz_lower_bound": "certification",
     "measure": "measurement", "orthogonal": "constrain", "register_rule": "certification",
     "remove_norms_": "initialize", "signal_propagation": "initialize", "step_change": "initialize",
-    "t_fixup_": "initialize", "tie_queries_and_keys_": "initialize",
+    "parameter_groups": "constrain", "t_fixup_": "initialize", "tie_queries_and_keys_": "initialize",
 }  # fmt: skip
 PACKAGES = {
     "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg", "measurement",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from wellposed.certification import register_rule as register_rule
     from wellposed.constrain import constrain_ as constrain_
     from wellposed.constrain import orthogonal as orthogonal
+    from wellposed.constrain import parameter_groups as parameter_groups
     from wellposed.errors import CheckpointError as CheckpointError
     from wellposed.errors import ConfigError as ConfigError
     from wellposed.errors import ConvergenceError as ConvergenceError

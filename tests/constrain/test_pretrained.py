@@ -60,7 +60,10 @@ def test_gpt2_conv1d_weights_are_matrices_too() -> None:
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     handle = constrain_(model, optimizer, where="*.c_*")
-    assert {row.shape for row in handle.report.rows} == {(16, 48), (16, 16), (16, 64), (64, 16)}
+    assert {row.shape for row in handle.report.rows} == {(16, 16), (16, 64), (64, 16)}
+    assert [path for path in handle.paths if "c_attn" in path] == [
+        f"transformer.h.0.attn.c_attn.weight[{start}:{start + 16}]" for start in (0, 16, 32)
+    ]
     tokens = torch.randint(0, 30, (2, 8))
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()

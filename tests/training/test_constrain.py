@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,25 @@ def test_named_weights_stay_orthogonal_and_the_run_says_how_well(stub: ModuleTyp
     assert "isometry_error" not in free.result["train_info"]
     moved = load_file(tmp_path / "free" / "final" / "model.safetensors")
     assert max(isometry_error(moved[name]) for name in WEIGHTS) > 0.1
+
+
+@pytest.mark.parametrize("to", ["spectral", "columns"])
+def test_the_other_sets_are_held_through_kill_and_resume(stub: ModuleType, tmp_path: Path, to: Any) -> None:
+    config = replace(stub.make_config(), constrain=ConstrainOptions("*.inner", to=to, bound=0.5))
+    result = stub.run(config, tmp_path / "run")
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    for name in WEIGHTS:
+        if to == "spectral":
+            assert float(torch.linalg.svdvals(weights[name].double())[0]) <= 0.5
+        else:
+            assert float((weights[name].double().norm(dim=0) / 0.5 - 1.0).abs().max()) <= 1e-6
+    assert result.result["train_info"]["constraint_error"] <= 1e-6
+    assert "isometry_error" not in result.result["train_info"]
+    jsonschema.validate(json.loads((tmp_path / "run" / "result.json").read_text()), result_schema())
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("final", "checkpoint-12"))
+    (tmp_path / "again" / "result.json").unlink()
+    assert stub.run(config, tmp_path / "again", resume="auto").status == "success"
+    assert (tmp_path / "again" / FILES[2]).read_bytes() == (tmp_path / "run" / FILES[2]).read_bytes()
 
 
 def test_runs_of_version_0_1_that_name_it_otherwise_are_read(stub: ModuleType, tmp_path: Path) -> None:
@@ -122,6 +142,14 @@ def test_an_empty_pattern_is_refused() -> None:
         ConstrainOptions("*.q_proj,,*.k_proj")
     with pytest.raises(ConfigError, match="'fit' without where, so no weight is held; name the embedding"):
         ConstrainOptions(embeddings="fit")
+    for options, says in (
+        ({"to": "stiefel"}, "to = 'stiefel', expected orthogonal, spectral or columns"),
+        ({"to": "spectral", "bound": 0.0}, r"bound = 0\.0, expected a finite number above 0"),
+        ({"bound": 0.5}, r"bound = 0\.5 with to = orthogonal, which has none"),
+        ({"to": "columns", "embeddings": "fit"}, "embeddings = 'fit' with to = 'columns'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ConstrainOptions("a", **options)  # pyright: ignore[reportArgumentType]
     assert ConstrainOptions("a, b").patterns == ["a", "b"]
     assert ConstrainOptions().patterns == []
 

@@ -20,23 +20,23 @@ def batches(weights: Iterable[Weight], *, batched: bool | None) -> list[list[Wei
     for weight in weights:
         parameter = weight.parameter
         wanted = parameter.device.type != "cpu" if batched is None else batched
-        gradient = parameter.grad
+        gradient = weight.gradient
         if wanted and weight.is_direct and gradient is not None and gradient.dtype == parameter.dtype:
-            key = (tuple(tall(parameter).shape), parameter.dtype, parameter.device, weight.gain)
+            key = (tuple(tall(weight.value).shape), parameter.dtype, parameter.device, weight.gain, weight.square)
         else:
             key = id(weight)
         groups.setdefault(key, []).append(weight)
     chunks: list[list[Weight]] = []
     for group in groups.values():
-        size = max(1, _MAX_ENTRIES // group[0].parameter.numel())
+        size = max(1, _MAX_ENTRIES // group[0].value.numel())
         chunks.extend(group[start : start + size] for start in range(0, len(group), size))
     return chunks
 
 
 def project_gradients_(weights: list[Weight], work: Workspace) -> None:
     """Do `Weight.project_gradient_` for a batch."""
-    gradients = [tall(weight.parameter.grad) for weight in weights if weight.parameter.grad is not None]
-    points = _stack([weight.parameter for weight in weights], "points", work)
+    gradients = [tall(weight.gradient) for weight in weights if weight.gradient is not None]
+    points = _stack([weight.value for weight in weights], "points", work)
     whole = _stack(gradients, "gradients", work)
     project = skew_gradient_ if weights[0].square else tangent_gradient_
     project(points, whole, gain=weights[0].gain, workspace=work)
@@ -46,7 +46,7 @@ def project_gradients_(weights: list[Weight], work: Workspace) -> None:
 def retract_batch_(weights: list[Weight], work: Workspace) -> Retraction:
     """Do `Weight.retract_` for a batch; nothing is written when a step is not finite."""
     first = weights[0]
-    current = [tall(weight.parameter.detach()) for weight in weights]
+    current = [tall(weight.value) for weight in weights]
     result = _stack(current, "gradients", work)
     before = [weight.before for weight in weights if weight.before is not None]
     if first.square and len(before) == len(weights):

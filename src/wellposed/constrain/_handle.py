@@ -1,4 +1,4 @@
-"""The handle that keeps weights orthogonal while an optimizer trains them, until it is removed."""
+"""The handle that keeps weights in their set while an optimizer trains them, until it is removed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.constrain._batch import batches, project_gradients_, retract_batch_
+from wellposed.constrain._idle import IdleWatch
 from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
 from wellposed.constrain._weight import Weight
 from wellposed.errors import ConfigError, ConvergenceError, listed
@@ -32,10 +33,11 @@ class ConstraintWarning(UserWarning):
 
 
 class Constraint:
-    """Keeps ``W^T W = gain^2 I`` for a set of plain parameters; made by `constrain_`, ended by `remove`.
+    """Keeps plain parameters in their set (orthogonal, spectral, columns); made by `constrain_`, ended by `remove`.
 
-    The only traces of it are on each optimizer, two hooks and what makes a copy of it speak up: nothing is added to the
-    model or a ``state_dict``. Copies (``copy.deepcopy``, pickle, ``torch.save`` of whole objects) of the optimizer are
+    The only traces of it are two hooks on each optimizer, what makes a copy of it speak up, and, until its first step,
+    a hook on the gradient of a weight, which warns when another optimizer steps in its place: nothing is added to a
+    module or a ``state_dict``. Copies (``copy.deepcopy``, pickle, ``torch.save`` of whole objects) of the optimizer are
     without the constraint, and say so with a `ConstraintWarning` at their first step; call `constrain_` on them, or
     ``attach()`` on a handle that was copied in the same call.
     """
@@ -51,6 +53,7 @@ class Constraint:
         self._pending: list[Weight] = []
         self._said: set[str] = set()
         self._hooks: list[RemovableHandle] = []
+        self._idle: IdleWatch | None = None
 
     @property
     def active(self) -> bool:
@@ -63,8 +66,10 @@ class Constraint:
         return tuple(weight.path for weight in self.weights)
 
     def error(self) -> OrthogonalityErrors:
-        """Measure ``max |W^T W / gain^2 - I|`` of every constrained weight, in float64, as stored.
+        """Measure how far every constrained weight, as stored, is from its set, in float64.
 
+        ``max |W^T W / gain^2 - I|`` of orthogonal weights; ``max(0, |W|_2 / bound - 1)`` of spectral ones, by the
+        certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns.
         Of sharded weights one is gathered at a time, so every rank must call it.
         """
         return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
@@ -77,6 +82,8 @@ class Constraint:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._idle is not None:
+            self._idle.remove()
         for optimizer in self._optimizers():
             if not handles_of(optimizer):
                 optimizer.__dict__.pop("__getstate__", None)
@@ -86,7 +93,8 @@ class Constraint:
             weight.master = None
 
     def attach(self) -> None:
-        """Put the hooks on the optimizers (`constrain_` does this)."""
+        """Put the hooks on the optimizers and the weights (`constrain_` does this)."""
+        self._idle = IdleWatch(self.weights, self._say)
         for optimizer in self._optimizers():
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -99,7 +107,8 @@ class Constraint:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and what lives for one step."""
-        return {**self.__dict__, "_hooks": [], "_pending": [], "_work": Workspace(), "_said": set()}
+        fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": None}
+        return {**self.__dict__, **fresh}
 
     def __enter__(self) -> Constraint:
         return self
@@ -133,6 +142,8 @@ class Constraint:
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
         self._abandon()
+        if self._idle is not None:
+            self._idle.stepped(optimizer)
         decay = {id(p): group.get("weight_decay", 0) for group in optimizer.param_groups for p in group["params"]}
         ready = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
         self._check(ready, decay)
@@ -155,13 +166,14 @@ class Constraint:
             self._pending.append(weight)
 
     def _check(self, ready: list[Weight], decay: dict[int, Any]) -> None:
-        offenders = [w.path for w in ready if decay.get(id(w.parameter), 0) != 0] if not self._ignore_decay else []
+        decayed = [w.path for w in ready if not w.decays and decay.get(id(w.parameter), 0) != 0]
+        offenders = [] if self._ignore_decay else decayed
         if offenders:
             raise decay_error(offenders)
         sparse = [w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse]
         if sparse:
             raise ConfigError(
-                "constrain_: these weights have sparse gradients, which have no tangent projection; use "
+                "constrain_: these weights have sparse gradients, of which no projection is sparse; use "
                 f"nn.Embedding(sparse=False):\n{listed(sparse)}"
             )
 
@@ -174,9 +186,9 @@ class Constraint:
                 broken += self._retract(group)
         if broken:
             raise ConvergenceError(
-                "constrain_: the optimizer made steps that are not finite, so these weights could not be retracted "
-                "(square ones are back where they were before the step); look at the loss and the gradients, clip "
-                f"them, or lower the learning rate:\n{listed(broken)}"
+                "constrain_: the optimizer made steps that are not finite, so these weights could not be brought back "
+                "(square orthogonal ones are where they were before the step); look at the loss and the gradients, "
+                f"clip them, or lower the learning rate:\n{listed(broken)}"
             )
 
     def _retract(self, group: list[Weight]) -> list[str]:
@@ -261,8 +273,9 @@ def decay_error(paths: list[str]) -> ConfigError:
     """Build the error for constrained weights in a group with weight decay."""
     return ConfigError(
         "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking an orthogonal matrix "
-        "means nothing; put them in a group with weight_decay=0, or pass weight_decay='ignore' to leave the decay out "
-        f"of their steps:\n{listed(paths)}"
+        "means nothing; put them in a group with weight_decay=0, as wellposed.parameter_groups(model, weight_decay, "
+        "where=...) does, or pass weight_decay='ignore' to leave the decay out of their steps:"
+        f"\n{listed(paths)}"
     )
 
 
@@ -273,6 +286,10 @@ def handles_of(optimizer: Optimizer) -> list[Constraint]:
     return [owner for owner in owners if isinstance(owner, Constraint)]
 
 
-def owns(handle: Constraint, parameter: nn.Parameter) -> bool:
-    """Whether a handle constrains this parameter."""
-    return any(weight.parameter is parameter for weight in handle.weights)
+def owns(handle: Constraint, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
+    """Whether a handle constrains these rows of this parameter, or some of them."""
+    return any(weight.parameter is parameter and _overlap(weight.rows, rows) for weight in handle.weights)
+
+
+def _overlap(first: tuple[int, int] | None, second: tuple[int, int] | None) -> bool:
+    return first is None or second is None or max(first[0], second[0]) < min(first[1], second[1])

@@ -1,4 +1,4 @@
-"""What attaching did to each weight, and how orthogonal each one is now."""
+"""What attaching did to each weight, and how far from its set each one is now."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class ConstrainedWeight:
     """Full dotted name of the parameter."""
     shape: tuple[int, int]
     gain: float
-    """The common singular value: ``W^T W = gain^2 I`` (``W W^T`` for a wide weight)."""
+    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of the other sets."""
     moved_frobenius: float
-    """``|W' - W|_F / |W|_F``: 0 when the weight was already orthogonal."""
+    """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
     moved_spectral: float
     """``|W' - W|_2 / |W|_2``."""
     error_before: float
-    """``max |W^T W / gain^2 - I|`` before attaching."""
+    """How far the weight was from its set before attaching, as `Constraint.error` measures it."""
     error_after: float
     """The same after it, measured in float64 on the weight as stored."""
     also: tuple[str, ...] = ()
@@ -63,7 +63,10 @@ class ConstraintReport:
 
 @dataclass(frozen=True)
 class OrthogonalityErrors:
-    """``max |W^T W / gain^2 - I|`` of each constrained weight, measured in float64 on the weight as stored."""
+    """How far each constrained weight is from its set, measured in float64 on the weight as stored.
+
+    See `Constraint.error` for what is measured in each set.
+    """
 
     by_path: dict[str, float]
 

@@ -1,36 +1,67 @@
-"""Which weights of a model a ``where`` means: names, patterns, types or a function."""
+"""Which weights of a model are meant: by names, patterns, types, a function, or the roles they play."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from wellposed.errors import ConfigError, RoleNotFoundError, nearest_names
+from wellposed.constrain._parts import Part, Parts
+from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
+from wellposed.roles import ROLE_NAMES
 
 Where: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence["str | type[nn.Module]"]
+# Adapters (LoRA and kin) keep the layer that they adapt under this name.
+_BASE = "base_layer"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One place in the model where a weight is, or would be if it were a plain parameter."""
+    """One place in the model where a matrix is, or would be if it were a plain parameter."""
 
     module_path: str
     name: str
     module: nn.Module
     parameter: nn.Parameter | None
     """None when the module computes its weight (parametrised or packed), so that there is nothing to constrain."""
+    rows: tuple[int, int] | None = None
+    """The output rows of one part of a fused weight, or None for all of the weight."""
+    transposed: bool = False
+    """Whether the parameter is stored (in, out) and is to be seen as (out, in)."""
+    roles: frozenset[str] = frozenset()
+    padding: int | None = None
+    """The column that is a vector of padding, which may be zero."""
 
     @property
     def parameter_name(self) -> str:
         """The full dotted name, as in ``state_dict``."""
         return f"{self.module_path}.{self.name}" if self.module_path else self.name
+
+    @property
+    def label(self) -> str:
+        """The name of the matrix: that of the parameter, with the rows where it is a part of it."""
+        return self.parameter_name if self.rows is None else f"{self.parameter_name}[{self.rows[0]}:{self.rows[1]}]"
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the matrix inside a tensor of the parameter's shape: a view."""
+        oriented = tensor.mT if self.transposed else tensor
+        return oriented if self.rows is None else oriented[self.rows[0] : self.rows[1]]
+
+    @property
+    def layer_path(self) -> str:
+        """The path of the layer as it is known without adapters."""
+        return self.module_path.removesuffix(f".{_BASE}")
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the weight is the frozen one below an adapter."""
+        return self.module_path.endswith(f".{_BASE}")
 
     @property
     def is_main_weight(self) -> bool:
@@ -49,16 +80,73 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
-def select_weights(model: nn.Module, where: Where) -> list[Candidate]:
-    """Return what ``where`` matches, in the order of ``named_modules``; every part of it must match something."""
-    candidates = list(_candidates(model))
-    parts = _parts(where)
-    matches = [_matching(part, candidates) for part in parts]
-    unmatched = [part for part, found in zip(parts, matches, strict=True) if not found]
+def select_weights(
+    model: nn.Module,
+    where: Where | None = None,
+    *,
+    roles: str | Sequence[str] | None = None,
+    adapters: bool = False,
+) -> list[Candidate]:
+    """Return what ``where`` matches or what plays one of the ``roles``, in the order of ``named_modules``.
+
+    Every part of ``where`` must match something and every role must be played. A part of ``where`` that fits no name
+    and is the name of a role means that role. The parts of a fused weight (GPT-2's ``c_attn``, ``in_proj_weight``) are
+    returned one by one. With ``adapters`` the trainable factors of an adapter come in place of the weight below it.
+    """
+    wanted = [roles] if isinstance(roles, str) else list(roles or ())
+    if where is None and not wanted:
+        raise ConfigError("which weights: expected where= (names, patterns, types, a function) or roles=")
+    parts = Parts(model)
+    candidates = [split for found in _candidates(model) for split in _split(found, parts.of(found.module, found.name))]
+    matches: list[set[int]] = []
+    unmatched: list[str] = []
+    for part in [] if where is None else _parts(where):
+        matched = _matching(part, candidates)
+        if not matched and isinstance(part, str) and part in ROLE_NAMES:
+            wanted.append(part)
+        elif not matched:
+            unmatched.append(_no_match(part, candidates))
+        matches.append(matched)
     if unmatched:
-        raise RoleNotFoundError("\n".join(_no_match(part, candidates) for part in unmatched))
-    wanted = set().union(*matches)
-    return [found for index, found in enumerate(candidates) if index in wanted]
+        raise RoleNotFoundError("\n".join(unmatched))
+    parts.check(wanted)
+    chosen = set().union(*matches)
+    found = [place for index, place in enumerate(candidates) if index in chosen or not place.roles.isdisjoint(wanted)]
+    return _factors(found, candidates) if adapters else found
+
+
+def _split(found: Candidate, parts: Sequence[Part]) -> Iterator[Candidate]:
+    if not parts or found.parameter is None:
+        yield replace(found, roles=frozenset().union(*(part.roles for part in parts)))
+    for part in parts if found.parameter is not None else ():
+        is_slice = part.rows is not None
+        yield replace(found, rows=part.rows, transposed=part.transposed and is_slice, roles=part.roles)
+
+
+def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Put the factors of its adapter, as far as they train, in the place of each adapted weight."""
+    result: dict[str, Candidate] = {}
+    bare: list[str] = []
+    for place in found:
+        inside, base = f"{place.layer_path}.", f"{place.layer_path}.{_BASE}"
+        own = [
+            other
+            for other in candidates
+            if other.module_path.startswith(inside)
+            and not f"{other.module_path}.".startswith(f"{base}.")
+            and other.parameter is not None
+            and other.parameter.requires_grad
+            and other.parameter.ndim == 2
+        ]
+        if not place.is_adapted or not own:
+            bare.append(place.label)
+        result.update((other.label, other) for other in own if place.is_adapted)
+    if bare:
+        raise ConfigError(
+            "adapters=True, but these weights have no adapter with a factor that trains; narrow the selection, or "
+            f"leave adapters=False for them:\n{listed(bare)}"
+        )
+    return list(result.values())
 
 
 def _parts(where: Where) -> list[str | type[nn.Module] | Callable[[str, nn.Module], bool]]:
@@ -89,18 +177,20 @@ def _matching(part: str | type[nn.Module] | Callable[[str, nn.Module], bool], ca
     main = {index: found for index, found in enumerate(candidates) if found.is_main_weight}
     if isinstance(part, str):
         # Parameter names only where no module path matches, or "layers.0*" would take the biases of its modules too.
-        by_path = {index for index, found in main.items() if _names(part, found.module_path)}
-        return by_path or {index for index, found in enumerate(candidates) if _names(part, found.parameter_name)}
+        by_path = {index for index, found in main.items() if _names(part, found.module_path, found.layer_path)}
+        return by_path or {i for i, found in enumerate(candidates) if _names(part, found.parameter_name, found.label)}
     if isinstance(part, type):
         return {index for index, found in main.items() if isinstance(found.module, part)}
     return {index for index, found in main.items() if part(found.module_path, found.module)}
 
 
-def _names(pattern: str, name: str) -> bool:
+def _names(pattern: str, *names: str) -> bool:
     if pattern.startswith("re:"):
-        return _compiled(pattern).fullmatch(name) is not None
-    # The leading dot lets "*.q_proj" also match a module "q_proj" at the top of the model.
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f".{name}", pattern)
+        return any(_compiled(pattern).fullmatch(name) for name in names)
+    # The leading dot lets "*.q_proj" also match a module "q_proj" at the top of the model; a name of a part has
+    # brackets, which are no pattern there.
+    forms = [form for name in names for form in (name, f".{name}")]
+    return pattern in names or any(fnmatch.fnmatchcase(form, pattern) for form in forms)
 
 
 def _compiled(part: str) -> re.Pattern[str]:

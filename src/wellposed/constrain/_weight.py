@@ -1,4 +1,4 @@
-"""One constrained parameter: gradient to the tangent space before the optimizer step, retraction after it."""
+"""One held matrix: where it lives in the model, and what every set answers for it."""
 
 from __future__ import annotations
 
@@ -6,251 +6,103 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.linalg import (
-    Retraction,
-    Workspace,
-    compute_dtype,
-    isometry_error,
-    nearest_orthogonal,
-    retract_,
-    rotate,
-    skew_gradient_,
-    tall,
-    tangent_gradient_,
-)
-from wellposed.linalg.sharded import is_sharded, read, write_
-
-# Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an entry of W^T W by at
-# most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that far: see the test. With u = 2^-8 that is
-# 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the float32 copy that is rounded adds its own 1e-5.
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# Their step is an odd function of each gradient entry, so the step of a skew gradient is skew.
-_ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
-)
-_LIE_MARK = "wellposed_lie_coordinates"
+from wellposed.constrain._report import ConstrainedWeight
+from wellposed.constrain._select import Candidate
+from wellposed.linalg import Retraction, Workspace
+from wellposed.linalg.sharded import read, write_
 
 
 class Weight:
-    """A parameter with ``W^T W = gain^2 I``, the optimizer that owns it, and the copies one step needs."""
+    """A matrix that is held in a set by projecting it after each step; a set is a subclass."""
 
-    def __init__(
-        self,
-        path: str,
-        parameter: nn.Parameter,
-        optimizer: Optimizer,
-        gain: float,
-        also: tuple[str, ...] = (),
-        *,
-        is_frame: bool = False,
-    ) -> None:
-        self.path = path
-        self.parameter = parameter
+    square = False
+    is_frame = False
+    is_half = False
+    is_direct = False
+    decays = False
+    """Whether weight decay keeps the matrix in the set."""
+    tolerance = 0.0
+    """The error up to which a matrix counts as one of the set already."""
+    inner_tolerance = 0.0
+    step_is_skew = False
+    drift: float | None = None
+    master: Tensor | None = None
+    before: Tensor | None = None
+
+    def __init__(self, place: Candidate, optimizer: Optimizer, size: float, also: tuple[str, ...] = ()) -> None:
+        assert place.parameter is not None  # what cannot be held was refused before
+        self.place = place
+        self.path = place.label
+        self.parameter: nn.Parameter = place.parameter
+        self.rows = place.rows
         self.optimizer = optimizer
-        self.gain = gain
+        self.gain = size
         self.also = also
-        # An embedding steps by its own gradient, and the retraction alone takes out the normal part: a projected
-        # gradient is not zero for a token outside the batch, and Adam would make it as long a step as any.
-        self.is_frame = is_frame
-        self.square = parameter.shape[0] == parameter.shape[1] and not is_frame
-        self.dtype = compute_dtype(parameter)
-        self.is_half = self.dtype != parameter.dtype
-        kind = type(optimizer)
-        self.step_is_skew = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
-        # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
-        self.master: Tensor | None = None
-        self.before: Tensor | None = None
-        # Bound on the error of the weight as the last step left it; and whether `before` holds it as it was then.
-        self.drift: float | None = None
-        self._kept = False
-        self._is_fresh = True
-        self._displaced = False
 
     @property
-    def is_direct(self) -> bool:
-        """Whether a step can work on the parameter's own memory."""
-        return not (self.is_half or self._displaced or is_sharded(self.parameter))
+    def value(self) -> Tensor:
+        """The matrix, without its graph: a view of the parameter."""
+        return self.place.seen(self.parameter.detach())
 
     @property
-    def inner_tolerance(self) -> float:
-        """The tolerance of the matrix that is computed with (the master, for half weights)."""
-        return TOLERANCES[self.dtype]
+    def gradient(self) -> Tensor | None:
+        """The part of the gradient that belongs to the matrix, a view of it."""
+        gradient = self.parameter.grad
+        return None if gradient is None else self.place.seen(gradient)
 
     def error(self) -> float:
-        """Measure the weight as stored, in float64."""
-        return float(isometry_error(read(self.parameter), gain=self.gain))
+        """Measure how far the matrix, as stored, is from the set."""
+        raise NotImplementedError
 
-    def adopt_master(self, value: Tensor | None = None) -> None:
-        """Set the float32 copy of a half weight; by default from the matrix nearest to what is stored."""
-        if self.is_half:
-            whole = read(self.parameter).to(self.dtype)
-            nearest = nearest_orthogonal(whole, gain=self.gain).weight if value is None else value
-            self.master = self.parameter.detach().to(self.dtype)
-            write_(self.master, nearest)
+    def retract_(self, work: Workspace, /) -> Retraction:
+        """Put the matrix back into the set."""
+        raise NotImplementedError
+
+    def nearest(self) -> tuple[Tensor, float]:
+        """Return the matrix of the set to start from, and the error of the present one."""
+        raise NotImplementedError
+
+    def start(self, *, dry_run: bool) -> ConstrainedWeight:
+        """Move the matrix into the set, unless it is there, and tell how far."""
+        whole = read(self.value).double()
+        inside, before = self.nearest()
+        moved = inside.double() - whole
+        if not dry_run and before > self.tolerance:
+            write_(self.value, inside)
+        return ConstrainedWeight(
+            path=self.path,
+            shape=(whole.shape[0], whole.shape[1]),
+            gain=self.gain,
+            moved_frobenius=_ratio(moved.norm(), whole.norm()),
+            moved_spectral=_ratio(torch.linalg.matrix_norm(moved, 2), torch.linalg.matrix_norm(whole, 2)),
+            error_before=before,
+            error_after=self.error_of(inside),
+            also=self.also,
+        )
+
+    def error_of(self, matrix: Tensor) -> float:
+        """Measure how far a matrix is from the set."""
+        raise NotImplementedError
 
     def project_gradient_(self, work: Workspace) -> None:
-        """Put the gradient into the coordinates the optimizer is to step in."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            return
-        if self.master is not None and not _same(self.master.to(self.parameter.dtype), self.parameter.detach()):
-            self.adopt_master()
-            self.drift = None
-        point = tall(read(self.parameter if self.master is None else self.master))
-        whole = tall(read(gradient).to(self.dtype))
-        project = skew_gradient_ if self.square else tangent_gradient_
-        project(point, whole, gain=self.gain, workspace=work)
-        if is_sharded(gradient) or gradient.dtype != self.dtype:
-            write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
+        """Put the gradient into the coordinates the optimizer is to step in: its own, unless a set says otherwise."""
 
     def remember_(self, *, displace: bool) -> None:
-        """Keep what the retraction needs; ``displace`` zeroes the parameter, so that it will hold the bare step."""
-        self._displaced = displace
-        if self.master is None and (self.square or displace) and not self._kept:
-            self._copy_before()
-        if displace:
-            self.parameter.detach().zero_()
-
-    def _copy_before(self) -> None:
-        current = self.parameter.detach()
-        if self.before is None or self.before.shape != current.shape or self.before.device != current.device:
-            self.before = torch.empty_like(current)
-        self.before.copy_(current)
-
-    def _distance_to_before(self) -> float:
-        before, current = self.before, self.parameter.detach()
-        if before is None or before.shape != current.shape or before.device != current.device:
-            return float("inf")
-        return float(torch.dist(before, current.to(before.dtype)))
+        """Keep what the retraction needs."""
 
     def restore_(self) -> None:
         """Undo `remember_` when the step it prepared never came to its end."""
-        if self._displaced:
-            before = self.before if self.master is None else self.master
-            if before is not None:
-                self.parameter.detach().copy_(before)
-        self._displaced = False
-
-    def retract_(self, work: Workspace) -> Retraction:
-        """Turn the step the optimizer took into a step along the manifold."""
-        if self.is_direct:
-            return self._retract_direct(work)
-        before = self.before if self.master is None else self.master
-        moved = read(self.parameter).to(self.dtype)
-        if before is None:
-            point = step = None
-            result = tall(moved.clone())
-        else:
-            point = read(before)
-            origin = None if self._displaced else point.to(self.parameter.dtype).to(self.dtype)
-            step = moved if origin is None else moved - origin
-            result = tall(point + step)
-        self._displaced = False
-        if self.square and point is not None and step is not None:
-            result = torch.empty_like(point)
-            try:
-                taken = self._rotate(point, step, result, work)
-            finally:
-                self._store(result)
-            return taken
-        taken = retract_(result, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
-        self._store(result)
-        return taken
-
-    def _retract_direct(self, work: Workspace) -> Retraction:
-        current = self.parameter.detach()
-        if not self.square or self.before is None:
-            return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
-        step = current.sub_(self.before)
-        return self._rotate(self.before, step, current, work)
-
-    def _rotate(self, point: Tensor, step: Tensor, out: Tensor, work: Workspace) -> Retraction:
-        return rotate(
-            point,
-            step,
-            out=out,
-            gain=self.gain,
-            tolerance=self.inner_tolerance,
-            step_is_skew=self.step_is_skew,
-            drift=self.drift,
-            workspace=work,
-        )
-
-    def _store(self, result: Tensor) -> None:
-        whole = result if result.shape == self.parameter.shape else result.mT
-        write_(self.parameter, whole)
-        if self.master is not None:
-            write_(self.master, whole)
 
     def claim_state(self) -> bool:
-        """Mark the moments of a square weight as Lie coordinates; return whether they were not, and so restarted."""
-        state = self.optimizer.state.get(self.parameter)
-        if self.master is None:
-            # torch's version of a tensor does not count what goes through ``.data``, so the entries are compared; by
-            # `dist`, which on a CPU takes half the time of `equal`.
-            self._kept = self._kept and self._distance_to_before() == 0.0
-            self.drift = self.drift if self._kept else None
-        if self._is_fresh and self.square and state and _LIE_MARK in state:
-            self.drift = self._resumed(state[_LIE_MARK])
-        if not self.square or not state or _LIE_MARK in state:
-            return False
-        stale = _has_stepped(state)
-        if stale:
-            self._restart(state)
-            state = self.optimizer.state.get(self.parameter)
-        if state:
-            state[_LIE_MARK] = None
-        return stale
+        """Return whether moments in other coordinates had to be restarted."""
+        return False
 
     def mark_state(self, drift: float | None = None) -> None:
-        """Note the drift of this step beside the moments it made: the mark of Lie coordinates, for a resumed run."""
-        self.drift = drift
-        self._is_fresh = False
-        # A sharded weight would have to be gathered to be compared: it is measured at every step instead.
-        self._kept = self.square and self.master is None and not is_sharded(self.parameter)
-        if self._kept:
-            self._copy_before()
-        state = self.optimizer.state.get(self.parameter)
-        # SGD without momentum keeps nothing there, and does not mind.
-        if self.square and (state or type(self.optimizer) is torch.optim.SGD):
-            self.optimizer.state[self.parameter][_LIE_MARK] = drift
+        """Note beside the moments what a resumed run needs."""
 
     def release_state(self) -> None:
-        """Restart moments that are in Lie coordinates, and take the mark away."""
-        state = self.optimizer.state.get(self.parameter)
-        if state is None or _LIE_MARK not in state:
-            return
-        del state[_LIE_MARK]
-        self.drift, self._kept, self._is_fresh = None, False, True
-        if state:
-            self._restart(state)
-        else:
-            del self.optimizer.state[self.parameter]
-
-    def _resumed(self, drift: float | None) -> float | None:
-        """Return the drift that was saved with these weights, if it is these: a run then goes on bit for bit."""
-        return drift if self.master is not None or self.error() <= self.inner_tolerance else None
-
-    def _restart(self, state: dict[str, object]) -> None:
-        # torch's optimizers start from zeros; others may hold codes or tables, which only they can make.
-        if not type(self.optimizer).__module__.startswith("torch."):
-            del self.optimizer.state[self.parameter]
-            return
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                state[name] = type(value)(0)
+        """Restart moments that only a constrained step understands."""
 
 
-def _has_stepped(state: dict[str, object]) -> bool:
-    step = state.get("step")
-    if isinstance(step, Tensor):
-        return bool(step.sum() > 0)
-    return not isinstance(step, (int, float)) or step > 0
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    if is_sharded(first):
-        return bool((read(first) == read(second)).all())
-    return torch.equal(first, second)
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part / whole.clamp_min(torch.finfo(whole.dtype).tiny))

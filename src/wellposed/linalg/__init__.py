@@ -10,6 +10,8 @@ from wellposed.linalg._brackets import l2_constants as l2_constants
 from wellposed.linalg._brackets import l2_constants_alibi as l2_constants_alibi
 from wellposed.linalg._brackets import l2_constants_from_weights as l2_constants_from_weights
 from wellposed.linalg._brackets import phi_inverse as phi_inverse
+from wellposed.linalg._cap import SpectralCap as SpectralCap
+from wellposed.linalg._cap import cap_spectral_norm_ as cap_spectral_norm_
 from wellposed.linalg._cayley import based_cayley as based_cayley
 from wellposed.linalg._cayley import cayley as cayley
 from wellposed.linalg._cayley import inverse_cayley as inverse_cayley

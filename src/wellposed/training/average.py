@@ -27,13 +27,14 @@ def weight_history(config: RunConfig, run_folder: Path) -> WeightHistory | None:
     """Return the history that ``average_checkpoints`` asks for, or None where nothing is averaged.
 
     Raises:
-        ConfigError: weights are held orthogonal, which their mean would not be.
+        ConfigError: weights are held in a set in which their mean would not be.
     """
     count = config.train.average_checkpoints
-    if count and config.constrain.where:
+    if count and config.constrain.where and config.constrain.to != "spectral":
         raise ConfigError(
             f"train.average_checkpoints = {count} with constrain.where = {config.constrain.where!r}: the mean of "
-            "orthogonal matrices is not orthogonal; leave one of them at its default"
+            "orthogonal matrices is not orthogonal, nor has that of unit columns unit columns; leave one of them at "
+            "its default"
         )
     return WeightHistory(run_folder, count) if count else None
 

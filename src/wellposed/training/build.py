@@ -91,19 +91,21 @@ def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.
 
 
 def build_constraint(options: ConstrainOptions, model: nn.Module, optimizer: Optimizer) -> Constraint | None:
-    """Return the handle that holds the weights of ``options`` orthogonal, or None where it names none.
+    """Return the handle that holds the weights of ``options`` in their set, or None where it names none.
 
     Everything that a resumed run needs is in the weights and in the state of the optimizer.
 
     Raises:
-        ConfigError: weights that cannot be held orthogonal, each with the reason.
+        ConfigError: weights that cannot be held, each with the reason.
     """
     if not options.where:
         return None
     from wellposed.constrain import constrain_
 
     try:
-        return constrain_(model, optimizer, options.patterns, embeddings=options.embeddings)
+        return constrain_(
+            model, optimizer, options.patterns, to=options.to, bound=options.bound, embeddings=options.embeddings
+        )
     except ShapeError as error:
         raise _unusable(options, error) from error
 

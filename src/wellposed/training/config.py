@@ -126,10 +126,14 @@ class PenaltyOptions:
 
 @dataclass(frozen=True)
 class ConstrainOptions:
-    """Weights that `wellposed.constrain_` holds orthogonal during training; none where empty."""
+    """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
 
     where: str = ""
-    """Comma-separated names or patterns of weights to hold orthogonal, such as *.q_proj,*.k_proj."""
+    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
+    to: Literal["orthogonal", "spectral", "columns"] = "orthogonal"
+    """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
+    bound: float = 1.0
+    """Size of the sets spectral and columns, above 0."""
     embeddings: Literal["refuse", "fit"] = "refuse"
     """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
 

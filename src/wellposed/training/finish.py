@@ -129,7 +129,7 @@ def end(
         message=message,
         divergence=divergence,
     )
-    values["train_info"].update(run.isometry_error())
+    values["train_info"].update(run.constraint_error())
     result = RunResult(status, run.out, values, message)
     if run.is_main:
         write_result(result)

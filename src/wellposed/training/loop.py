@@ -136,7 +136,7 @@ def _log(run: Run, rate: float, grad_norm: float) -> None:
         "loss": window.loss_sum / max(1, window.targets),
         "penalty": window.penalty_sum / window.steps,
         **({} if window.auxiliary_sum is None else {"auxiliary_loss": window.auxiliary_sum / window.steps}),
-        **run.isometry_error(),
+        **run.constraint_error(),
         "grad_norm": grad_norm,
         "learning_rate": rate,
         "tokens_per_second": window.tokens / window.seconds,

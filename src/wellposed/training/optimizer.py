@@ -7,27 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from wellposed.constrain import decay_groups
 from wellposed.training.config import TrainOptions
 
 FUSED_DEVICES = ("cpu", "cuda")
-
-
-def decay_groups(
-    model: nn.Module, weight_decay: float, *, constrained: Iterable[nn.Parameter] = ()
-) -> list[dict[str, object]]:
-    """Return AdamW groups: trainable tensors with two or more axes decay; biases, norms and scalars do not.
-
-    Nor do ``constrained`` weights, whose size is given: shrinking an orthogonal matrix means nothing.
-    """
-    kept_in_size = set(map(id, constrained))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trainable if parameter.ndim >= 2 and id(parameter) not in kept_in_size]
-    others = [parameter for parameter in trainable if parameter.ndim < 2 or id(parameter) in kept_in_size]
-    groups: list[dict[str, object]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(

@@ -89,6 +89,14 @@ def constrain_problems(options: ConstrainOptions) -> list[str]:
         problems.append(f"embeddings = {options.embeddings!r}, expected refuse or fit")
     elif options.embeddings == "fit" and not options.where:
         problems.append("embeddings = 'fit' without where, so no weight is held; name the embedding in where")
+    if options.to not in ("orthogonal", "spectral", "columns"):
+        problems.append(f"to = {options.to!r}, expected orthogonal, spectral or columns")
+    elif options.to != "orthogonal" and options.embeddings == "fit":
+        problems.append(f"embeddings = 'fit' with to = {options.to!r}, expected to = orthogonal")
+    if not 0.0 < options.bound < math.inf:
+        problems.append(f"bound = {options.bound!r}, expected a finite number above 0")
+    elif options.bound != 1.0 and options.to == "orthogonal":
+        problems.append(f"bound = {options.bound!r} with to = orthogonal, which has none")
     return problems
 
 

@@ -145,9 +145,12 @@ class Run:
         state = self.state
         return {} if state.best_step is None else {"valid": Evaluation(state.best_metrics, state.best_examples)}
 
-    def isometry_error(self) -> dict[str, float]:
-        """Return max |W^T W / g^2 - I| of the worst constrained weight, where there are any."""
-        return {} if self.constraint is None else {"isometry_error": self.constraint.error().worst}
+    def constraint_error(self) -> dict[str, float]:
+        """Return how far the worst constrained weight is from its set, where there are any."""
+        if self.constraint is None:
+            return {}
+        name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
+        return {name: self.constraint.error().worst}
 
     @property
     def _moment(self) -> tuple[int, int]:

@@ -1,0 +1,287 @@
+"""The set of orthogonal matrices: gradient to the tangent space before the optimizer step, retraction after it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from wellposed.constrain._report import ConstrainedWeight
+from wellposed.constrain._select import Candidate
+from wellposed.constrain._weight import Weight
+from wellposed.linalg import (
+    Retraction,
+    Workspace,
+    compute_dtype,
+    isometry_error,
+    nearest_orthogonal,
+    retract_,
+    rotate,
+    skew_gradient_,
+    tall,
+    tangent_gradient_,
+)
+from wellposed.linalg.sharded import is_sharded, read, write_
+
+# Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an entry of W^T W by at
+# most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that far: see the test. With u = 2^-8 that is
+# 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the float32 copy that is rounded adds its own 1e-5.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# Their step is an odd function of each gradient entry, so the step of a skew gradient is skew.
+_ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
+)
+_LIE_MARK = "wellposed_lie_coordinates"
+
+
+class OrthogonalWeight(Weight):
+    """A matrix with ``W^T W = gain^2 I``, and the copies one step needs."""
+
+    def __init__(
+        self,
+        place: Candidate,
+        optimizer: Optimizer,
+        gain: float | Literal["fit"],
+        also: tuple[str, ...] = (),
+        *,
+        is_frame: bool = False,
+    ) -> None:
+        self._fits = gain == "fit"
+        super().__init__(place, optimizer, 1.0 if gain == "fit" else gain, also)
+        # An embedding steps by its own gradient, and the retraction alone takes out the normal part: a projected
+        # gradient is not zero for a token outside the batch, and Adam would make it as long a step as any.
+        self.is_frame = is_frame
+        # The moments of a fused weight belong to all its slices, so none of them can be in coordinates of its own.
+        self.square = self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
+        self.dtype = compute_dtype(self.parameter)
+        self.is_half = self.dtype != self.parameter.dtype
+        kind = type(optimizer)
+        # The tolerance of the matrix that is computed with (the master, for half weights).
+        self.inner_tolerance = TOLERANCES[self.dtype]
+        self.step_is_skew = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+        # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
+        self.master = None
+        self.before = None
+        # Bound on the error of the weight as the last step left it; and whether `before` holds it as it was then.
+        self.drift = None
+        self._kept = False
+        self._is_fresh = True
+        self._displaced = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a step can work on the parameter's own memory."""
+        return not (self.is_half or self._displaced or is_sharded(self.parameter))
+
+    def error(self) -> float:
+        """Measure ``max |W^T W / gain^2 - I|`` of the weight as stored, in float64."""
+        return float(isometry_error(read(self.value), gain=self.gain))
+
+    def start(self, *, dry_run: bool) -> ConstrainedWeight:
+        """Move the weight to the nearest orthogonal one, unless it is within tolerance."""
+        whole = read(self.value)
+        wide = whole.to(torch.float64) if whole.device.type != "mps" else whole.to(torch.float32)
+        tolerance = TOLERANCES[whole.dtype]
+        before = float("inf") if self._fits else float(isometry_error(whole, gain=self.gain))
+        nearest = None
+        if before > tolerance or self.is_half:
+            nearest = nearest_orthogonal(wide, gain="fit" if self._fits else self.gain)
+            self.gain = nearest.gain
+            before = float(isometry_error(whole, gain=self.gain))
+        moves = nearest is not None and before > tolerance
+        stored = nearest.weight.to(whole.dtype) if nearest is not None and moves else whole
+        if self.is_frame and whole.shape[0] > whole.shape[1]:
+            # The vector of padding is zero and stays so; the SVD leaves rounding in its place.
+            stored = stored.where(whole.ne(0).any(dim=1, keepdim=True), 0.0)
+        if not dry_run:
+            if moves:
+                write_(self.value, stored)
+            if nearest is not None:
+                self.adopt_master(nearest.weight.to(self.dtype))
+        return ConstrainedWeight(
+            path=self.path,
+            shape=(whole.shape[0], whole.shape[1]),
+            gain=self.gain,
+            moved_frobenius=nearest.moved_frobenius if nearest is not None and moves else 0.0,
+            moved_spectral=nearest.moved_spectral if nearest is not None and moves else 0.0,
+            error_before=before,
+            error_after=float(isometry_error(stored, gain=self.gain)),
+            also=self.also,
+        )
+
+    def adopt_master(self, value: Tensor | None = None) -> None:
+        """Set the float32 copy of a half weight; by default from the matrix nearest to what is stored."""
+        if self.is_half:
+            whole = read(self.value).to(self.dtype)
+            nearest = nearest_orthogonal(whole, gain=self.gain).weight if value is None else value
+            self.master = self.value.to(self.dtype)
+            write_(self.master, nearest)
+
+    def project_gradient_(self, work: Workspace) -> None:
+        """Put the gradient into the coordinates the optimizer is to step in."""
+        gradient = self.gradient
+        if gradient is None:
+            return
+        if self.master is not None and not _same(self.master.to(self.parameter.dtype), self.value):
+            self.adopt_master()
+            self.drift = None
+        point = tall(read(self.value if self.master is None else self.master))
+        whole = tall(read(gradient).to(self.dtype))
+        project = skew_gradient_ if self.square else tangent_gradient_
+        project(point, whole, gain=self.gain, workspace=work)
+        if is_sharded(gradient) or gradient.dtype != self.dtype:
+            write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
+
+    def remember_(self, *, displace: bool) -> None:
+        """Keep what the retraction needs; ``displace`` zeroes the parameter, so that it will hold the bare step."""
+        self._displaced = displace
+        if self.master is None and (self.square or displace) and not self._kept:
+            self._copy_before()
+        if displace:
+            self.value.zero_()
+
+    def _copy_before(self) -> None:
+        current = self.value
+        if self.before is None or self.before.shape != current.shape or self.before.device != current.device:
+            self.before = torch.empty_like(current)
+        self.before.copy_(current)
+
+    def _distance_to_before(self) -> float:
+        before, current = self.before, self.value
+        if before is None or before.shape != current.shape or before.device != current.device:
+            return float("inf")
+        return float(torch.dist(before, current.to(before.dtype)))
+
+    def restore_(self) -> None:
+        """Undo `remember_` when the step it prepared never came to its end."""
+        if self._displaced:
+            before = self.before if self.master is None else self.master
+            if before is not None:
+                self.value.copy_(before)
+        self._displaced = False
+
+    def retract_(self, work: Workspace, /) -> Retraction:
+        """Turn the step the optimizer took into a step along the manifold."""
+        if self.is_direct:
+            return self._retract_direct(work)
+        before = self.before if self.master is None else self.master
+        moved = read(self.value).to(self.dtype)
+        if before is None:
+            point = step = None
+            result = tall(moved.clone())
+        else:
+            point = read(before)
+            origin = None if self._displaced else point.to(self.parameter.dtype).to(self.dtype)
+            step = moved if origin is None else moved - origin
+            result = tall(point + step)
+        self._displaced = False
+        if self.square and point is not None and step is not None:
+            result = torch.empty_like(point)
+            try:
+                taken = self._rotate(point, step, result, work)
+            finally:
+                self._store(result)
+            return taken
+        taken = retract_(result, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        self._store(result)
+        return taken
+
+    def _retract_direct(self, work: Workspace) -> Retraction:
+        current = self.value
+        if not self.square or self.before is None:
+            return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        step = current.sub_(self.before)
+        return self._rotate(self.before, step, current, work)
+
+    def _rotate(self, point: Tensor, step: Tensor, out: Tensor, work: Workspace) -> Retraction:
+        return rotate(
+            point,
+            step,
+            out=out,
+            gain=self.gain,
+            tolerance=self.inner_tolerance,
+            step_is_skew=self.step_is_skew,
+            drift=self.drift,
+            workspace=work,
+        )
+
+    def _store(self, result: Tensor) -> None:
+        whole = result if result.shape == self.value.shape else result.mT
+        write_(self.value, whole)
+        if self.master is not None:
+            write_(self.master, whole)
+
+    def claim_state(self) -> bool:
+        """Mark the moments of a square weight as Lie coordinates; return whether they were not, and so restarted."""
+        state = self.optimizer.state.get(self.parameter)
+        if self.master is None:
+            # torch's version of a tensor does not count what goes through ``.data``, so the entries are compared; by
+            # `dist`, which on a CPU takes half the time of `equal`.
+            self._kept = self._kept and self._distance_to_before() == 0.0
+            self.drift = self.drift if self._kept else None
+        if self._is_fresh and self.square and state and _LIE_MARK in state:
+            self.drift = self._resumed(state[_LIE_MARK])
+        if not self.square or not state or _LIE_MARK in state:
+            return False
+        stale = _has_stepped(state)
+        if stale:
+            self._restart(state)
+            state = self.optimizer.state.get(self.parameter)
+        if state:
+            state[_LIE_MARK] = None
+        return stale
+
+    def mark_state(self, drift: float | None = None) -> None:
+        """Note the drift of this step beside the moments it made: the mark of Lie coordinates, for a resumed run."""
+        self.drift = drift
+        self._is_fresh = False
+        # A sharded weight would have to be gathered to be compared: it is measured at every step instead.
+        self._kept = self.square and self.master is None and not is_sharded(self.parameter)
+        if self._kept:
+            self._copy_before()
+        state = self.optimizer.state.get(self.parameter)
+        # SGD without momentum keeps nothing there, and does not mind.
+        if self.square and (state or type(self.optimizer) is torch.optim.SGD):
+            self.optimizer.state[self.parameter][_LIE_MARK] = drift
+
+    def release_state(self) -> None:
+        """Restart moments that are in Lie coordinates, and take the mark away."""
+        state = self.optimizer.state.get(self.parameter)
+        if state is None or _LIE_MARK not in state:
+            return
+        del state[_LIE_MARK]
+        self.drift, self._kept, self._is_fresh = None, False, True
+        if state:
+            self._restart(state)
+        else:
+            del self.optimizer.state[self.parameter]
+
+    def _resumed(self, drift: float | None) -> float | None:
+        """Return the drift that was saved with these weights, if it is these: a run then goes on bit for bit."""
+        return drift if self.master is not None or self.error() <= self.inner_tolerance else None
+
+    def _restart(self, state: dict[str, object]) -> None:
+        # torch's optimizers start from zeros; others may hold codes or tables, which only they can make.
+        if not type(self.optimizer).__module__.startswith("torch."):
+            del self.optimizer.state[self.parameter]
+            return
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                state[name] = type(value)(0)
+
+
+def _has_stepped(state: dict[str, object]) -> bool:
+    step = state.get("step")
+    if isinstance(step, Tensor):
+        return bool(step.sum() > 0)
+    return not isinstance(step, (int, float)) or step > 0
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    if is_sharded(first):
+        return bool((read(first) == read(second)).all())
+    return torch.equal(first, second)

@@ -1,0 +1,100 @@
+"""`MuonAndAdamW`: bit for bit the two optimizers it is made of, one state, one set of groups."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.constrain import ConstraintWarning, MuonAndAdamW, constrain_
+from wellposed.errors import ConfigError
+
+from .problems import NAMES, Mixed, problem, train
+
+
+def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    twin = copy.deepcopy(model)
+    both = MuonAndAdamW(model, lr=1e-2, adamw_lr=1e-3, weight_decay=0.1, adamw="head")
+    matrices = [getattr(twin, name).weight for name in NAMES]
+    biases = [parameter for parameter in twin.parameters() if parameter.ndim == 1]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1)
+    adamw = torch.optim.AdamW(
+        [{"params": [twin.head.weight], "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=1e-3
+    )
+    x, y = problem()
+    for _ in range(5):
+        train(model, both, 1)
+        twin.zero_grad()
+        nn.functional.mse_loss(twin(x), y).backward()
+        muon.step()
+        adamw.step()
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_embeddings_and_what_is_tied_to_them_go_to_adamw() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
+    model["head"].weight = model["words"].weight  # pyright: ignore[reportArgumentType]
+    optimizer = MuonAndAdamW(model)
+    held = {group["method"]: [tuple(entry.shape) for entry in group["params"]] for group in optimizer.param_groups[:1]}
+    assert held == {"muon": [(4, 4)]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
+
+
+def test_schedules_and_saved_states_reach_both() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = MuonAndAdamW(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, 2)
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1.5e-4]
+    buffer = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], buffer)
+    buffer.seek(0)
+    weights, state = torch.load(buffer, weights_only=True)
+    other = Mixed()
+    other.load_state_dict(weights)
+    fresh = MuonAndAdamW(other, lr=7.0)
+    fresh.load_state_dict(state)
+    assert train(other, fresh, 3) == train(model, optimizer, 3)
+
+
+def test_a_copy_steps_by_itself_and_tells_of_a_lost_constraint() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = MuonAndAdamW(model, roles=None, where=NAMES, weight_decay=0.1)
+    constrain_(model, optimizer, where=NAMES)
+    train(model, optimizer, 2)
+    other, copied = copy.deepcopy((model, optimizer))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(ConstraintWarning, match="constraint is lost"):
+        train(other, copied, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_closure_runs_once() -> None:
+    model = Mixed()
+    optimizer = MuonAndAdamW(model)
+    x, y = problem()
+    calls = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        calls.append(float(loss.detach()))
+        return calls[-1]
+
+    assert optimizer.step(closure) == calls[0]
+    assert len(calls) == 1
+
+
+def test_a_model_without_hidden_matrices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Embedding has no trainable matrix.*AdamW"):
+        MuonAndAdamW(nn.Embedding(4, 4))

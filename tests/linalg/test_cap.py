@@ -1,0 +1,125 @@
+"""`cap_spectral_norm_`: never above the bound by a float64 SVD, never far from the nearest, untouched when inside."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg import cap_spectral_norm_, certified_spectral_norm
+
+SPECTRA = ("gaussian", "flat", "one above", "decaying", "rank one")
+
+
+def spectrum(kind: str, size: int) -> Tensor:
+    if kind == "gaussian":
+        values = torch.linalg.svdvals(torch.randn(size, size, dtype=torch.float64))
+        return values / values[0]
+    values = torch.ones(size, dtype=torch.float64)
+    if kind == "one above":
+        values[1:] = 0.3
+    if kind == "decaying":
+        values = 1.0 / torch.arange(1, size + 1, dtype=torch.float64)
+    if kind == "rank one":
+        values[1:] = 0.0
+    return values
+
+
+def matrix(kind: str, shape: tuple[int, int], norm: float) -> tuple[Tensor, Tensor, Tensor]:
+    left, _, right = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    return left, spectrum(kind, min(shape)) * norm, right
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(SPECTRA),
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    excess=st.one_of(st.floats(0.9, 1.3), st.floats(-3.0, 3.0).map(lambda power: 10.0**power)),
+    bound=st.floats(-3.0, 3.0).map(lambda power: 10.0**power),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 99),
+)
+def test_the_result_is_inside_whatever_came(
+    kind: str, shape: tuple[int, int], excess: float, bound: float, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    left, values, right = matrix(kind, shape, min(excess * bound, 3e4))
+    weight = ((left * values) @ right).to(dtype)
+    before = weight.clone()
+    cap = cap_spectral_norm_(weight, bound=bound)
+    assert float(torch.linalg.svdvals(weight.double())[0]) <= bound
+    assert float(certified_spectral_norm(weight)) <= bound
+    assert float(torch.linalg.svdvals(before.double())[0]) <= cap.before
+    assert (cap.method == "inside") == torch.equal(weight, before) or dtype in (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("size", [64, 200])
+@pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("excess", [1.01, 1.1, 2.0])
+def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(
+    kind: str, size: int, excess: float
+) -> None:
+    torch.manual_seed(0)
+    left, values, right = matrix(kind, (size, size + 30), excess)
+    weight = (left * values) @ right
+    cap = cap_spectral_norm_(weight)
+    found = torch.linalg.svdvals(weight)
+    assert cap.method == ("exact" if excess == 2.0 else "polynomial")
+    if cap.method == "exact":
+        # the proof of what is stored may shrink it by what that bound exceeds the norm by, at most 1e-4
+        assert float((found - values.clamp(max=1.0)).abs().max()) <= 1e-4
+        assert float(torch.linalg.matrix_norm(weight - (left * values.clamp(max=1.0)) @ right, 2)) <= 1e-4
+    else:
+        # s - a s^9 with the a that takes the proved bound, at most 1.2e-2 (Lanczos' slack) above the truth, to 1.
+        strength = (cap.before - 1.0) / cap.before**9
+        assert cap.before <= excess * 1.012
+        assert float((found - (values - strength * values**9)).abs().max()) <= 1e-4
+    # all directions are kept
+    turned = left.T @ weight @ right.T
+    assert float((turned - torch.diag(turned.diagonal())).abs().max()) <= 1e-9
+
+
+def test_what_is_inside_is_not_touched_and_a_view_is_enough() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(30, 12)
+    before = whole.clone()
+    part = whole[10:20].T
+    part /= 1.1 * torch.linalg.matrix_norm(part.double(), 2)
+    inside = whole.clone()
+    assert cap_spectral_norm_(part).method == "inside"
+    assert torch.equal(whole, inside)
+    whole[10:20] *= 1.3
+    assert cap_spectral_norm_(part).method != "inside"
+    assert float(torch.linalg.svdvals(whole[10:20].double())[0]) <= 1.0
+    assert torch.equal(whole[:10], before[:10])
+    assert torch.equal(whole[20:], before[20:])
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float64, 1e200), (torch.float32, 1e30), (torch.bfloat16, 1e30)])
+def test_entries_at_the_ends_of_their_range(dtype: torch.dtype, large: float) -> None:
+    torch.manual_seed(0)
+    for scale in (large, 1.0 / large):
+        weight = (torch.randn(9, 5, dtype=torch.float64) * scale).to(dtype)
+        cap_spectral_norm_(weight, bound=1.0)
+        assert float(torch.linalg.svdvals(weight.double())[0]) <= 1.0
+        assert bool(torch.isfinite(weight).all())
+
+
+def test_bad_input() -> None:
+    for bound in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="bound must be above 0"):
+            cap_spectral_norm_(torch.eye(2), bound=bound)
+    with pytest.raises(ShapeError, match="floating matrix"):
+        cap_spectral_norm_(torch.zeros(2, 2, 2))
+    with pytest.raises(ShapeError, match="int64"):
+        cap_spectral_norm_(torch.zeros(2, 2, dtype=torch.int64))
+    weight = torch.eye(2)
+    weight[0, 1] = math.nan
+    with pytest.raises(ConvergenceError, match="not finite"):
+        cap_spectral_norm_(weight)
+    assert cap_spectral_norm_(torch.zeros(0, 3)).method == "inside"
