@@ -72,7 +72,7 @@ def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
         hidden_size=width, num_attention_heads=8, attention_dropout=0.0, qk_norm=False, layer_norm_eps=1e-5,
         attention=kind, max_position_embeddings=tokens,
     )  # fmt: skip
-    layer = ATTENTIONS.get(kind)(config, 0)
+    layer = ATTENTIONS.get(kind)(config)
     if kind == "dot_product":
         for parameter in layer.parameters():
             nn.init.xavier_uniform_(parameter) if parameter.ndim == 2 else nn.init.zeros_(parameter)
