@@ -25,7 +25,7 @@ def pre_ln(width: int, heads: int) -> Block:
         attention="dot_product", feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0,
         attention_dropout=0.0, layer_norm_eps=1e-5,
     )  # fmt: skip
-    return Block(config, 0)
+    return Block(config)
 
 
 def ball(width: int, heads: int) -> Block:
@@ -33,7 +33,7 @@ def ball(width: int, heads: int) -> Block:
     block = pre_ln(width, heads)
     block.attention, block.feedforward = BallAttention(width, heads), MaxMinFeedForward(width, 4 * width)
     block.attention_residual, block.feedforward_residual = ConvexResidual(), ConvexResidual()
-    block.attention_norm = block.feedforward_norm = NORMS.get("none")(None, 0)
+    block.attention_norm = block.feedforward_norm = NORMS.get("none")(None)
     return block
 
 

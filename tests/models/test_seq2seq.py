@@ -136,7 +136,7 @@ def test_with_l2_attention_the_cross_attention_is_cosine():
     kinds = {type(layer.attention).__name__ for layer in model.model.decoder.layers}
     crossing = {type(layer.cross_attention).__name__ for layer in model.model.decoder.layers}
     assert kinds == {"L2SelfAttention"}
-    assert crossing == {"CosineMemoryAttention"}
+    assert crossing == {"CosineCrossAttention"}
     with pytest.raises(ConfigError, match=r"cross_attention: received 'l2'.*keys come from another sequence only"):
         WellposedConfig(cross_attention="l2")
     with pytest.raises(ConfigError, match="unknown cross-attention 'cosin'; nearest: cosine"):
@@ -297,7 +297,7 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     torch.testing.assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
     shared = run(**{**fixed, "share_embeddings": True})[0].model
     torch.testing.assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    with pytest.raises(ConfigError, match=r"position_scale: received 0\.5 with position='learned'"):
+    with pytest.raises(ConfigError, match=r"position_scale: received 0\.5, which only position 'sinusoidal' reads"):
         WellposedConfig(position_scale=0.5)
 
 

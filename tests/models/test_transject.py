@@ -137,7 +137,7 @@ def test_every_bad_value_is_in_one_error() -> None:
         messages.append(str(caught.value))
     for part in (
         "hidden_size: received 15; expected an even number", "num_hidden_layers: received 0",
-        "num_experts: received 0", "unknown spectrum 'gran'; nearest: gram", "unknown residual 'plain'",
+        "num_experts: received 0", "spectrum: received 'gran'; expected 'gram' or 'random'", "unknown residual 'plain'",
         "dropout: received 1.0", "spectrum_eps: received 0.0; expected a finite number >= 1.17549e-38",
         "reconstruction_weight: received -1.0", "received 300; expected a token in [0, 256)",
         "num_expert: unknown key; nearest: num_experts", "unknown pooling 'min'",

@@ -105,10 +105,10 @@ def test_a_new_part_is_one_registration():
             return x + 0.5 * branch
 
     if name not in RESIDUALS:
-        RESIDUALS.register(name)(lambda config, layer_index: Halved())
-        FEEDFORWARDS.register(name)(lambda config, layer_index: nn.Identity())
+        RESIDUALS.register(name)(lambda _: Halved())
+        FEEDFORWARDS.register(name)(lambda _: nn.Identity())
     x = torch.randn(2, 5, 8)
-    block = Block(SimpleNamespace(**{**BASE, "norm": "none", "residual": name, "feedforward": name}), 0)
+    block = Block(SimpleNamespace(**{**BASE, "norm": "none", "residual": name, "feedforward": name}))
     half = x + 0.5 * block.attention(x)
     torch.testing.assert_close(block(x), 1.5 * half)
 

@@ -187,12 +187,12 @@ def test_autocast_and_compile() -> None:
 
 def test_builder_and_bad_options() -> None:
     config = SimpleNamespace(hidden_size=8, num_attention_heads=2, attention_dropout=0.1, qk_norm=False)
-    built = ATTENTIONS.get("cosine")(config, 0)
+    built = ATTENTIONS.get("cosine")(config)
     assert isinstance(built, CosineSelfAttention)
     assert (built.dropout, built.eps) == (0.1, 0.01)
     config.qk_norm = True
     with pytest.raises(ConfigError, match="qk_norm"):
-        ATTENTIONS.get("cosine")(config, 0)
+        ATTENTIONS.get("cosine")(config)
     with pytest.raises(ConfigError, match=r"eps=0[\s\S]*tau=-1[\s\S]*dropout=1"):
         CosineSelfAttention(8, 2, eps=0, tau=-1, dropout=1)
     with pytest.raises(ShapeError, match="num_heads=3"):

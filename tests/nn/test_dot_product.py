@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from wellposed.errors import ShapeError
 from wellposed.nn import DotProductAttention
+from wellposed.nn.attention.heads import split_heads
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 6, 12, 3
 
@@ -111,7 +112,8 @@ def test_qk_norm_bounds_every_logit():
     with torch.no_grad():
         module.q_norm.weight.fill_(1.0)
         module.k_norm.weight.fill_(1.0)
-    query, key = module.q_norm(module._heads(1e3 * x)), module.k_norm(module._heads(-1e3 * x))
+    heads = split_heads(1e3 * x, module.num_heads)
+    query, key = module.q_norm(heads), module.k_norm(-heads)
     logits = query @ key.transpose(-1, -2) / math.sqrt(module.head_dim)
     assert logits.abs().max() <= math.sqrt(module.head_dim) * (1 + 1e-12)
 

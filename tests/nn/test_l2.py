@@ -294,17 +294,17 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def test_registered_builders() -> None:
-    untied, tied, contractive = (ATTENTIONS.get(name)(config(), 0) for name in ("l2", "l2_tied", "l2_contractive"))
+    untied, tied, contractive = (ATTENTIONS.get(name)(config()) for name in ("l2", "l2_tied", "l2_contractive"))
     assert isinstance(untied, L2SelfAttention)
     assert isinstance(tied, L2SelfAttention)
     assert isinstance(contractive, L2SelfAttention)
     assert (untied.tied, tied.tied, tied.contractive) == (False, True, None)
     assert (contractive.contractive, contractive.norm, contractive.max_tokens) == (0.9, "tok", 16)
-    other = ATTENTIONS.get("l2_contractive")(config(contractive=0.5, lipschitz_norm="inf"), 0)
+    other = ATTENTIONS.get("l2_contractive")(config(contractive=0.5, lipschitz_norm="inf"))
     assert isinstance(other, L2SelfAttention)
     assert (other.contractive, other.norm) == (0.5, "inf")
     with pytest.raises(ConfigError, match="qk_norm"):
-        ATTENTIONS.get("l2_tied")(config(qk_norm=True), 0)
+        ATTENTIONS.get("l2_tied")(config(qk_norm=True))
 
 
 def test_bad_options_are_named() -> None:

@@ -16,6 +16,7 @@ from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError
 from wellposed.functional import l2_attention
 from wellposed.linalg import l2_bracket
 from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
+from wellposed.nn.attention.heads import split_heads
 
 NORMS = ("tok", "inf", 2)
 
@@ -56,7 +57,7 @@ def attacked_input(layer: L2SelfAttention, n: int, generator: torch.Generator) -
     """Tokens whose squared scaled distances are of order one, where the softmax is neither flat nor one-hot."""
     x = torch.randn(n, layer.embed_dim, generator=generator, dtype=torch.float64)
     with torch.no_grad():
-        z = layer._heads(layer.q_proj(x)[None])
+        z = split_heads(layer.q_proj(x)[None], layer.num_heads)
         spread = (z - z.mean(-2, keepdim=True)).square().sum(-1).mean() / math.sqrt(layer.head_dim)
     return x * float(torch.empty(()).uniform_(0.3, 3, generator=generator)) / spread.sqrt()
 

@@ -16,15 +16,14 @@ from wellposed.linalg import isometry_error
 from wellposed.nn import (
     ExpertMixture,
     InjectiveResidual,
-    OrthogonalFeedForward,
     OrthogonalLinear,
     TransJectBlock,
     TransJectCache,
     TransJectStack,
     orthogonal_patterns,
-    transject_parameter_count,
 )
 from wellposed.nn.transject.inference import elu_
+from wellposed.nn.transject.parameter_count import transject_parameter_count
 
 D, L, N = 6, 3, 7
 KINDS: list[dict[str, Any]] = [
@@ -373,8 +372,6 @@ def test_refusals() -> None:
         TransJectStack(D, 0)
     with pytest.raises(ConfigError, match="num_experts is 0"):
         ExpertMixture(D, 0)
-    with pytest.raises(ConfigError, match="hidden_dim is 24"):
-        OrthogonalFeedForward(D, 24)
     with pytest.raises(ConfigError, match="nearest: random"):
         TransJectStack(D, 1, spectrum="randm")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nearest: pooled"):

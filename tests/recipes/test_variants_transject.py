@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from wellposed.models import build_model
 from wellposed.nn import ORTHOGONAL_WEIGHTS, OrthogonalLinear
-from wellposed.recipes.variants import apply_variant
-from wellposed.recipes.variants_transject import EMBEDDING
+from wellposed.recipes.variants import EMBEDDING, apply_variant
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
 from wellposed.training.build import build_run_model, constrained_weights

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, config_difference, ranges
+from wellposed.training import PenaltyOptions, RunConfig, TrainOptions, config_difference, ranges
 
 
 def test_all_problems_of_a_section_are_in_one_error() -> None:
@@ -34,7 +34,7 @@ def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
 
 @pytest.mark.parametrize(
     ("options", "rules"),
-    [(ModelOptions, ranges.MODEL_RULES), (PenaltyOptions, ranges.PENALTY_RULES), (TrainOptions, ranges.TRAIN_RULES)],
+    [(PenaltyOptions, ranges.PENALTY_RULES), (TrainOptions, ranges.TRAIN_RULES)],
 )
 def test_every_number_has_a_range(options: Any, rules: dict[str, Any]) -> None:
     numbers = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wellposed.certification._rules import LayerBound, Site, times
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
-from wellposed.nn import HeadProjections
+from wellposed.nn.attention.heads import HeadProjections
 
 TRAINING_DROPOUT = (
     "dropout on attention weights is on (training mode), for which no bound is proved; call module.eval()"
@@ -35,23 +35,22 @@ def split_rows(projection: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Query, key, value (H, D, d) with biases (H, d) and output (H, d, E) with bias (E,)."""
+    """Query, key, value (H, D, d) and output (H, d, E) with biases; no bound depends on that of keys."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     output: Tensor
     query_bias: Tensor
-    key_bias: Tensor
     value_bias: Tensor
     output_bias: Tensor
 
     @classmethod
     def of(cls, query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, heads: int) -> AttentionWeights:
         """Cut four projections into heads."""
-        (q, bq), (k, bk), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
+        (q, bq), (k, _), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
         o, bo = split_rows(output, heads)
-        return cls(q, k, v, o, bq, bk, bv, bo)
+        return cls(q, k, v, o, bq, bv, bo)
 
     @property
     def head_dim(self) -> int:

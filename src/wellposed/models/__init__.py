@@ -8,11 +8,10 @@ except ModuleNotFoundError as error:
     raise missing_extra("transformers", "hf", "wellposed.models") from error
 
 
-from wellposed.models._auto import AUTO_CLASSES as AUTO_CLASSES
-from wellposed.models._auto import auto_class as auto_class
 from wellposed.models._build import ARCHITECTURES as ARCHITECTURES
 from wellposed.models._build import Architecture as Architecture
 from wellposed.models._build import build_model as build_model
+from wellposed.models._build import model_keywords as model_keywords
 from wellposed.models._causal_lm import WellposedForCausalLM as WellposedForCausalLM
 from wellposed.models._certification import embedding_radius as embedding_radius
 from wellposed.models._certification import input_vectors as input_vectors

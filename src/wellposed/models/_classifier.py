@@ -9,10 +9,11 @@ from torch import Tensor
 
 from wellposed.errors import ShapeError
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import on_host, padding_of
 from wellposed.models._heads import IGNORED_LABEL, Head, Output
+from wellposed.models._inputs import padding_of
 from wellposed.models._pooling import POOLINGS
 from wellposed.models._transject_config import TransJectConfig
+from wellposed.nn.plain import on_host
 
 
 class Classifier(Head[Output]):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import Field
+from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError, NotLipschitzError
-from wellposed.models._checked_config import CheckedConfig
-from wellposed.models._config_checks import (
-    is_size,
+from wellposed.model_options import options_of, options_read, unread_options
+from wellposed.models._checked_config import (
+    CheckedConfig,
     label_problems,
     name_problems,
     rate_problems,
@@ -16,9 +17,10 @@ from wellposed.models._config_checks import (
     token_problems,
 )
 from wellposed.models._init import INITS
-from wellposed.models._part_options import part_option_problems
 from wellposed.models._pooling import POOLINGS
-from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS, cross_attention_name
+from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
+from wellposed.nn.attention.cross import cross_attention_name
+from wellposed.option_checks import is_size
 from wellposed.registry import Registry
 
 _NAMED: dict[str, Registry[Any]] = {
@@ -67,14 +69,6 @@ class WellposedConfig(CheckedConfig):
         attention_dropout: on attention weights, in [0, 1).
         init: registered initialisation.
         pooling: how a classifier pools tokens: mean, first or max.
-        contractive: Lipschitz constant below 1 of attention l2_contractive; 0.9 where None.
-        lipschitz_norm: norm of that constant: tok, inf or 2.
-        query_width: 1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head.
-        l2_init_scale: s of init kim2021; 2^-4 where None.
-        cosine_eps: eps of attention cosine, > 0.
-        position_scale: factor on sinusoidal positions. None is 1, and under `init="t_fixup"` the factor that T-Fixup
-            puts on the token embeddings of the same stack, so that tokens and positions keep their proportion (in the
-            code of Huang et al. 2020 positions are added unscaled and are twice as long as tokens).
         num_decoder_layers: number of blocks of the decoder of an encoder-decoder; num_hidden_layers where None.
         share_embeddings: one table of tokens for the source and the target of an encoder-decoder.
         cross_attention: registered cross-attention of an encoder-decoder. None is the one of the same name as
@@ -87,7 +81,8 @@ class WellposedConfig(CheckedConfig):
         bos_token_id: first token of a text.
         eos_token_id: token, or tokens, at which generation ends.
         use_cache: whether `generate` keeps keys and values.
-        **kwargs: what every Hugging Face configuration takes: `num_labels`, `id2label`, `dtype`, ...
+        **kwargs: the options of the named parts, as `wellposed.model_options` declares them (`contractive` of attention
+            l2_contractive, ...), and what every Hugging Face configuration takes: `num_labels`, `id2label`, ...
 
     Raises:
         ConfigError: values out of range, names that are not registered or keys that nobody reads, all in one message.
@@ -123,12 +118,6 @@ class WellposedConfig(CheckedConfig):
     attention_dropout: float = 0.0
     init: str = "xavier"
     pooling: str = "mean"
-    contractive: float | None = None
-    lipschitz_norm: str = "tok"
-    query_width: int = 1
-    l2_init_scale: float | None = None
-    cosine_eps: float = 0.01
-    position_scale: float | None = None
     num_decoder_layers: int | None = None
     share_embeddings: bool = True
     cross_attention: str | None = None
@@ -140,10 +129,19 @@ class WellposedConfig(CheckedConfig):
     eos_token_id: int | list[int] | None = None
     use_cache: bool = True
 
+    if TYPE_CHECKING:  # options of parts are no fields
+
+        def __init__(self, **options: Any) -> None: ...
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None and is_size(self.hidden_size):
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def part_options(cls) -> dict[str, Field[Any]]:
+        """Return the options that only some attentions, residuals, initialisations, ... read."""
+        return {name: item for kind in _NAMED for name, item in options_of(kind).items()}
 
     @property
     def decoder_depth(self) -> int:
@@ -160,14 +158,29 @@ class WellposedConfig(CheckedConfig):
 
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
+        unusable = super().problems()
         return [
             *size_problems(self, _SIZES),
             *rate_problems(self, _PROBABILITIES),
             *name_problems(self, _NAMED),
             *_decoder_problems(self),
             *token_problems(self, _TOKENS),
-            *_combination_problems(self),
+            *(unusable or unread_options(self, self._chosen())),
+            *_shape_problems(self),
+            *label_problems(self),
         ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values but those of options that no chosen part reads."""
+        chosen = [(kind, name) for kind, names in self._chosen().items() for name in names]
+        unread = set(self.part_options()).difference(*(options_read(*part) for part in chosen))
+        return {name: value for name, value in super().to_dict().items() if name not in unread}
+
+    def _chosen(self) -> dict[str, set[str]]:
+        chosen = {field: {getattr(self, field)} for field in _NAMED}
+        # Cross-attentions carry the names of the attentions and read the same options.
+        chosen["attention"].add(self.cross_attention)
+        return chosen
 
 
 def _decoder_problems(config: WellposedConfig) -> list[str]:
@@ -180,18 +193,11 @@ def _decoder_problems(config: WellposedConfig) -> list[str]:
         cross_attention_name(str(config.attention), config.cross_attention)
     except (ConfigError, NotLipschitzError) as error:
         problems.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
-    scale = config.position_scale
-    if scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
-        problems.append(f"position_scale: received {scale!r}; expected a number > 0, or None")
-    elif scale is not None and config.position != "sinusoidal":
-        problems.append(
-            f"position_scale: received {scale!r} with position={config.position!r}; only sinusoidal codes take it"
-        )
     return problems
 
 
-def _combination_problems(config: WellposedConfig) -> list[str]:
-    problems = part_option_problems(config, _NAMED)
+def _shape_problems(config: WellposedConfig) -> list[str]:
+    problems = []
     width, heads = config.hidden_size, config.num_attention_heads
     if is_size(width) and is_size(heads):
         if width % heads:
@@ -200,4 +206,4 @@ def _combination_problems(config: WellposedConfig) -> list[str]:
             problems.append("qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer heads")
     if not config.layer_norm_eps > 0:
         problems.append(f"layer_norm_eps: received {config.layer_norm_eps!r}; expected a number > 0")
-    return [*problems, *label_problems(config)]
+    return problems

@@ -14,7 +14,7 @@ from wellposed.models._config import WellposedConfig
 
 _NOT_FOR_LSTM = (
     "attention", "attention_dropout", "qk_norm", "residual", "norm", "position", "feedforward", "activation", "pooling",
-    "init", "position_scale", "num_decoder_layers", "share_embeddings", "cross_attention",
+    "init", "num_decoder_layers", "share_embeddings", "cross_attention",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the models of all families share: checks of what comes in, recomputed layers, and the table of tokens."""
+"""What the models of all families share: a checked configuration, recomputed layers, and the table of tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError
 from wellposed.models._checked_config import CheckedConfig
-from wellposed.models._embeddings import Given, check_tokens
 
 
 class CheckedPreTrainedModel(PreTrainedModel, ABC):
@@ -56,37 +55,6 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the token embedding."""
         cast(Any, self.base_model).embeddings.token = value
-
-
-def check_given(given: Given, config: Any, where: str, *, note: str = "") -> Tensor:
-    """Return the token ids or the vectors, whichever a caller of ``where`` gave.
-
-    Args:
-        given: what the caller gave.
-        config: its `vocab_size` and `hidden_size` are what tokens and vectors must fit.
-        where: class that was called.
-        note: what the vectors are, for the message.
-
-    Raises:
-        ShapeError: neither or both, tokens that are not integers or (on the CPU) outside the vocabulary, or vectors of
-            another shape or not floating.
-    """
-    input_ids, inputs_embeds = given.input_ids, given.inputs_embeds
-    name, other = given.names
-    if (input_ids is None) == (inputs_embeds is None):
-        received = "neither" if input_ids is None else "both"
-        raise ShapeError(f"{where}: received {received} of {name} and {other}; give one")
-    if input_ids is not None:
-        check_tokens(input_ids, config.vocab_size, name=name)
-        return input_ids
-    vectors = cast(Tensor, inputs_embeds)
-    if vectors.dim() != 3 or vectors.shape[-1] != config.hidden_size:
-        raise ShapeError(
-            f"{other}: received shape {tuple(vectors.shape)}; expected (batch, tokens, {config.hidden_size}){note}"
-        )
-    if not vectors.is_floating_point():
-        raise ShapeError(f"{other}: received {vectors.dtype}; expected floating vectors{note}")
-    return vectors
 
 
 def check_cache(

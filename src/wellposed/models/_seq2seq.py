@@ -20,12 +20,14 @@ from transformers.utils.generic import can_return_tuple
 from wellposed.errors import ConfigError
 from wellposed.models._caches import MemoryView
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import Embeddings, Given, padding_of, position_scale
+from wellposed.models._embeddings import Embeddings, position_scale
 from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
+from wellposed.models._inputs import ModelInputs, padding_of
 from wellposed.models._pretrained import refuse_attentions
 from wellposed.models._seq2seq_generation import Seq2SeqGeneration
 from wellposed.models._wellposed import WellposedBody, WellposedModel, WellposedPreTrainedModel
-from wellposed.nn import DecoderBlock, build_layers, memory_mask
+from wellposed.nn import DecoderBlock, memory_mask
+from wellposed.nn.block import build_layers
 
 _DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -79,7 +81,7 @@ class WellposedDecoder(WellposedBody):
         batch, memory_length = encoder_hidden_states.shape[:2]
         mask = memory_mask(padding_of(encoder_attention_mask, batch, memory_length), encoder_hidden_states)
         x, states = self.run(
-            Given(input_ids, inputs_embeds, attention_mask, position_ids, _DECODER_NAMES),
+            ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids, _DECODER_NAMES),
             output_hidden_states=output_hidden_states,
             self_cache=None if cache is None else cache.self_attention_cache,
             reading=lambda index: {

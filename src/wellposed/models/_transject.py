@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -13,9 +13,10 @@ from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
 from wellposed.linalg import isometry_error
-from wellposed.models._embeddings import Given, check_positions, on_host, padding_of, positions_of
+from wellposed.model_options import TransJectOptions
 from wellposed.models._init import owns_weights
-from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, check_given, refuse_attentions
+from wellposed.models._inputs import ModelInputs, check_inputs, check_positions, padding_of, positions_of
+from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
 from wellposed.models._transject_config import TransJectConfig
 from wellposed.nn import (
     InjectiveEmbedding,
@@ -26,6 +27,7 @@ from wellposed.nn import (
     TransJectStack,
     orthogonal_patterns,
 )
+from wellposed.nn.plain import on_host
 
 # Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn already.
 _DRAWN = 1e-4
@@ -36,9 +38,8 @@ class GenerationCache(TransJectCache):
 
     is_compileable = False
 
-    def get_seq_length(self, layer_index: int = 0) -> int:
-        """Return how many tokens were seen."""
-        del layer_index
+    def get_seq_length(self, _: int = 0) -> int:
+        """Return how many tokens were seen, which is the same for every layer."""
         return self.num_tokens
 
 
@@ -134,18 +135,15 @@ class TransJectModel(TransJectPreTrainedModel):
             position=cast(Literal["sinusoidal", "learned"], config.position),
             max_positions=config.max_position_embeddings,
         )
-        options: dict[str, Any] = {
-            "spectrum": config.spectrum, "spectrum_norm": config.spectrum_norm, "gating": config.gating,
-            "residual": config.residual,
-        }  # fmt: skip
         self.stack = TransJectStack(
             config.hidden_size,
             config.num_hidden_layers,
-            num_experts=config.num_experts,
+            gating=cast(Any, config.gating),
+            residual=cast(Any, config.residual),
             eps=config.spectrum_eps,
             dropout=config.dropout,
             is_causal=self.is_causal,
-            **options,
+            **asdict(TransJectOptions.of(config)),
         )
         self.post_init()
 
@@ -181,9 +179,9 @@ class TransJectModel(TransJectPreTrainedModel):
         """
         refuse_attentions(output_attentions)
         cache = self._cache(past_key_values, use_cache)
-        given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
+        given = ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids)
         note = ": X^0, position codes included"
-        received = check_given(given, self.config, type(self).__name__, note=note)
+        received = check_inputs(given, self.config, type(self).__name__, note=note)
         batch, tokens = received.shape[:2]
         num_keys = tokens + (0 if cache is None else cache.num_tokens)
         padding = padding_of(attention_mask, batch, num_keys)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.errors import nearest_names
-from wellposed.models._checked_config import CheckedConfig
-from wellposed.models._config_checks import (
-    is_size,
+from wellposed.model_options import TransJectOptions
+from wellposed.models._checked_config import (
+    CheckedConfig,
     label_problems,
     name_problems,
     rate_problems,
@@ -18,12 +19,11 @@ from wellposed.models._config_checks import (
 )
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn.sizes import LEAST_EPS
+from wellposed.option_checks import is_size
 
-_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_experts")
+_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _CHOICES = {
-    "spectrum": ("gram", "random"),
-    "spectrum_norm": ("max", "trace"),
     "gating": ("pooled", "normalized", "fixed"),
     "residual": ("rezero", "sigmoid"),
     "position": ("sinusoidal", "learned"),
@@ -39,9 +39,6 @@ class TransJectConfig(CheckedConfig):
             beyond it.
         hidden_size: width d of a token, even: half for the token, half for its position.
         num_hidden_layers: L.
-        num_experts: E, Gram attentions in a layer.
-        spectrum: gram, estimated from the embedded tokens, or random, a learnt vector.
-        spectrum_norm: what a Gram spectrum is divided by: max, or trace where the whole map is to have a certificate.
         spectrum_eps: added to that divisor, and to that of normalised gates; above 0.
         gating: pooled, or normalized where a certificate is asked for, or fixed, the same for every input.
         residual: rezero, the identity at the start, or sigmoid.
@@ -57,7 +54,8 @@ class TransJectConfig(CheckedConfig):
         bos_token_id: first token of a text.
         eos_token_id: token, or tokens, at which generation ends.
         use_cache: whether `generate` keeps the running sums of the prefix.
-        **kwargs: what every Hugging Face configuration takes: `num_labels`, `id2label`, `dtype`, ...
+        **kwargs: `num_experts`, `spectrum` and `spectrum_norm` of `wellposed.model_options.TransJectOptions`, and what
+            every Hugging Face configuration takes: `num_labels`, `id2label`, `dtype`, ...
 
     Raises:
         ConfigError: values out of range, names that are not known or keys that nobody reads, all in one message.
@@ -81,9 +79,6 @@ class TransJectConfig(CheckedConfig):
     max_position_embeddings: int = 512
     hidden_size: int = 128
     num_hidden_layers: int = 2
-    num_experts: int = 1
-    spectrum: str = "gram"
-    spectrum_norm: str = "max"
     spectrum_eps: float = 1e-6
     gating: str = "pooled"
     residual: str = "rezero"
@@ -98,9 +93,19 @@ class TransJectConfig(CheckedConfig):
     eos_token_id: int | list[int] | None = None
     use_cache: bool = True
 
+    if TYPE_CHECKING:  # options of parts are no fields
+
+        def __init__(self, **options: Any) -> None: ...
+
+    @classmethod
+    def part_options(cls) -> dict[str, Field[Any]]:
+        """Return the options that TransJect shares with the command line."""
+        return {item.name: item for item in fields(TransJectOptions)}
+
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
         return [
+            *super().problems(),
             *size_problems(self, _SIZES),
             *rate_problems(self, ("dropout",)),
             *_choice_problems(self),

@@ -14,19 +14,14 @@ from transformers.utils.generic import can_return_tuple
 from wellposed.errors import ConfigError
 from wellposed.models._caches import LayerView
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import (
-    Embeddings,
-    Given,
-    check_positions,
-    on_host,
-    padding_of,
-    position_scale,
-    positions_of,
-)
+from wellposed.models._embeddings import Embeddings, position_scale
 from wellposed.models._init import INITS
-from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, check_given, refuse_attentions
-from wellposed.nn import Block, build_layers, run_block
+from wellposed.models._inputs import ModelInputs, check_inputs, check_positions, padding_of, positions_of
+from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
+from wellposed.nn import Block
 from wellposed.nn import attention_mask as make_mask
+from wellposed.nn.block import build_layers, run_block
+from wellposed.nn.plain import on_host
 
 
 class WellposedPreTrainedModel(CheckedPreTrainedModel):
@@ -83,7 +78,7 @@ class WellposedBody(WellposedPreTrainedModel):
 
     def run(
         self,
-        given: Given,
+        given: ModelInputs,
         *,
         output_hidden_states: bool | None,
         self_cache: Cache | None = None,
@@ -123,8 +118,8 @@ class WellposedBody(WellposedPreTrainedModel):
         x = self.final_norm(x)
         return x, (*states[:-1], x) if keep else None
 
-    def _check_input(self, given: Given) -> tuple[int, int, torch.device]:
-        received = check_given(given, self.config, type(self).__name__)
+    def _check_input(self, given: ModelInputs) -> tuple[int, int, torch.device]:
+        received = check_inputs(given, self.config, type(self).__name__)
         # a decoder is causal and reads left to right: padding on the right needs no mask
         if received is given.input_ids and on_host(received) and given.names[0] == "input_ids":
             self.warn_if_padding_and_no_attention_mask(received, given.attention_mask)
@@ -201,7 +196,7 @@ class WellposedModel(WellposedBody):
         refuse_attentions(output_attentions)
         if self.check_cache(past_key_values, use_cache) and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
+        given = ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids)
         x, states = self.run(given, output_hidden_states=output_hidden_states, self_cache=past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=cast(Any, x), past_key_values=past_key_values, hidden_states=cast(Any, states)

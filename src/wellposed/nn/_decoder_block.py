@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from wellposed.nn._block import Block
-from wellposed.nn._registry import NORMS, RESIDUALS, LayerCache
-from wellposed.nn.attention.cross import CROSS_ATTENTIONS, MemoryCache, cross_attention_name
+from wellposed.nn._registry import CROSS_ATTENTIONS, NORMS, RESIDUALS, LayerCache, MemoryCache
+from wellposed.nn.attention.cross import cross_attention_name
 from wellposed.nn.attention.masks import PaddingMask
+from wellposed.nn.block import Block
 
 
 class DecoderBlock(Block):
@@ -20,7 +20,6 @@ class DecoderBlock(Block):
 
     Args:
         config: see `Block`; and, where present, `cross_attention`, a name in `CROSS_ATTENTIONS`.
-        layer_index: depth of the block, from 0.
 
     Raises:
         ConfigError: a name is not registered.
@@ -33,16 +32,16 @@ class DecoderBlock(Block):
     ...     feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0, attention_dropout=0.0,
     ...     layer_norm_eps=1e-5,
     ... )
-    >>> DecoderBlock(config, 0)(torch.randn(3, 5, 8), torch.randn(3, 9, 8), is_causal=True).shape
+    >>> DecoderBlock(config)(torch.randn(3, 5, 8), torch.randn(3, 9, 8), is_causal=True).shape
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, config: Any, layer_index: int) -> None:
-        super().__init__(config, layer_index)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         name = cross_attention_name(config.attention, getattr(config, "cross_attention", None))
-        self.cross_attention = CROSS_ATTENTIONS.get(name)(config, layer_index)
-        self.cross_attention_norm = NORMS.get(config.norm)(config, layer_index)
-        self.cross_attention_residual = RESIDUALS.get(config.residual)(config, layer_index)
+        self.cross_attention = CROSS_ATTENTIONS.get(name)(config)
+        self.cross_attention_norm = NORMS.get(config.norm)(config)
+        self.cross_attention_residual = RESIDUALS.get(config.residual)(config)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

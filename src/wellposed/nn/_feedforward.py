@@ -56,7 +56,6 @@ class MLP(nn.Module):
 
 
 @FEEDFORWARDS.register("mlp")
-def build_mlp(config: Any, layer_index: int) -> MLP:
-    """Build the feed-forward of layer `layer_index` (every layer is alike)."""
-    del layer_index
+def build_mlp(config: Any) -> MLP:
+    """Build the two-layer network."""
     return MLP(config.hidden_size, config.intermediate_size, activation=config.activation)

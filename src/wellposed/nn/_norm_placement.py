@@ -63,21 +63,15 @@ class NoNorm(nn.Module):
 
 
 @NORMS.register("pre")
-def build_pre(config: Any, layer_index: int) -> PreNorm:
+def build_pre(config: Any) -> PreNorm:
     """Build the norm in front of a branch."""
-    del layer_index
     return PreNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 @NORMS.register("post")
-def build_post(config: Any, layer_index: int) -> PostNorm:
+def build_post(config: Any) -> PostNorm:
     """Build the norm behind a sum."""
-    del layer_index
     return PostNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
-@NORMS.register("none")
-def build_none(config: Any, layer_index: int) -> NoNorm:
-    """Build the placement without a norm."""
-    del config, layer_index
-    return NoNorm()
+NORMS.register("none")(lambda _: NoNorm())

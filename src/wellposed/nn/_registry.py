@@ -1,7 +1,7 @@
 """The tables a block is assembled from: a new attention, residual, feed-forward or norm is one registration.
 
-A builder is called with the model's configuration (any object with the attributes named at each table) and the index
-of the layer.
+A builder is called with the model's configuration, any object with the attributes named at each table. Options that
+only some parts read are declared in `wellposed.model_options`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from wellposed.registry import Registry
 
-LayerBuilder = Callable[[Any, int], nn.Module]
-"""`build(config, layer_index) -> module`."""
+LayerBuilder = Callable[[Any], nn.Module]
+"""`build(config) -> module`; every layer of a stack is built alike."""
 
 ATTENTIONS = Registry[LayerBuilder]("attention")
 """Self-attentions: `forward(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor`.
@@ -23,13 +23,20 @@ ATTENTIONS = Registry[LayerBuilder]("attention")
 configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`, `qk_norm`, `layer_norm_eps`.
 """
 
+CROSS_ATTENTIONS = Registry[LayerBuilder]("cross-attention")
+"""Attentions to a memory: `forward(x, memory, *, key_padding_mask=None, cache=None) -> Tensor`.
+
+`x` is (batch, tokens, width), `memory` (batch, memory tokens, width), `key_padding_mask` what `memory_mask` takes.
+Read from the configuration: as `ATTENTIONS`.
+"""
+
 FEEDFORWARDS = Registry[LayerBuilder]("feedforward")
 """Token-wise maps: `forward(x) -> Tensor`. Read: `hidden_size`, `intermediate_size`, `activation`."""
 
 RESIDUALS = Registry[LayerBuilder]("residual")
 """Ways to join a branch to its input: `forward(x, branch) -> Tensor`."""
 
-NORMS = Registry["Callable[[Any, int], NormPlacement]"]("norm")
+NORMS = Registry["Callable[[Any], NormPlacement]"]("norm")
 """Placements of the norm around `x -> residual(x, f(x))`, see `PreNorm`. Read: `hidden_size`, `layer_norm_eps`."""
 
 
@@ -49,4 +56,12 @@ class LayerCache(Protocol):
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values and return all of them, the earlier ones first."""
+        ...
+
+
+class MemoryCache(Protocol):
+    """Keys and values of a memory, (batch, heads, memory tokens, head_dim) each, for one layer."""
+
+    def once(self, project: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return what is stored; the first time, call `project` and store what it returns."""
         ...

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -47,15 +45,5 @@ class ReZeroResidual(nn.Module):
         return x + self.scale * branch
 
 
-@RESIDUALS.register("plain")
-def build_plain(config: Any, layer_index: int) -> PlainResidual:
-    """Build `x + f(x)`."""
-    del config, layer_index
-    return PlainResidual()
-
-
-@RESIDUALS.register("rezero")
-def build_rezero(config: Any, layer_index: int) -> ReZeroResidual:
-    """Build `x + a f(x)`; every branch has a scalar of its own."""
-    del config, layer_index
-    return ReZeroResidual()
+RESIDUALS.register("plain")(lambda _: PlainResidual())
+RESIDUALS.register("rezero")(lambda _: ReZeroResidual())

@@ -1,7 +1,8 @@
 """Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same Transformer.
 
 A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes the one number a
-variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4.
+variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it
+no longer has read are left out.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from wellposed.errors import ConfigError
 from wellposed.presets import zhang2021
 from wellposed.registry import Registry
-from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig
+from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry("variant")
@@ -57,34 +58,17 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
         raise ConfigError(f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}") from None
 
 
-# Options that one kind of attention reads; a variant with another attention puts them back to their defaults.
-L2_OPTIONS = ("query_width", "l2_init_scale")
-READ_BY = {
-    "l2": L2_OPTIONS,
-    "l2_tied": L2_OPTIONS,
-    "l2_contractive": (*L2_OPTIONS, "contractive", "lipschitz_norm"),
-    "cosine": ("cosine_eps",),
-}
-
-
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
-    read = READ_BY.get(changes.get("attention", "dot_product"), ())
-    unread = {name for names in READ_BY.values() for name in names if name not in read}
     plain: dict[str, Any] = {
-        **{name: getattr(ModelOptions(), name) for name in sorted(unread)},
         "architecture": "wellposed",
         "attention": "dot_product",
         "norm": "post",
         "residual": "plain",
         "qk_norm": False,
-        # TransJect alone has experts and a spectrum
-        "num_experts": 1,
-        "spectrum": "gram",
-        "spectrum_norm": "max",
-        # t_fixup belongs to the variant of that name: with norms it would be refused
-        "init": "xavier" if base.model.init == "t_fixup" else base.model.init,
     }
-    return replace(base, model=replace(base.model, **{**plain, **changes}))
+    if base.model.init == "t_fixup":  # it belongs to the variant of that name: with norms it would be refused
+        plain["init"] = "xavier"
+    return replace(base, model=base.model.with_parts(**{**plain, **changes}))
 
 
 @VARIANTS.register("post_ln")
@@ -151,9 +135,7 @@ def cosine(base: RunConfig) -> RunConfig:
 @VARIANTS.register("lstm")
 def lstm(base: RunConfig) -> RunConfig:
     """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language models only."""
-    return _with_model(
-        base, architecture="lstm", position="learned", activation="gelu", attention_dropout=0.0, init="xavier"
-    )
+    return _with_model(base, architecture="lstm")
 
 
 def _orthogonality_constrained(base: RunConfig, level: str, strength: float) -> RunConfig:
@@ -181,7 +163,70 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     return _orthogonality_constrained(base, "III", strength)
 
 
-from wellposed.recipes import (  # noqa: E402  (they register their variants)
-    variants_seq2seq,  # noqa: F401
-    variants_transject,  # noqa: F401
-)
+PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10
+
+
+@VARIANTS.register("post_ln_warmup")
+def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
+    """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000 (Vaswani et al. 2017).
+
+    The value is the number of steps. A schedule without a warm-up of its own, inverse_sqrt, becomes
+    inverse_sqrt_warmup.
+    """
+    config = post_ln(base)
+    steps = config.train.steps
+    if warmup_steps != int(warmup_steps) or warmup_steps < 0:
+        raise ConfigError(f"post_ln_warmup: warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or more")
+    automatic = config.train.warmup_steps or min(PAPER_WARMUP_STEPS, max(1, steps // WARMUP_SHARE))
+    schedule = "inverse_sqrt_warmup" if config.train.schedule == "inverse_sqrt" else config.train.schedule
+    train = replace(config.train, warmup_steps=int(warmup_steps) or automatic, schedule=schedule)
+    return replace(config, train=train)
+
+
+@VARIANTS.register("t_fixup_oc3")
+def t_fixup_oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality constraints."""
+    return replace(t_fixup(base), penalty=oc3(base, strength).penalty)
+
+
+TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_proj", "*.down_proj")
+# Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports torch.
+TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
+SPECTRUM_WEIGHTS = ("*.basis",)
+EMBEDDING = ("*.embeddings.token",)
+# Its weights can only turn, and its branches are divided by L and start from zero: at a Transformer's rate it learns
+# too, but slowly (listops, 150 steps: 0.20 at 0.001, 0.30 at 0.003, 0.36 at 0.01; majority 0.12).
+TRANSJECT_RATE = 5.0
+
+
+@VARIANTS.register("orthogonal")
+def orthogonal(base: RunConfig) -> RunConfig:
+    """post_ln with every matrix of attention and feed-forward held orthogonal (Sengupta et al. 2023, sec. 4.2)."""
+    return _held(post_ln(base), TRANSFORMER_WEIGHTS)
+
+
+@VARIANTS.register("transject")
+def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 5 (or value) x the base's."""
+    return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
+
+
+@VARIANTS.register("transject_random")
+def transject_random(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect with a learnt vector as the spectrum; learning rate 5 (or value) x the base's."""
+    return _held(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
+
+
+def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
+    config = _with_model(base, architecture="transject", residual="rezero", spectrum=spectrum)
+    return replace(config, train=_faster(base.train, rate))
+
+
+def _faster(options: TrainOptions, rate: float) -> TrainOptions:
+    """Scale the learning rate, and gamma, which the schedule kim2021 reads in its place."""
+    return replace(options, learning_rate=rate * options.learning_rate, gamma=rate * options.gamma)
+
+
+def _held(config: RunConfig, weights: tuple[str, ...]) -> RunConfig:
+    embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
+    return replace(config, constrain=ConstrainOptions(",".join(weights), embeddings=embeddings))

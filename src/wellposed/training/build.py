@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed
-from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from wellposed.constrain import Constraint
     from wellposed.tasks import Task
-
-# A value that asks for nothing, beside the default: one head is no heads.
-NEUTRAL: dict[str, object] = {"num_attention_heads": 1}
 
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
@@ -29,33 +26,15 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
     Raises:
         ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad combination.
     """
-    from wellposed.models import build_model, start_model
+    from wellposed.models import build_model, model_keywords, start_model
 
     if config.start.model:
         start, wanted = config.start, task.model_kwargs()
         return start_model(
             start.model, task.kind, wanted, from_scratch=start.from_scratch, new_head=start.new_head
         ).model
-    given = {**_chosen_options(config.model), **task.model_kwargs()}
+    given = {**model_keywords(config.model), **task.model_kwargs()}
     return build_model(config.model.architecture, task.kind, **given)
-
-
-def _chosen_options(options: ModelOptions) -> dict[str, Any]:
-    """Return the options that the architecture's configuration has; one it lacks must be left at its default."""
-    from wellposed.models import ARCHITECTURES
-
-    known = ARCHITECTURES.get(options.architecture).config.__dataclass_fields__
-    values = {name: value for name, value in dataclasses.asdict(options).items() if name != "architecture"}
-    defaults = dataclasses.asdict(ModelOptions())
-    foreign = [
-        name
-        for name, value in values.items()
-        if name not in known and value not in (defaults[name], NEUTRAL.get(name, defaults[name]))
-    ]
-    if foreign:
-        lines = [f"model.{name}: received {values[name]!r}; leave it {defaults[name]!r}" for name in foreign]
-        raise ConfigError(f"architecture {options.architecture!r} has no such option:\n" + listed(lines))
-    return {name: value for name, value in values.items() if name in known and value is not None}
 
 
 def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:

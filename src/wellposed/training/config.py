@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
 from wellposed.options import build_options, flat_options, refuse
 from wellposed.training.ranges import (
     constrain_problems,
-    model_problems,
     penalty_problems,
     start_problems,
     train_problems,
@@ -25,67 +25,6 @@ SCHEMA_VERSION = 1
 
 Schedule = Literal["constant", "linear", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
 Scalar = str | int | float | bool | None
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
-
-    architecture: str = "wellposed"
-    """Registered architecture."""
-    hidden_size: int = 128
-    """Width D of a token."""
-    num_hidden_layers: int = 2
-    """Number of blocks."""
-    num_attention_heads: int = 4
-    """Number of heads; must divide hidden_size."""
-    intermediate_size: int | None = None
-    """Width of the feed-forward layer; 4 x hidden_size where not given."""
-    activation: Literal["relu", "gelu"] = "gelu"
-    """Feed-forward nonlinearity."""
-    attention: str = "dot_product"
-    """Registered attention."""
-    norm: Literal["pre", "post", "none"] = "post"
-    """Where LayerNorm stands."""
-    residual: str = "plain"
-    """Registered residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0."""
-    qk_norm: bool = False
-    """Normalise queries and keys per head."""
-    position: Literal["learned", "sinusoidal"] = "learned"
-    """Position code."""
-    tie_word_embeddings: bool = True
-    """Share the token embedding with the output layer of a language model."""
-    dropout: float = 0.0
-    """Dropout on embeddings and sublayer outputs."""
-    attention_dropout: float = 0.0
-    """Dropout on attention weights."""
-    init: str = "xavier"
-    """Initial weights."""
-    pooling: Literal["mean", "first", "max"] = "mean"
-    """How a classifier pools tokens."""
-    num_decoder_layers: int | None = None
-    """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
-    share_embeddings: bool = True
-    """One token embedding for source and target of an encoder-decoder."""
-    contractive: float | None = None
-    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
-    lipschitz_norm: Literal["tok", "inf", "2"] = "tok"
-    """Norm in which l2_contractive is a contraction."""
-    query_width: int = 1
-    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
-    l2_init_scale: float | None = None
-    """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
-    cosine_eps: float = 0.01
-    """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
-    num_experts: int = 1
-    """Expert mixtures of TransJect: number of experts in a layer."""
-    spectrum: Literal["gram", "random"] = "gram"
-    """Spectrum of TransJect's attention: estimated from the embedded tokens, or a learnt vector."""
-    spectrum_norm: Literal["max", "trace"] = "max"
-    """What a Gram spectrum is divided by; trace gives the whole map a certificate."""
-
-    def __post_init__(self) -> None:
-        refuse(model_problems(self))
 
 
 @dataclass(frozen=True)
@@ -230,7 +169,7 @@ class RunConfig:
     """Options of the task, by field name of its options class."""
     variant: str = "post_ln"
     """Name the run carries in reports."""
-    model: ModelOptions = ModelOptions()
+    model: ModelOptions = field(default_factory=ModelOptions)
     penalty: PenaltyOptions = PenaltyOptions()
     train: TrainOptions = TrainOptions()
     constrain: ConstrainOptions = ConstrainOptions()

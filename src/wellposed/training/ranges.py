@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, StartOptions, TrainOptions
+    from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOptions, TrainOptions
 
 Rule = tuple[str, Callable[[Any], bool]]
 
@@ -17,20 +17,6 @@ POSITIVE: Rule = ("a finite number above 0", lambda value: math.isfinite(value) 
 BELOW_ONE: Rule = ("0 <= value < 1", lambda value: 0 <= value < 1)
 SEED: Rule = ("0 <= seed < 2^32", lambda value: 0 <= value < 2**32)
 
-MODEL_RULES: dict[str, Rule] = {
-    "hidden_size": AT_LEAST_ONE,
-    "num_hidden_layers": AT_LEAST_ONE,
-    "num_attention_heads": AT_LEAST_ONE,
-    "intermediate_size": AT_LEAST_ONE,
-    "dropout": BELOW_ONE,
-    "attention_dropout": BELOW_ONE,
-    "num_decoder_layers": AT_LEAST_ONE,
-    "contractive": ("0 < value < 1", lambda value: 0 < value < 1),
-    "query_width": ("1 or 2", lambda value: value in (1, 2)),
-    "l2_init_scale": POSITIVE,
-    "cosine_eps": POSITIVE,
-    "num_experts": AT_LEAST_ONE,
-}
 PENALTY_RULES: dict[str, Rule] = {
     **dict.fromkeys(("affinity", "attention", "feedforward", "query", "key", "value", "embedding"), NOT_NEGATIVE),
     "every": AT_LEAST_ONE,
@@ -62,17 +48,6 @@ TRAIN_RULES: dict[str, Rule] = {
 }
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
-
-
-def model_problems(options: ModelOptions) -> list[str]:
-    """Return one line per field of ``options`` that is out of range."""
-    problems = _out_of_range(options, MODEL_RULES)
-    if not problems and options.hidden_size % options.num_attention_heads:
-        problems.append(
-            f"hidden_size = {options.hidden_size} is not divisible by "
-            f"num_attention_heads = {options.num_attention_heads}"
-        )
-    return problems
 
 
 def penalty_problems(options: PenaltyOptions) -> list[str]:

@@ -10,10 +10,7 @@ from torch.nn import functional as F
 
 from wellposed.errors import ConfigError
 from wellposed.nn._ball_projection import project_to_ball
-from wellposed.nn._registry import LayerCache
-from wellposed.nn.attention.cross import MemoryCache, memory_mask
-from wellposed.nn.attention.heads import HeadProjections
-from wellposed.nn.attention.masks import PaddingMask
+from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
 
 
 class _BallAttention(HeadProjections):
@@ -24,13 +21,12 @@ class _BallAttention(HeadProjections):
         embed_dim: int,
         num_heads: int,
         *,
-        memory_dim: int | None = None,
         temperature: float = 2.0,
         max_temperature: float = 10.0,
         unit_lipschitz: bool = True,
         bias: bool = False,
     ) -> None:
-        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, bias=bias)
+        super().__init__(embed_dim, num_heads, bias=bias)
         if not 0 < temperature < max_temperature < math.inf:
             raise ConfigError(
                 f"{type(self).__name__}: temperature={temperature} and max_temperature={max_temperature}; expected "
@@ -59,6 +55,9 @@ class _BallAttention(HeadProjections):
         mix = self.mix_logit.to(dtype).softmax(0)
         return temperature, mix / (mix * (1 + 2 * temperature)).sum() if self.unit_lipschitz else mix
 
+    def _tokens(self, x: Tensor) -> Tensor:
+        return project_to_ball(x)
+
     def _weighted(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
     ) -> Tensor:
@@ -76,7 +75,7 @@ class _BallAttention(HeadProjections):
         )
 
 
-class BallAttention(_BallAttention):
+class BallAttention(SelfAttention, _BallAttention):
     r"""`sum_h w_h W_o,h f_h`, `f_h(X)_i = sum_j p_ij W_v,h u_j`, `p_i = softmax_j(t_h <W_q,h u_i, W_k,h u_j>)`.
 
     `u_j = pi(x_j)`, pi the projection onto the unit ball. Globally Lipschitz for every mask that leaves no row empty
@@ -106,51 +105,8 @@ class BallAttention(_BallAttention):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        temperature: float = 2.0,
-        max_temperature: float = 10.0,
-        unit_lipschitz: bool = True,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            temperature=temperature,
-            max_temperature=max_temperature,
-            unit_lipschitz=unit_lipschitz,
-            bias=bias,
-        )
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: PaddingMask = None,
-        is_causal: bool = False,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """Attend from every token of `x` to the tokens it may see.
-
-        Args:
-            x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
-            is_causal: whether a token is kept from later tokens.
-            cache: earlier keys and values of this layer; the new ones are appended.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
-        """
-        return self._attend_to_itself(project_to_ball(x), key_padding_mask, is_causal, cache)
-
-
-class BallCrossAttention(_BallAttention):
+class BallCrossAttention(MemoryAttention, _BallAttention):
     r"""`BallAttention` from tokens `x` to a memory `y`: globally Lipschitz in both.
 
     In norm tok, without `unit_lipschitz`: `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with respect to x and
@@ -170,29 +126,3 @@ class BallCrossAttention(_BallAttention):
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
     torch.Size([3, 5, 8])
     """
-
-    def forward(
-        self, x: Tensor, memory: Tensor, *, key_padding_mask: PaddingMask = None, cache: MemoryCache | None = None
-    ) -> Tensor:
-        """Attend from every token of `x` to the real tokens of the memory.
-
-        Args:
-            x: (batch, tokens, embed_dim).
-            memory: (batch, memory tokens, memory_dim).
-            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A memory that is all
-                padding gives the bias of `W_o` alone.
-            cache: keys and values of this memory, made at the first call.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
-        """
-
-        def project() -> tuple[Tensor, Tensor]:
-            return self._key_value(project_to_ball(memory))
-
-        key, value = project() if cache is None else cache.once(project)
-        query = self._query(project_to_ball(x))
-        return self._join(self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask))

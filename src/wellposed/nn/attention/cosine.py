@@ -1,4 +1,4 @@
-"""Scaled cosine attention: the Lipschitz attention for cross-attention and for any mask."""
+"""Scaled cosine attention: Lipschitz for any mask, of one sequence or two."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError, listed
+from wellposed.errors import ConfigError, listed
 from wellposed.functional import cosine_attention
-from wellposed.nn._options import reads
-from wellposed.nn._registry import ATTENTIONS, LayerCache
-from wellposed.nn.attention.heads import HeadProjections
-from wellposed.nn.attention.masks import PaddingMask
+from wellposed.model_options import CosineOptions
+from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
+from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
 
 
 class _CosineAttention(HeadProjections):
@@ -27,7 +26,6 @@ class _CosineAttention(HeadProjections):
         embed_dim: int,
         num_heads: int,
         *,
-        memory_dim: int | None = None,
         eps: float = 0.01,
         tau: float | None = None,
         nu: float = 1.0,
@@ -35,7 +33,7 @@ class _CosineAttention(HeadProjections):
         dropout: float = 0.0,
         bias: bool = True,
     ) -> None:
-        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         self.eps = eps
         self._start = (math.sqrt(self.head_dim) if tau is None else tau, nu)
         _check_options(type(self).__name__, eps, self._start[0], dropout)
@@ -76,7 +74,7 @@ class _CosineAttention(HeadProjections):
         return f"num_heads={self.num_heads}, eps={self.eps}, dropout={self.dropout}"
 
 
-class CosineSelfAttention(_CosineAttention):
+class CosineSelfAttention(SelfAttention, _CosineAttention):
     r"""Per head, `nu softmax_j(tau n(q_i) . n(k_j)) n(v)` with `n(a) = a / sqrt(|a|^2 + eps)`; joined by `W_o`.
 
     Globally Lipschitz in exact arithmetic for every mask that leaves no row empty, diagonal or not: one head has
@@ -107,55 +105,8 @@ class CosineSelfAttention(_CosineAttention):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        eps: float = 0.01,
-        tau: float | None = None,
-        nu: float = 1.0,
-        learn_scales: bool = True,
-        dropout: float = 0.0,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            eps=eps,
-            tau=tau,
-            nu=nu,
-            learn_scales=learn_scales,
-            dropout=dropout,
-            bias=bias,
-        )
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: PaddingMask = None,
-        is_causal: bool = False,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """Attend from every token of `x` to the tokens it may see.
-
-        Args:
-            x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
-            is_causal: whether a token is kept from later tokens.
-            cache: earlier keys and values of this layer; the new ones are appended.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
-        """
-        return self._attend_to_itself(x, key_padding_mask, is_causal, cache)
-
-
-class CosineCrossAttention(_CosineAttention):
+class CosineCrossAttention(MemoryAttention, _CosineAttention):
     r"""Cosine attention from tokens `x` to a memory `y`: globally Lipschitz in both, which L2 cross-attention is not.
 
     Per head, in the tok norm: `nu eps^-1/2 tau |W_Q|` with respect to x and `nu eps^-1/2 (|W_V| + tau |W_K|)` with
@@ -175,32 +126,6 @@ class CosineCrossAttention(_CosineAttention):
     torch.Size([3, 5, 8])
     """
 
-    def forward(self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Attend from every token of `x` to the memory.
-
-        Args:
-            x: (batch, tokens, embed_dim).
-            memory: (batch, memory tokens, memory_dim).
-            key_padding_mask: bool (batch, memory tokens), True = padding. A memory that is all padding gives the bias
-                of `W_o` alone.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
-        """
-        mask = None
-        if key_padding_mask is not None:
-            if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != memory.shape[:2]:
-                raise ShapeError(
-                    f"CosineCrossAttention: key_padding_mask is {key_padding_mask.dtype} "
-                    f"{tuple(key_padding_mask.shape)}; expected torch.bool {tuple(memory.shape[:2])}, True = padding"
-                )
-            mask = ~key_padding_mask[:, None, None, :]
-        query, (key, value) = self._query(x), self._key_value(memory)
-        return self._join(self._weighted(query, key, value, mask))
-
 
 def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
     problems: list[str] = []
@@ -214,19 +139,22 @@ def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
         raise ConfigError(f"{name}:\n" + listed(problems))
 
 
+def _options(config: Any) -> dict[str, Any]:
+    return {"eps": CosineOptions.of(config).cosine_eps, "dropout": config.attention_dropout}
+
+
 @ATTENTIONS.register("cosine")
-@reads("cosine_eps")
-def build_cosine(config: Any, layer_index: int) -> CosineSelfAttention:
-    """Build cosine attention; read besides, where present: `cosine_eps` (0.01)."""
-    del layer_index
+def build_cosine(config: Any) -> CosineSelfAttention:
+    """Build cosine attention."""
     if getattr(config, "qk_norm", False):
         raise ConfigError(
             "attention 'cosine' with qk_norm=True: queries and keys are normalised already, and LayerNorm has no "
             "useful Lipschitz bound; set qk_norm=False"
         )
-    return CosineSelfAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        eps=getattr(config, "cosine_eps", 0.01),
-        dropout=config.attention_dropout,
-    )
+    return CosineSelfAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+
+
+@CROSS_ATTENTIONS.register("cosine")
+def build_cosine_cross(config: Any) -> CosineCrossAttention:
+    """Build cosine attention to a memory; ``qk_norm`` is for self-attentions, as queries are normalised here anyway."""
+    return CosineCrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the heads, and self-attention made of them."""
+"""Scaled dot-product attention, of one sequence or two."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.nn._registry import ATTENTIONS, LayerCache
-from wellposed.nn.attention.heads import HeadProjections
-from wellposed.nn.attention.masks import PaddingMask
+from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
+from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
 
 
 class SoftmaxHeads(HeadProjections):
@@ -20,13 +19,12 @@ class SoftmaxHeads(HeadProjections):
         embed_dim: int,
         num_heads: int,
         *,
-        memory_dim: int | None = None,
         qk_norm: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__(embed_dim, num_heads, memory_dim=memory_dim, dropout=dropout, bias=bias)
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
         self.k_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
 
@@ -48,7 +46,7 @@ class SoftmaxHeads(HeadProjections):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
 
-class DotProductAttention(SoftmaxHeads):
+class DotProductAttention(SelfAttention, SoftmaxHeads):
     """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q, k = x W_k, v = x W_v`; the heads are joined by `W_o`.
 
     Exact up to rounding. Vaswani et al. (2017), eq. 1, computed by `scaled_dot_product_attention`. With `qk_norm`,
@@ -75,51 +73,46 @@ class DotProductAttention(SoftmaxHeads):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        qk_norm: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        eps: float = 1e-5,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, qk_norm=qk_norm, dropout=dropout, bias=bias, eps=eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: PaddingMask = None,
-        is_causal: bool = False,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """Attend from every token of `x` to the tokens it may see.
+class CrossAttention(MemoryAttention, SoftmaxHeads):
+    """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q`, and `k = y W_k`, `v = y W_v` of a memory y.
 
-        Args:
-            x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
-            is_causal: whether a token is kept from later tokens.
-            cache: earlier keys and values of this layer; the new ones are appended.
+    Exact up to rounding. Vaswani et al. (2017), sec. 3.2.3, computed by `scaled_dot_product_attention`. ``qk_norm`` as
+    in `DotProductAttention`.
 
-        Returns:
-            (batch, tokens, embed_dim).
+    Args:
+        embed_dim: width D of a token of `x`.
+        num_heads: number of heads; divides D. Each head has dimension d = D / num_heads.
+        memory_dim: width of a token of the memory; D where not given.
+        qk_norm: normalise queries and keys per head.
+        dropout: probability of dropping an attention weight in training, in [0, 1).
+        bias: whether the four projections have a bias.
+        eps: epsilon of the query and key norms.
 
-        Raises:
-            ShapeError: the padding mask does not fit.
-        """
-        return self._attend_to_itself(x, key_padding_mask, is_causal, cache)
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+
+    Cost: 2 (N + M) D^2 + 2 N M D multiply-adds for N tokens and M of the memory; the part in M D^2 once with a cache.
+    Not Lipschitz on an unbounded domain: use `CosineCrossAttention` where a certificate is wanted.
+
+    >>> import torch
+    >>> attention = CrossAttention(8, 2)
+    >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 8)).shape
+    torch.Size([3, 5, 8])
+    """
+
+
+def _options(config: Any) -> dict[str, Any]:
+    return {"qk_norm": config.qk_norm, "dropout": config.attention_dropout, "eps": config.layer_norm_eps}
 
 
 @ATTENTIONS.register("dot_product")
-def build_dot_product(config: Any, layer_index: int) -> DotProductAttention:
-    """Build the attention of layer `layer_index` (every layer is alike)."""
-    del layer_index
-    return DotProductAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        qk_norm=config.qk_norm,
-        dropout=config.attention_dropout,
-        eps=config.layer_norm_eps,
-    )
+def build_dot_product(config: Any) -> DotProductAttention:
+    """Build dot-product attention."""
+    return DotProductAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+
+
+@CROSS_ATTENTIONS.register("dot_product")
+def build_cross(config: Any) -> CrossAttention:
+    """Build dot-product attention to a memory."""
+    return CrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))

@@ -1,14 +1,15 @@
-"""What every multi-head attention does alike: cut a width into heads, join them, hold projections, attend to itself."""
+"""What every multi-head attention does alike: heads cut and joined, projections, one sequence or two."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
-from wellposed.nn._registry import LayerCache
-from wellposed.nn.attention.masks import PaddingMask, attention_mask
+from wellposed.nn._registry import LayerCache, MemoryCache
+from wellposed.nn.attention.masks import PaddingMask, attention_mask, memory_mask
 
 
 def head_width(where: str, embed_dim: int, num_heads: int) -> int:
@@ -57,12 +58,12 @@ def join_heads(heads: Tensor) -> Tensor:
 class HeadProjections(nn.Module, ABC):
     """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a memory, ``W_o``.
 
-    A subclass says in ``_weighted`` how queries and keys make weights of the values.
+    A subclass says in ``_weighted`` how queries and keys make weights of the values, and in ``_tokens`` what it does
+    with tokens before that.
 
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads H; divides D; d = D / H.
-        memory_dim: width of what keys and values are made of; D where not given.
         dropout: kept for the subclass.
         bias: whether the projections have a bias.
 
@@ -70,28 +71,29 @@ class HeadProjections(nn.Module, ABC):
         ShapeError: ``num_heads`` does not divide ``embed_dim``.
     """
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, dropout: float = 0.0, bias: bool = True
-    ) -> None:
+    memory_dim: int | None = None
+    """Width of what keys and values are made of; D where None."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
-        memory_dim = embed_dim if memory_dim is None else memory_dim
+        memory_dim = embed_dim if self.memory_dim is None else self.memory_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
         self.v_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
         self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return split_heads(x, self.num_heads)
+    def _tokens(self, x: Tensor) -> Tensor:
+        return x
 
     def _query(self, x: Tensor) -> Tensor:
-        return self._heads(self.q_proj(x))
+        return split_heads(self.q_proj(x), self.num_heads)
 
     def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
+        return split_heads(self.k_proj(memory), self.num_heads), split_heads(self.v_proj(memory), self.num_heads)
 
     @abstractmethod
     def _weighted(
@@ -99,15 +101,72 @@ class HeadProjections(nn.Module, ABC):
     ) -> Tensor:
         """Means of the values, (batch, heads, tokens, d); ``mask`` as in `AttentionMask`."""
 
-    def _join(self, heads: Tensor) -> Tensor:
-        """``W_o`` of the heads side by side: (batch, tokens, D)."""
-        return self.o_proj(join_heads(heads))
 
-    def _attend_to_itself(
-        self, x: Tensor, key_padding_mask: PaddingMask, is_causal: bool, cache: LayerCache | None
+class SelfAttention(HeadProjections):
+    """Attention of the tokens of a sequence to each other."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
     ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier keys and values of this layer; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        x = self._tokens(x)
         query, (key, value) = self._query(x), self._key_value(x)
         if cache is not None:
             key, value = cache.update(key, value)
         allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
-        return self._join(self._weighted(query, key, value, allowed.mask, is_causal=allowed.is_causal))
+        return self.o_proj(join_heads(self._weighted(query, key, value, allowed.mask, is_causal=allowed.is_causal)))
+
+
+class MemoryAttention(HeadProjections):
+    """Attention of the tokens of a sequence to those of another, a memory whose keys and values are made once.
+
+    ``memory_dim`` is the width of a token of the memory, D where not given; ``options`` are those of the heads.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any) -> None:
+        self.memory_dim = memory_dim
+        super().__init__(embed_dim, num_heads, **options)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, *, key_padding_mask: PaddingMask = None, cache: MemoryCache | None = None
+    ) -> Tensor:
+        """Attend from every token of `x` to the real tokens of the memory.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            memory: (batch, memory tokens, memory_dim).
+            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A memory that is all
+                padding gives the bias of `W_o` alone.
+            cache: keys and values of this memory, made at the first call.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+
+        def project() -> tuple[Tensor, Tensor]:
+            return self._key_value(self._tokens(memory))
+
+        key, value = project() if cache is None else cache.once(project)
+        query = self._query(self._tokens(x))
+        return self.o_proj(join_heads(self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask)))

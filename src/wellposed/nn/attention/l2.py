@@ -5,30 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.errors import ConfigError
 from wellposed.functional import l2_attention
 from wellposed.linalg import MASK_KINDS, L2Layer, MaskKind, Norm, SpectralMethod, check_norm, l2_constants
-from wellposed.nn._registry import LayerCache
-from wellposed.nn.attention.heads import head_width, join_heads, split_heads
+from wellposed.model_options import ContractiveOptions, L2Options
+from wellposed.nn._registry import ATTENTIONS, LayerCache
+from wellposed.nn.attention.heads import join_heads, split_heads
 from wellposed.nn.attention.l2_division import UnitWeights, division_factor, is_stale, uncompiled
 from wellposed.nn.attention.l2_refusal import (
-    Values,
     check_cache,
     check_covered,
     check_diagonal,
-    check_options,
     l2_attention_refusal,
     refuse_unbounded,
 )
+from wellposed.nn.attention.l2_weights import L2Weights
 from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_mask, known_pattern, most_visible
 
 
-class L2SelfAttention(nn.Module):
+class L2SelfAttention(L2Weights):
     r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by `W_o`.
 
     Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where `lipschitz_bound`
@@ -76,69 +76,8 @@ class L2SelfAttention(nn.Module):
     True
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        tied: bool = True,
-        contractive: float | None = None,
-        norm: Norm = "tok",
-        values: Values | None = None,
-        query_width: int = 1,
-        max_tokens: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        init_scale: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.tied = tied
-        self.contractive = contractive
-        self.norm: Norm = check_norm(norm)
-        self.values: Values = values or ("paper" if tied else "plain")
-        self.query_width = query_width
-        self.max_tokens = max_tokens
-        self.dropout = dropout
-        self.init_scale = init_scale
-        self._frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
-        check_options(
-            tied=tied,
-            contractive=contractive,
-            values=self.values,
-            query_width=query_width,
-            max_tokens=max_tokens,
-            dropout=dropout,
-            init_scale=init_scale,
-        )
-        columns = query_width * embed_dim
-        self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
-        self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
-        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.mix = (
-            nn.Parameter(torch.empty(num_heads, query_width * self.head_dim, self.head_dim))
-            if self.values == "free"
-            else None
-        )
-        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s; biases are zero."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            if projection is None:
-                continue
-            if self.init_scale is None:
-                nn.init.xavier_uniform_(projection.weight)
-            else:
-                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if self.mix is not None:
-            # Glorot's bound of each head by itself; the paper's R_h has entries of that order divided by sqrt(d).
-            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
+    _frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
+    """What `frozen` has kept."""
 
     def forward(
         self,
@@ -168,10 +107,12 @@ class L2SelfAttention(nn.Module):
         A finished mask that `attention_mask` did not make is taken to be any that keeps the diagonal; in norm 2 its
         bound is larger, so that a contractive layer's output is smaller than under a full or causal one.
         """
-        query = self._heads(self.q_proj(x))
-        key = query if self.k_proj is None else self._heads(self.k_proj(x))
+        query = split_heads(self.q_proj(x), self.num_heads)
+        key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain projection.
-        value = self._heads(self.v_proj(x)) if self.v_proj is not None and self.values == "plain" else key
+        value = (
+            split_heads(self.v_proj(x), self.num_heads) if self.v_proj is not None and self.values == "plain" else key
+        )
         if cache is not None:
             check_cache(self.contractive, self.max_tokens)
             shares, (key, value) = value is key, cache.update(key, value)
@@ -295,23 +236,6 @@ class L2SelfAttention(nn.Module):
         finally:
             self._frozen_scales = outer
 
-    def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and W_O zero-padded.
-
-        Args:
-            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not given.
-
-        Raises:
-            NotLipschitzError: the values are plain, so there is no `R_h`.
-        """
-        if self.values == "plain":
-            raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
-        dtype = dtype or self.q_proj.weight.dtype
-        projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
-        missing = projection.shape[-1] - self.head_dim
-        output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
-        return projection, F.pad(self._mixing(dtype), (0, missing)), F.pad(output, (0, 0, 0, missing))
-
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: PaddingMask, is_causal: bool
     ) -> Tensor:
@@ -334,28 +258,6 @@ class L2SelfAttention(nn.Module):
         )
         padded = key_padding_mask[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return split_heads(x, self.num_heads)
-
-    def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
-        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
-        dtype = dtype or self.q_proj.weight.dtype
-        if self.mix is not None:
-            return self.mix.to(dtype)
-        assert self.v_proj is not None
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
-            value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
-            return query @ value.mT / math.sqrt(self.head_dim)
-
-    @uncompiled
-    def _unit_weights(self) -> UnitWeights:
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            value = None if self.v_proj is None else self.v_proj.weight
-            return UnitWeights.of(
-                self.q_proj.weight, self.o_proj.weight, value=value, mix=self.mix, num_heads=self.num_heads
-            )
 
     def _factor(
         self, weights: UnitWeights, num_tokens: int, mask: MaskKind, *, layer: L2Layer | None = None, kept: bool = True
@@ -404,13 +306,43 @@ class L2SelfAttention(nn.Module):
         layer = weights.layer("gram")
         return torch.stack([self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()])[index]
 
-    def extra_repr(self) -> str:
-        """Everything that is not seen from the projections."""
-        parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
-        if self.contractive is not None:
-            parts.append(f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}")
-        return ", ".join([*parts, f"dropout={self.dropout}"])
+
+def _build(config: Any, **options: Any) -> L2SelfAttention:
+    if getattr(config, "qk_norm", False):
+        raise ConfigError(
+            f"attention {config.attention!r} with qk_norm=True: normalised queries and keys are no longer z, of which "
+            "the values are made; set qk_norm=False, or take attention='cosine'"
+        )
+    given = L2Options.of(config)
+    return L2SelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        dropout=config.attention_dropout,
+        init_scale=given.l2_init_scale,
+        query_width=given.query_width,
+        **options,
+    )
 
 
-def _uniform_(weight: Tensor, bound: float) -> None:
-    nn.init.uniform_(weight, -bound, bound)
+@ATTENTIONS.register("l2")
+def build_l2(config: Any) -> L2SelfAttention:
+    """Build untied L2 attention: for comparison, no Lipschitz constant."""
+    return _build(config, tied=False)
+
+
+@ATTENTIONS.register("l2_tied")
+def build_l2_tied(config: Any) -> L2SelfAttention:
+    """Build tied L2 attention with the paper's values: globally Lipschitz."""
+    return _build(config)
+
+
+@ATTENTIONS.register("l2_contractive")
+def build_l2_contractive(config: Any) -> L2SelfAttention:
+    """Build tied L2 attention divided by its bound for `max_position_embeddings` tokens."""
+    given = ContractiveOptions.of(config)
+    return _build(
+        config,
+        contractive=0.9 if given.contractive is None else given.contractive,
+        norm=2 if given.lipschitz_norm == "2" else given.lipschitz_norm,
+        max_tokens=config.max_position_embeddings,
+    )

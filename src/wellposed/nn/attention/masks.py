@@ -84,6 +84,32 @@ def attention_mask(
     return AttentionMask(allowed | _itself(num_queries, num_keys, device), False, kind)
 
 
+def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
+    """Return the mask with which every query sees every real token of the memory.
+
+    Args:
+        key_padding_mask: bool (batch, memory tokens), True = padding; or None; or a finished mask, returned as it is.
+        memory: (batch, memory tokens, width).
+
+    Raises:
+        ShapeError: the mask is not bool (batch, memory tokens).
+
+    >>> memory_mask(torch.tensor([[False, True]]), torch.zeros(1, 2, 4)).mask.int().tolist()
+    [[[[1, 0]]]]
+    """
+    if isinstance(key_padding_mask, AttentionMask):
+        return key_padding_mask
+    if key_padding_mask is None:
+        return AttentionMask(None, False)
+    if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != memory.shape[:2]:
+        raise ShapeError(
+            f"cross-attention: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
+            f"torch.bool {tuple(memory.shape[:2])}, True = padding; from a Hugging Face attention_mask (1 = real "
+            "token) pass attention_mask == 0"
+        )
+    return AttentionMask(~key_padding_mask[:, None, None, :], False)
+
+
 def known_pattern(mask: PaddingMask, is_causal: bool) -> MaskKind:
     """What may be assumed of the mask in a bound: of a mask made by hand, only that it keeps the diagonal."""
     if not isinstance(mask, AttentionMask):

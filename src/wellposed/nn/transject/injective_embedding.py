@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
-from wellposed.nn._positions import LearnedPositions, SinusoidalPositions, check_length
 from wellposed.nn.plain import is_plain, on_host
+from wellposed.nn.positions import LearnedPositions, SinusoidalPositions, check_length, sines_and_cosines
 from wellposed.nn.sizes import check_sizes
 
 PositionKind = Literal["sinusoidal", "learned"]
@@ -110,15 +109,16 @@ class InjectiveEmbedding(nn.Module):
                 f"{tuple(input_ids.shape)}"
             )
         # Sines that are wrapped or hooked are called, and end where their table does.
+        counted = torch.arange(length, device=input_ids.device) if positions is None else positions
         if self.position_kind == "learned" or not is_plain(self.position, SinusoidalPositions):
             if positions is None:
                 check_length(length, self.max_positions, "InjectiveEmbedding")
-                return self.position(_arange(length, input_ids))
-            self._check_positions(positions)
-            return self.position(positions)
+            else:
+                self._check_positions(positions)
+            return self.position(counted)
         if positions is None and length <= self.max_positions:
             return cast(Tensor, self.position.table)[:length]
-        return self._waves(_arange(length, input_ids) if positions is None else positions)
+        return sines_and_cosines(counted, self.embed_dim // 2)
 
     def _check_positions(self, positions: Tensor) -> None:
         if not on_host(positions) or not positions.numel():
@@ -129,14 +129,6 @@ class InjectiveEmbedding(nn.Module):
                 f"InjectiveEmbedding: received positions from {least} to {largest}; expected positions in [0, "
                 f"{self.max_positions}); build it with max_positions >= {largest + 1}, or with position='sinusoidal'"
             )
-
-    def _waves(self, positions: Tensor) -> Tensor:
-        """Sines and cosines of any positions: the formula of `SinusoidalPositions`, in float64."""
-        wide = torch.float32 if positions.device.type == "mps" else torch.float64
-        width = self.embed_dim // 2
-        pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
-        angles = positions.unsqueeze(-1).to(wide) * torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
-        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
 
     @torch.no_grad()
     def token_margin(self, *, rows_at_a_time: int = 1024) -> float:
@@ -153,7 +145,3 @@ class InjectiveEmbedding(nn.Module):
             distances[own, own + start] = torch.inf
             least = min(least, float(distances.min()))
         return least
-
-
-def _arange(length: int, like: Tensor) -> Tensor:
-    return torch.arange(length, device=like.device)

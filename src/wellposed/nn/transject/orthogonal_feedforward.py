@@ -17,11 +17,10 @@ class OrthogonalFeedForward(nn.Module):
 
     Args:
         embed_dim: width d.
-        hidden_dim: d as well, or not given: an orthogonal map between different widths loses or repeats directions.
         dropout: rate between the two maps, in training; it multiplies the constant by `1/(1 - dropout)` there.
 
     Raises:
-        ConfigError: `hidden_dim` is not `embed_dim`, or a rate outside [0, 1).
+        ConfigError: a rate outside [0, 1).
 
     Cost: 2 N d^2 multiply-adds for N tokens.
 
@@ -30,13 +29,8 @@ class OrthogonalFeedForward(nn.Module):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, embed_dim: int, hidden_dim: int | None = None, *, dropout: float = 0.0) -> None:
+    def __init__(self, embed_dim: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        if hidden_dim not in (None, embed_dim):
-            raise ConfigError(
-                f"OrthogonalFeedForward: hidden_dim is {hidden_dim}; expected embed_dim = {embed_dim}, since both maps "
-                "are square and orthogonal; leave it out, or use wellposed.nn.MLP for another width"
-            )
         if not 0 <= dropout < 1:
             raise ConfigError(f"OrthogonalFeedForward: dropout is {dropout}; expected a rate in [0, 1)")
         self.dropout = dropout

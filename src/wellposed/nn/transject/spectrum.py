@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -163,16 +163,8 @@ class LearnedSpectrum(nn.Module):
         """Draw w anew."""
         nn.init.normal_(self.weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: TransJectCache | None = None,
-    ) -> Tensor:
-        """Return sigma, (d,); nothing is read from x but its dtype."""
-        del key_padding_mask, is_causal, cache
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        """Return sigma, (d,); nothing is read from x but its dtype, and no option of `GramSpectrum.forward`."""
         return self.weight.tanh().to(x.dtype)
 
 

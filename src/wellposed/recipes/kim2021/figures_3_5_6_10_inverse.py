@@ -69,7 +69,7 @@ def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
     """An attention with 8 heads and Glorot's weights."""
     options = {"attention": kind, "attention_dropout": 0.0, "qk_norm": False, "layer_norm_eps": 1e-5}
     config = SimpleNamespace(hidden_size=width, num_attention_heads=HEADS, max_position_embeddings=tokens, **options)
-    layer = ATTENTIONS.get(kind)(config, 0)
+    layer = ATTENTIONS.get(kind)(config)
     if kind == "dot_product":
         for parameter in layer.parameters():
             nn.init.xavier_uniform_(parameter) if parameter.ndim == 2 else nn.init.zeros_(parameter)

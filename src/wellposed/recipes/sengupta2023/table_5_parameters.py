@@ -9,7 +9,7 @@ from torch import nn
 
 from wellposed.charts import Panel, Series
 from wellposed.models import build_model
-from wellposed.nn import transject_parameter_count
+from wellposed.nn.transject.parameter_count import transject_parameter_count
 from wellposed.recipes.recipe import Reproduction, Request
 
 VOCABULARY = 187

@@ -34,6 +34,18 @@ def check_length(length: int, num_positions: int, where: str) -> None:
         )
 
 
+def sines_and_cosines(positions: Tensor, width: int) -> Tensor:
+    """Return the codes (..., width) of integer positions (...), in float64 where the device has it.
+
+    >>> sines_and_cosines(torch.tensor([0]), 3).tolist()
+    [[0.0, 1.0, 0.0]]
+    """
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64
+    pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
+    angles = positions.unsqueeze(-1).to(wide) * torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
+
+
 class LearnedPositions(nn.Embedding):
     """`p -> E_p`, one learnt vector for each of `num_positions` positions.
 
@@ -76,11 +88,8 @@ class SinusoidalPositions(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill the table."""
-        positions = torch.arange(self.num_positions, dtype=torch.float64, device=self.table.device)
-        pairs = torch.arange((self.embed_dim + 1) // 2, dtype=torch.float64, device=self.table.device)
-        angles = positions[:, None] * torch.exp(pairs * (-2.0 * math.log(10000.0) / self.embed_dim))
-        waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
-        self.table.copy_(self.scale * waves[:, : self.embed_dim])
+        positions = torch.arange(self.num_positions, device=self.table.device)
+        self.table.copy_(self.scale * sines_and_cosines(positions, self.embed_dim))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SinusoidalPositions:
         """Do what every `to`, `double` and `half` does; a cast table would keep the rounding of its former dtype."""

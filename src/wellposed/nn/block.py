@@ -23,7 +23,6 @@ class Block(nn.Module):
     Args:
         config: any object with `attention`, `feedforward`, `residual`, `norm` (registered names), `dropout` (on both
             branches) and the attributes that the named parts read.
-        layer_index: depth of the block, from 0.
 
     Raises:
         ConfigError: a name is not registered.
@@ -34,18 +33,18 @@ class Block(nn.Module):
     ...     feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0, attention_dropout=0.0,
     ...     layer_norm_eps=1e-5,
     ... )
-    >>> Block(config, 0)(torch.randn(3, 5, 8), is_causal=True).shape
+    >>> Block(config)(torch.randn(3, 5, 8), is_causal=True).shape
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, config: Any, layer_index: int) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.attention = ATTENTIONS.get(config.attention)(config, layer_index)
-        self.attention_norm = NORMS.get(config.norm)(config, layer_index)
-        self.attention_residual = RESIDUALS.get(config.residual)(config, layer_index)
-        self.feedforward = FEEDFORWARDS.get(config.feedforward)(config, layer_index)
-        self.feedforward_norm = NORMS.get(config.norm)(config, layer_index)
-        self.feedforward_residual = RESIDUALS.get(config.residual)(config, layer_index)
+        self.attention = ATTENTIONS.get(config.attention)(config)
+        self.attention_norm = NORMS.get(config.norm)(config)
+        self.attention_residual = RESIDUALS.get(config.residual)(config)
+        self.feedforward = FEEDFORWARDS.get(config.feedforward)(config)
+        self.feedforward_norm = NORMS.get(config.norm)(config)
+        self.feedforward_residual = RESIDUALS.get(config.residual)(config)
         self.dropout = nn.Dropout(config.dropout)
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
@@ -138,9 +137,9 @@ class TransformerStack(nn.Module):
         return self.final_norm(x)
 
 
-def build_layers(config: Any, block: Callable[[Any, int], Block], count: int) -> tuple[nn.ModuleList, nn.Module]:
+def build_layers(config: Any, block: Callable[[Any], Block], count: int) -> tuple[nn.ModuleList, nn.Module]:
     """Return ``count`` blocks, and the norm behind the last: `x -> x` where the norm placement asks for none."""
-    layers = [block(config, index) for index in range(count)]
+    layers = [block(config) for _ in range(count)]
     needs_norm = layers[-1].feedforward_norm.final_norm
     norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
     return nn.ModuleList(layers), norm

@@ -1,0 +1,252 @@
+"""The options of a model, free of torch: each part declares those it reads, once, and `ModelOptions` is all of them.
+
+A part is what a field of a configuration names: an attention, an initialisation, an architecture. `read_by` says which
+parts read an options class, so that an option which no chosen part reads can be refused, and one is dropped together
+with its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any, Literal, TypeVar
+
+from wellposed.option_checks import INSIDE_0_1, POSITIVE, RATE, SIZE, one_of, option, out_of_range
+from wellposed.options import refuse
+
+Options = TypeVar("Options", bound="PartOptions")
+
+
+@dataclass(frozen=True)
+class PartOptions:
+    """Options that some parts read: a frozen dataclass whose fields are made with `option`, marked with `read_by`."""
+
+    @classmethod
+    def of(cls: type[Options], config: object) -> Options:
+        """Return the options as ``config`` has them; those that it lacks are at their defaults."""
+        return cls(**{item.name: getattr(config, item.name, item.default) for item in fields(cls)})
+
+
+_READERS: dict[str, dict[str, list[type[PartOptions]]]] = {}
+
+
+def read_by(**parts: str | tuple[str, ...]) -> Callable[[type[Options]], type[Options]]:
+    """Return a decorator that says which parts read the options of a class.
+
+    Args:
+        parts: names of parts by the field that chooses one, such as ``attention=("l2", "l2_tied")``. Where parts of two
+            fields read an option, each of the two must be chosen.
+
+    >>> @read_by(attention="windowed")
+    ... @dataclass(frozen=True)
+    ... class WindowOptions(PartOptions):
+    ...     window: int = option(64, SIZE)
+    >>> options_read("attention", "windowed")
+    {'window'}
+    """
+
+    def declare(options: type[Options]) -> type[Options]:
+        for kind, names in parts.items():
+            for name in (names,) if isinstance(names, str) else names:
+                _READERS.setdefault(kind, {}).setdefault(name, []).append(options)
+        return options
+
+    return declare
+
+
+def readers(kind: str) -> Mapping[str, list[type[PartOptions]]]:
+    """Return the options classes of each part of this kind that has any."""
+    return _READERS.get(kind, {})
+
+
+def options_read(kind: str, name: str) -> set[str]:
+    """Return the options that only some parts of this kind read, of those that the part ``name`` reads."""
+    return {item.name for options in readers(kind).get(name, ()) for item in fields(options)}
+
+
+def options_of(kind: str) -> dict[str, Field[Any]]:
+    """Return the options that only some parts of this kind read."""
+    declared = [options for classes in readers(kind).values() for options in classes]
+    return {item.name: item for options in declared for item in fields(options)}
+
+
+def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> list[str]:
+    """Return one line for each option of ``config`` that is off its default and that no chosen part reads.
+
+    Args:
+        config: what holds the options.
+        chosen: names of the chosen parts by field, for instance ``{"attention": {"l2_tied"}}``.
+    """
+    missing: dict[str, list[str]] = {}
+    defaults: dict[str, Any] = {}
+    for kind, names in chosen.items():
+        read = {option for name in names for option in options_read(kind, name)}
+        for name, item in options_of(kind).items():
+            if name not in read and getattr(config, name) != item.default:
+                able = [reader for reader in readers(kind) if name in options_read(kind, reader)]
+                missing.setdefault(name, []).append(f"{kind} {' or '.join(map(repr, able))}")
+                defaults[name] = item.default
+    return [
+        f"{name}: received {getattr(config, name)!r}, which only {' with '.join(parts)} reads; "
+        f"leave it {defaults[name]!r}"
+        for name, parts in missing.items()
+    ]
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """What every architecture reads."""
+
+    architecture: str = "wellposed"
+    """Registered architecture."""
+    hidden_size: int = option(128, SIZE)
+    """Width D of a token."""
+    num_hidden_layers: int = option(2, SIZE)
+    """Number of blocks."""
+    tie_word_embeddings: bool = True
+    """Share the token embedding with the output layer of a language model."""
+    dropout: float = option(0.0, RATE)
+    """Dropout on embeddings and sublayer outputs."""
+
+
+@read_by(architecture=("wellposed", "lstm"))
+@dataclass(frozen=True)
+class HeadOptions(PartOptions):
+    """Sizes of a Transformer's block; an LSTM accepts them and has neither."""
+
+    num_attention_heads: int = option(4, SIZE, neutral=1)
+    """Number of heads; must divide hidden_size."""
+    intermediate_size: int | None = option(None, SIZE)
+    """Width of the feed-forward layer; 4 x hidden_size where not given."""
+
+
+@read_by(architecture=("wellposed", "transject"))
+@dataclass(frozen=True)
+class TokenOptions(PartOptions):
+    """Where tokens stand, and how they become one vector."""
+
+    position: Literal["learned", "sinusoidal"] = "learned"
+    """Position code."""
+    pooling: Literal["mean", "first", "max"] = "mean"
+    """How a classifier pools tokens."""
+
+
+@read_by(architecture="wellposed")
+@dataclass(frozen=True)
+class TransformerOptions(PartOptions):
+    """The parts of a Transformer."""
+
+    activation: Literal["relu", "gelu"] = "gelu"
+    """Feed-forward nonlinearity."""
+    attention: str = "dot_product"
+    """Registered attention."""
+    norm: Literal["pre", "post", "none"] = "post"
+    """Where LayerNorm stands."""
+    residual: str = "plain"
+    """Registered residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head."""
+    attention_dropout: float = option(0.0, RATE)
+    """Dropout on attention weights."""
+    init: str = "xavier"
+    """Initial weights."""
+    num_decoder_layers: int | None = option(None, SIZE)
+    """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
+    share_embeddings: bool = True
+    """One token embedding for source and target of an encoder-decoder."""
+
+
+@read_by(position="sinusoidal")
+@dataclass(frozen=True)
+class SinusoidalOptions(PartOptions):
+    """What sines and cosines read."""
+
+    position_scale: float | None = option(None, POSITIVE)
+    """Factor on sinusoidal positions. None is 1, and under init t_fixup the factor that T-Fixup puts on the token
+    embeddings of the same stack, so that tokens and positions keep their proportion (in the code of Huang et al. 2020
+    positions are added unscaled and are twice as long as tokens)."""
+
+
+@read_by(init="kim2021")
+@dataclass(frozen=True)
+class Kim2021Options(PartOptions):
+    """The initial weights of Kim et al. (2021), appendix I."""
+
+    l2_init_scale: float | None = option(None, POSITIVE)
+    """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
+
+
+@read_by(attention=("l2", "l2_tied"))
+@dataclass(frozen=True)
+class L2Options(Kim2021Options):
+    """What every L2 attention reads."""
+
+    query_width: int = option(1, one_of(1, 2))
+    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
+
+
+@read_by(attention="l2_contractive")
+@dataclass(frozen=True)
+class ContractiveOptions(L2Options):
+    """What an L2 attention reads that is divided by its bound."""
+
+    contractive: float | None = option(None, INSIDE_0_1)
+    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
+    lipschitz_norm: Literal["tok", "inf", "2"] = option("tok", one_of("tok", "inf", "2"))
+    """Norm in which l2_contractive is a contraction."""
+
+
+@read_by(attention="cosine")
+@dataclass(frozen=True)
+class CosineOptions(PartOptions):
+    """What cosine attention reads."""
+
+    cosine_eps: float = option(0.01, POSITIVE)
+    """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
+
+
+@read_by(architecture="transject")
+@dataclass(frozen=True)
+class TransJectOptions(PartOptions):
+    """What TransJect reads alone."""
+
+    num_experts: int = option(1, SIZE)
+    """Expert mixtures of TransJect: number of experts in a layer."""
+    spectrum: Literal["gram", "random"] = option("gram", one_of("gram", "random"))
+    """Spectrum of TransJect's attention: estimated from the embedded tokens, or a learnt vector."""
+    spectrum_norm: Literal["max", "trace"] = option("max", one_of("max", "trace"))
+    """What a Gram spectrum is divided by; trace gives the whole map a certificate."""
+
+
+@dataclass(frozen=True)
+class ModelOptions(
+    TransJectOptions, CosineOptions, ContractiveOptions, TransformerOptions, TokenOptions, HeadOptions, SharedOptions
+):
+    """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
+
+    def __post_init__(self) -> None:
+        found = out_of_range(self, fields(self))
+        problems = [f"{name} = {value!r}, expected {expected}" for name, value, expected in found]
+        has_heads = "num_attention_heads" in options_read("architecture", self.architecture)
+        if not problems and has_heads and self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads = {self.num_attention_heads}"
+            )
+        refuse(problems)
+
+    def with_parts(self, **changes: Any) -> ModelOptions:
+        """Return the options with ``changes``; those that only the parts given up read are at their defaults again.
+
+        >>> options = ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
+        >>> options.with_parts(attention="l2_tied").query_width, options.with_parts(attention="l2_tied").contractive
+        (2, None)
+        >>> options.with_parts(attention="dot_product") == ModelOptions()
+        True
+        """
+        dropped = {
+            name: item.default
+            for kind, chosen in changes.items()
+            for name, item in options_of(kind).items()
+            if hasattr(self, name) and name not in options_read(kind, chosen)
+        }
+        return replace(self, **{**dropped, **changes})

@@ -1,0 +1,108 @@
+"""Options are declared once, with the parts that read them; each has a range; parts from outside bring their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions, PartOptions, options_of, options_read, read_by, readers
+from wellposed.models import ARCHITECTURES, INITS, WellposedConfig, WellposedModel
+from wellposed.nn import ATTENTIONS, FEEDFORWARDS, POSITIONS, RESIDUALS
+from wellposed.option_checks import SIZE, option
+
+REGISTRIES: dict[str, Any] = {
+    "architecture": ARCHITECTURES,
+    "attention": ATTENTIONS,
+    "feedforward": FEEDFORWARDS,
+    "init": INITS,
+    "position": POSITIONS,
+    "residual": RESIDUALS,
+}
+NUMBERS = [item.name for item in fields(ModelOptions) if "int" in str(item.type) or "float" in str(item.type)]
+
+
+def test_every_part_that_reads_options_is_registered() -> None:
+    for kind, registry in REGISTRIES.items():
+        assert set(readers(kind)) <= set(registry.names())
+
+
+def test_no_option_is_declared_twice() -> None:
+    owners: dict[str, set[type]] = {}
+    declared = {options for kind in REGISTRIES for classes in readers(kind).values() for options in classes}
+    for base in {base for options in declared for base in options.__mro__}:
+        for name in vars(base).get("__annotations__", {}):
+            owners.setdefault(name, set()).add(base)
+    assert len(owners) > 20
+    assert {name for name, classes in owners.items() if len(classes) > 1} == set()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_of_a_run_has_a_range(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = -1, expected"):
+        ModelOptions(**{name: -1})
+
+
+def test_all_values_out_of_range_are_in_one_error() -> None:
+    wrong: dict[str, Any] = {"hidden_size": 0, "dropout": 1.0, "query_width": 3, "spectrum": "gran"}
+    with pytest.raises(ConfigError) as caught:
+        ModelOptions(**wrong, cosine_eps=float("nan"))
+    for name, value in {**wrong, "cosine_eps": "nan"}.items():
+        assert f"{name} = {value if value == 'nan' else repr(value)}, expected" in str(caught.value)
+
+
+def test_heads_must_divide_the_width_of_a_model_that_has_heads() -> None:
+    with pytest.raises(ConfigError, match="hidden_size = 30 is not divisible by num_attention_heads = 4"):
+        ModelOptions(hidden_size=30)
+    assert ModelOptions(architecture="transject", hidden_size=30).num_attention_heads == 4
+
+
+def test_an_option_leaves_with_the_part_that_read_it() -> None:
+    options = ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
+    kept = options.with_parts(attention="l2")
+    assert (kept.attention, kept.contractive, kept.query_width) == ("l2", None, 2)
+    assert options.with_parts(attention="dot_product") == ModelOptions()
+    other = ModelOptions(norm="none", position="sinusoidal", dropout=0.1).with_parts(architecture="transject")
+    assert (other.norm, other.position, other.dropout) == ("post", "sinusoidal", 0.1)
+
+
+NAME = "windowed-for-this-test"
+
+
+@read_by(attention=NAME)
+@dataclass(frozen=True)
+class WindowOptions(PartOptions):
+    window_for_this_test: int = option(64, SIZE)
+
+
+class Window(torch.nn.Module):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return x
+
+
+if NAME not in ATTENTIONS:
+    ATTENTIONS.register(NAME)(lambda config: Window(WindowOptions.of(config).window_for_this_test))
+
+
+def test_an_attention_from_outside_brings_its_options(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2}
+    config = WellposedConfig(attention=NAME, window_for_this_test=3, **sizes)
+    layer: Any = WellposedModel(config).layers[0]
+    assert layer.attention.window == 3
+    config.save_pretrained(str(tmp_path))
+    assert WellposedConfig.from_pretrained(str(tmp_path)).to_dict()["window_for_this_test"] == 3
+    with pytest.raises(ConfigError, match="window_for_this_test: received 0; expected an integer >= 1"):
+        WellposedConfig(attention=NAME, window_for_this_test=0)
+    with pytest.raises(ConfigError, match=f"which only attention {NAME!r} reads; leave it 64"):
+        WellposedConfig(window_for_this_test=3)
+    assert "window_for_this_test" not in WellposedConfig(**sizes).to_dict()
+    assert "window_for_this_test" in options_of("attention")
+    assert options_read("attention", NAME) == {"window_for_this_test"}
