@@ -38,8 +38,8 @@ class CompleteRun(Run):
         if count and config.constrain.where and config.constrain.to != "spectral":
             raise ConfigError(
                 f"train.average_checkpoints = {count} with constrain.where = {config.constrain.where!r}: the mean of "
-                "orthogonal matrices is not orthogonal, nor has that of unit columns unit columns; leave one of them at "
-                "its default"
+                "orthogonal matrices is not orthogonal, nor has that of unit columns unit columns; leave one of "
+                "them at its default"
             )
         super().__init__(config, out, task, model, accelerator)
         self._history = WeightHistory(out, count) if count else None
