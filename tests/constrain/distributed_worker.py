@@ -58,7 +58,13 @@ def train(kind: str, rank: int) -> dict[str, Any]:
         model = fully_shard(plain, mesh=mesh)
     decay = 0.1 if "decay" in kind else 0.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=decay)
-    handle = constrain_(model, optimizer, where=["square", "tall", "wide"], weight_decay="ignore")
+    names = ["square", "tall", "wide"]
+    if "spectral" in kind:
+        handle = constrain_(model, optimizer, where=names, to="spectral", bound=0.8)
+    elif "columns" in kind:
+        handle = constrain_(model, optimizer, where=names, to="columns", bound=0.8)
+    else:
+        handle = constrain_(model, optimizer, where=names, weight_decay="ignore")
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -87,6 +93,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     kinds = ["single", "ddp", "fsdp2", "single bf16", "fsdp2 bf16", "single decay", "fsdp2 decay"]
+    kinds += [f"{way} {to}" for to in ("spectral", "columns") for way in ("single", "ddp", "fsdp2")]
     found = {kind: train(kind, rank) for kind in kinds}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()

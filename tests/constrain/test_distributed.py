@@ -20,6 +20,7 @@ def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     pairs = [("ddp", "single"), ("fsdp2", "single"), ("fsdp2 bf16", "single bf16"), ("fsdp2 decay", "single decay")]
+    pairs += [(f"{way} {to}", f"single {to}") for to in ("spectral", "columns") for way in ("ddp", "fsdp2")]
     for kind, reference in pairs:
         half = "bf16" in kind
         for found in ranks:

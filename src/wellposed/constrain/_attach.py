@@ -117,8 +117,8 @@ def constrain_(
 
     Cost: a step adds 3 products of a square orthogonal weight's size while its steps are small (up to about 0.1
     radians), 4 up to 0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each but two. One d^3 matmul, forward
-    and backward, is 3. A tall weight adds 4 and two small ones; a spectral one 3 while it is inside and 5 where it is
-    capped, 20 where a step takes it more than an eighth above the bound; columns add a pass over the weight. Memory:
+    and backward, is 3. A tall weight adds 4 and two small ones; a spectral one 2 while it is inside and 6 where it is
+    capped, 35 where a step takes it more than an eighth above the bound; columns add a pass over the weight. Memory:
     one copy of each square orthogonal weight, a float32 copy of each half one. Attaching takes up to three SVDs for
     each weight.
 

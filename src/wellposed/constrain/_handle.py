@@ -272,10 +272,10 @@ def reads_weight_size(optimizer: Optimizer) -> bool:
 def decay_error(paths: list[str]) -> ConfigError:
     """Build the error for constrained weights in a group with weight decay."""
     return ConfigError(
-        "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking an orthogonal matrix "
-        "means nothing; put them in a group with weight_decay=0, as wellposed.parameter_groups(model, weight_decay, "
-        "where=...) does, or pass weight_decay='ignore' to leave the decay out of their steps:"
-        f"\n{listed(paths)}"
+        "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking a weight whose size "
+        "is given means nothing; put them in a group with weight_decay=0, or pass weight_decay='ignore' (orthogonal "
+        "ones) to leave the decay out of their steps; wellposed.parameter_groups(model, weight_decay, where=...) makes "
+        f"the groups:\n{listed(paths)}"
     )
 
 

@@ -69,12 +69,12 @@ class ConstrainOptions:
 
     where: str = ""
     """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
+    embeddings: Literal["refuse", "fit"] = "refuse"
+    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
     to: Literal["orthogonal", "spectral", "columns"] = "orthogonal"
     """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
     bound: float = 1.0
     """Size of the sets spectral and columns, above 0."""
-    embeddings: Literal["refuse", "fit"] = "refuse"
-    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
 
     def __post_init__(self) -> None:
         refuse(constrain_problems(self))
