@@ -131,6 +131,12 @@ def train_grid(
     return [FinishedRun.of(result) for result in results]
 
 
+def depths_trained(runs: Sequence[FinishedRun], trains: Callable[[FinishedRun], bool]) -> list[int]:
+    """Return the depths at which every run trains."""
+    failed = {run.depth for run in runs if not trains(run)}
+    return [depth for depth in dict.fromkeys(run.depth for run in runs) if depth not in failed]
+
+
 def curves(runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]) -> list[Series]:
     """Return the loss of each run over its steps."""
     found = [(label(run), run.curve(split)) for run in runs]
