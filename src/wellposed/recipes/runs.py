@@ -111,13 +111,14 @@ def train_planned(
     from wellposed.training import train
     from wellposed.training.evaluate import max_test_batches
 
-    built: tuple[Any, Any] = (None, task)
+    given, read_for = task is not None, None
     for folder, label, config in planned:
         announce(label)
-        if task is None and built[0] != (config.task, config.task_options):
-            built = (config.task, config.task_options), build_task(config.task, config.task_options)
+        data = (config.task, config.task_options)
+        if not given and data != read_for:
+            task, read_for = build_task(*data), data
         with max_test_batches(test_batches):
-            result = train(config, folder, resume=resume, progress=progress, command=command, task=built[1])
+            result = train(config, folder, resume=resume, progress=progress, command=command, task=task)
         yield result
         if result.status == "cancelled":
             return
