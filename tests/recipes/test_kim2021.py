@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
-import json
 import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.recipes import check_reproduced
 from torch import nn
 
 from wellposed.certification import certify, lipschitz_lower_bound
@@ -54,18 +53,7 @@ def test_every_figure_and_table_is_registered_with_its_claim_and_minutes() -> No
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("kim2021/")])
 def test_every_recipe_leaves_table_figure_and_claim(name: str, text: str, shared_out: Path) -> None:
     data = text if name.removeprefix("kim2021/") in TRAINING else None
-    done = reproduce(name, scale="toy", out=shared_out, data=data)
-    table, figure, claim = done.files
-    with table.open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(done.result.rows) > 0
-    assert figure.read_text().count("<svg") == 1
-    assert "mathdefault" not in figure.read_text()
-    values = json.loads(claim.read_text())
-    assert values["holds"] is None
-    assert values["paper_says"] == RECIPES.get(name).says
-    assert "we got" in done.row()
-    assert "nan" not in done.result.got
+    check_reproduced(reproduce(name, scale="toy", out=shared_out, data=data))
 
 
 def test_row_norm_is_that_of_the_layer() -> None:

@@ -111,13 +111,14 @@ def train_planned(
     from wellposed.training import train
     from wellposed.training.evaluate import max_test_batches
 
-    built: tuple[Any, Any] = (None, task)
+    given, read_for = task is not None, None
     for folder, label, config in planned:
         announce(label)
-        if task is None and built[0] != (config.task, config.task_options):
-            built = (config.task, config.task_options), build_task(config.task, config.task_options)
+        data = (config.task, config.task_options)
+        if not given and data != read_for:
+            task, read_for = build_task(*data), data
         with max_test_batches(test_batches):
-            result = train(config, folder, resume=resume, progress=progress, command=command, task=built[1])
+            result = train(config, folder, resume=resume, progress=progress, command=command, task=task)
         yield result
         if result.status == "cancelled":
             return
@@ -129,6 +130,12 @@ def train_grid(
     """Train every planned run, or load it where it is finished."""
     results = train_planned(planned, announce=request.announce, task=task, test_batches=test_batches)
     return [FinishedRun.of(result) for result in results]
+
+
+def depths_trained(runs: Sequence[FinishedRun], trains: Callable[[FinishedRun], bool]) -> list[int]:
+    """Return the depths at which every run trains."""
+    failed = {run.depth for run in runs if not trains(run)}
+    return [depth for depth in dict.fromkeys(run.depth for run in runs) if depth not in failed]
 
 
 def curves(runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]) -> list[Series]:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from wellposed.charts import Panel, Row, Series, lines, where
+from wellposed.charts import Panel, Row, Series, lines
 from wellposed.recipes.corpora import GENERATED_NOTE, translation_data
 from wellposed.recipes.recipe import Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, train_grid
+from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, depths_trained, train_grid
 from wellposed.recipes.variants import apply_variant
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
@@ -90,42 +90,49 @@ def _base_config(request: Request, sizes: Sizes) -> RunConfig:
 def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
     """Return rows, figure and verdict of finished runs."""
     unigram = runs[0].reference["loss"]
+
+    def trains(run: FinishedRun) -> bool:
+        return _loss(run) < unigram
+
     rows = [
         {
             "variant": LABELS[run.variant],
             "layers_each_side": run.depth,
             "seed": run.seed,
-            "valid_loss": (loss := run.metric("loss,valid", math.inf)),
+            "valid_loss": _loss(run),
             "unigram_loss": unigram,
-            "trains": loss < unigram,
+            "trains": trains(run),
             "error": run.failure,
         }
         for run in runs
     ]
     deepest = max(run.depth for run in runs)
-    trained: dict[str, list[int]] = {}
+    by_variant = {variant: [run for run in runs if run.variant == variant] for variant in LABELS}
+    trained = {variant: depths_trained(mine, trains) for variant, mine in by_variant.items()}
     said = []
-    for label in LABELS.values():
-        mine = where(rows, variant=label)
-        depths = dict.fromkeys(row["layers_each_side"] for row in mine)
-        trained[label] = [d for d in depths if all(row["trains"] for row in where(mine, layers_each_side=d))]
-        losses = [row["valid_loss"] for row in where(mine, layers_each_side=deepest)]
+    for variant, mine in by_variant.items():
+        losses = [_loss(run) for run in mine if run.depth == deepest]
         said.append(
-            f"{label} trains at {', '.join(map(str, trained[label])) or 'no'} layers a side, loss at {deepest} "
-            + ", ".join(f"{loss:.3f}" if math.isfinite(loss) else "not finite" for loss in losses)
+            f"{LABELS[variant]} trains at {', '.join(map(str, trained[variant])) or 'no'} layers a side, loss at "
+            f"{deepest} " + ", ".join(f"{loss:.3f}" if math.isfinite(loss) else "not finite" for loss in losses)
         )
-    plain_at_deepest = where(rows, variant=LABELS["post_ln"], layers_each_side=deepest)
     return Reproduction(
         rows,
-        [_depth_panel(rows, unigram), *(_curve_panel(runs, variant) for variant in LABELS)],
+        [_depth_panel(rows, unigram), *(_curve_panel(mine) for mine in by_variant.values())],
         got=f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps} steps, "
         f"{sizes.seeds} seeds",
-        holds=deepest in trained[LABELS["t_fixup"]] and not any(row["trains"] for row in plain_at_deepest),
+        holds=deepest in trained["t_fixup"]
+        and not any(trains(run) for run in by_variant["post_ln"] if run.depth == deepest),
         notes=(
             "a depth trains where every seed's loss on valid ends below the unigram model's; no warm-up on either side",
             *((GENERATED_NOTE,) if request.data is None else ()),
         ),
     )
+
+
+def _loss(run: FinishedRun) -> float:
+    """Return nats per token on valid; infinite where training diverged."""
+    return run.metric("loss,valid", math.inf)
 
 
 def _depth_panel(rows: Sequence[Row], unigram: float) -> Panel:
@@ -136,6 +143,6 @@ def _depth_panel(rows: Sequence[Row], unigram: float) -> Panel:
     return Panel("loss by depth, no warm-up", "layers each side", "nats per token on valid", series, x_scale="log")
 
 
-def _curve_panel(runs: Sequence[FinishedRun], variant: str) -> Panel:
-    mine = [run for run in runs if run.variant == variant and run.seed == 0]
-    return Panel(LABELS[variant], "step", "training loss", curves(mine, "train", lambda run: f"{run.depth} layers"))
+def _curve_panel(runs: Sequence[FinishedRun]) -> Panel:
+    first_seed = curves([run for run in runs if run.seed == 0], "train", lambda run: f"{run.depth} layers")
+    return Panel(LABELS[runs[0].variant], "step", "training loss", first_seed)

@@ -251,12 +251,10 @@ def figure_8(request: Request) -> Reproduction:
 def _climb(
     request: Request, layer: Any, label: str, tokens: int, effort: tuple[int, int], *, widen: bool
 ) -> Iterator[float]:
-    """Yield the largest ``|J|_inf`` met so far after each round of ascent, which goes on from the best input.
-
-    With ``widen`` a round also goes on from that input doubled, with a first token whose query is 0: there the proof of
-    Theorem 3.1 (appendix D with biases) has the Jacobian of dot product grow with the square of the size, past plateaus
-    of the ascent.
-    """
+    """Yield the largest ``|J|_inf`` met so far after each round of ascent, which goes on from the best input."""
+    # With `widen` a round also goes on from that input doubled, with a first token whose query is 0: there the proof of
+    # Theorem 3.1 (appendix D with biases) has the Jacobian of dot product grow with the square of the size, past
+    # plateaus of the ascent.
     rounds, steps = effort
     shape = (tokens, layer.o_proj.out_features)
     weight, bias = layer.q_proj.weight.double(), layer.q_proj.bias.double()

@@ -19,7 +19,7 @@ from wellposed.recipes.kim2021.language_models import (
     tuned,
 )
 from wellposed.recipes.recipe import Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, curves
+from wellposed.recipes.runs import FinishedRun, curves, depths_trained
 
 _LEARNED = 0.95
 _DATA_NOTE = (
@@ -117,8 +117,7 @@ def trained_attention(request: Request, kind: str) -> Any:
 def depths_learned(runs: Sequence[FinishedRun], kind: str) -> list[int]:
     """Return the depths at which every seed ends well below the entropy of single characters."""
     mine = [run for run in runs if run.variant == kind]
-    failed = {run.depth for run in mine if not nll(run) < _LEARNED * character_entropy(run)}
-    return [depth for depth in dict.fromkeys(run.depth for run in mine) if depth not in failed]
+    return depths_trained(mine, lambda run: nll(run) < _LEARNED * character_entropy(run))
 
 
 def _only_dot_product_fails(learned: Mapping[str, Sequence[int]], depth: int) -> bool:

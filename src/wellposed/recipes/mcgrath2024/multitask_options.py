@@ -7,10 +7,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from wellposed.errors import ConfigError, listed
+from wellposed.training.ranges import AT_LEAST_ONE, BELOW_ONE, POSITIVE, Rule
 
 SETS = ("sst", "para", "sts")
 METRICS = {"sst": "accuracy", "para": "accuracy", "sts": "Pearson"}
 STS_LOSSES = ("squared_error", "cosine")
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), AT_LEAST_ONE),
+    **dict.fromkeys(("max_length", "train_rows", "batch_size", "steps", "measure_every"), AT_LEAST_ONE),
+    "learning_rate": POSITIVE,
+    "dropout": BELOW_ONE,
+}
 
 
 @dataclass(frozen=True)
@@ -49,20 +56,15 @@ class MultiTaskOptions:
     """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as vectors."""
 
     def __post_init__(self) -> None:
-        whole = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_length", "batch_size",
-                 "steps", "measure_every")  # fmt: skip
+        values = [(name, getattr(self, name), rule) for name, rule in RULES.items()]
         problems = [
-            f"{name} = {getattr(self, name)!r}, expected at least 1" for name in whole if getattr(self, name) < 1
+            f"{name} = {value!r}, expected {expected}"
+            for name, value, (expected, fits) in values
+            if value is not None and not fits(value)
         ]
-        if self.train_rows is not None and self.train_rows < 1:
-            problems.append(f"train_rows = {self.train_rows!r}, expected at least 1, or none for all")
-        if not self.learning_rate > 0:
-            problems.append(f"learning_rate = {self.learning_rate!r}, expected a positive number")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout = {self.dropout!r}, expected 0 <= dropout < 1")
         if self.sts_loss not in STS_LOSSES:
             problems.append(f"sts_loss = {self.sts_loss!r}, expected one of {', '.join(STS_LOSSES)}")
-        if self.encoder is None and self.hidden_size % self.num_attention_heads:
+        if not problems and self.encoder is None and self.hidden_size % self.num_attention_heads:
             problems.append(f"hidden_size = {self.hidden_size} is not a multiple of {self.num_attention_heads} heads")
         if problems:
             raise ConfigError("these options of multi-task training cannot be used:\n" + listed(problems))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import CheckpointError, ConfigError, WellposedError, listed, missing_extra
+from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, WellposedError, listed, missing_extra
 from wellposed.finite_json import to_json
 from wellposed.recipes.mcgrath2024.grid import STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
@@ -62,9 +62,9 @@ class SweepSettings:
         """Return every training, seed by seed, so that a sweep cut short has whole rounds."""
         return [Training(cell, seed) for seed in self.seeds for cell in self.cells]
 
-    def result_path(self, key: Training) -> Path:
-        """Return where the result of ``key`` is written."""
-        return Path(self.out) / "trials" / f"{key.name}.json"
+    def result_path(self, training: Training) -> Path:
+        """Return where the result of ``training`` is written."""
+        return Path(self.out) / "trials" / f"{training.name}.json"
 
     def identity(self) -> dict[str, Any]:
         """Return what may not change between a start and a resume; cells and seeds may be added."""
@@ -113,13 +113,15 @@ def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool
     sets = None
     done = 0
     while (taken := _take(settings)) is not None:
-        trial, key, lock = taken
+        trial, training, lock = taken
         with lock:
             if sets is None:
                 sets = encode_sets(read_minbert(settings.data), settings.options)
                 _write_data(settings, sets.description)
-            announce(f"[{_finished(settings)}/{len(settings.trainings())}] {key.cell.name} seed {key.seed}")
-            _run(settings, trial, key, sets, stop)
+            everything = settings.trainings()
+            finished = sum(settings.result_path(other).exists() for other in everything)
+            announce(f"[{finished}/{len(everything)}] {training.cell.name} seed {training.seed}")
+            _run(settings, trial, training, sets, stop)
             done += 1
     return done
 
@@ -131,8 +133,8 @@ def finished_results(settings: SweepSettings) -> list[dict[str, Any]]:
         CheckpointError: a result cannot be read.
     """
     results = []
-    for key in settings.trainings():
-        path = settings.result_path(key)
+    for training in settings.trainings():
+        path = settings.result_path(training)
         if path.exists():
             try:
                 results.append(json.loads(path.read_bytes()))
@@ -208,10 +210,7 @@ def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
             sys.exit(1)
 
 
-def _run(settings: SweepSettings, trial: Any, key: Training, sets: Any, stop: Callable[[], bool]) -> None:
-    from optuna.trial import TrialState
-
-    from wellposed.errors import ConvergenceError
+def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> None:
     from wellposed.recipes.mcgrath2024.multitask import train_multitask
 
     def check(step: int) -> None:
@@ -219,85 +218,83 @@ def _run(settings: SweepSettings, trial: Any, key: Training, sets: Any, stop: Ca
             raise Cancelled(f"stopped at step {step}")
 
     study = trial.study
-    record: dict[str, Any] = {"cell": key.cell.name, "seed": key.seed, "scale": settings.scale, "status": "success"}
+    cell, seed = training.cell, training.seed
+    record: dict[str, Any] = {"cell": cell.name, "seed": seed, "scale": settings.scale, "status": "success"}
     try:
         found = train_multitask(
-            sets, settings.options, penalty=key.cell.penalty(), seed=key.seed, check=check, device=settings.device
+            sets, settings.options, penalty=cell.penalty(), seed=seed, check=check, device=settings.device
         )
     except ConvergenceError as error:
         record |= {"status": "failed", "error": str(error)}
     except BaseException:
         with _locked(Path(settings.out) / "sweep.lock"):
-            study.tell(trial, state=TrialState.FAIL)
-            _enqueue(study, key)
+            _fail(study, trial)
+            _enqueue(study, training)
         raise
     else:
         record |= found
-    replace_file(settings.result_path(key), to_json(record, indent=1))
+    replace_file(settings.result_path(training), to_json(record, indent=1))
     _tell(study, trial, record)
 
 
 def _tell(study: Any, trial: Any, record: dict[str, Any]) -> None:
-    from optuna.trial import TrialState
-
     if record["status"] == "success":
         study.tell(trial, record["scores"]["overall"])
     else:
-        study.tell(trial, state=TrialState.FAIL)
+        _fail(study, trial)
 
 
 def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack] | None:
     """Take the next waiting trial that has no result yet, with the lock that says it is being trained."""
-    from optuna.trial import TrialState
-
     with _locked(Path(settings.out) / "sweep.lock"):
         study = _study(settings)
-        while study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        while _trials(study, "WAITING"):
             trial = study.ask()
             parameters = {
                 "place": trial.suggest_categorical("place", ("none", "key", "query", "key+query")),
                 "form": trial.suggest_categorical("form", ("none", "gram", "householder", "gram_schmidt")),
                 "strength": trial.suggest_categorical("strength", (0.0, *STRENGTHS)),
             }
-            key = Training(Cell(**parameters), trial.user_attrs["seed"])
-            path = settings.result_path(key)
+            training = Training(Cell(**parameters), trial.user_attrs["seed"])
+            path = settings.result_path(training)
             if path.exists():  # written just before its process was killed
                 _tell(study, trial, json.loads(path.read_bytes()))
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             at_work = contextlib.ExitStack()
             at_work.enter_context(_locked(path.with_suffix(".lock")))
-            return trial, key, at_work
+            return trial, training, at_work
     return None
 
 
 def _enqueue_missing(settings: SweepSettings) -> None:
     """Enqueue each training that has no result, does not wait, and is not at work in a living process."""
+    study = _study(settings)
+    taken_care_of = {name for name, _ in _trials(study, "WAITING")}
+    for name, trial in _trials(study, "RUNNING"):
+        if _is_free(Path(settings.out) / "trials" / f"{name}.lock"):
+            _fail(study, trial.number)
+        else:
+            taken_care_of.add(name)
+    for training in settings.trainings():
+        if training.name not in taken_care_of and not settings.result_path(training).exists():
+            _enqueue(study, training)
+
+
+def _enqueue(study: Any, training: Training) -> None:
+    study.enqueue_trial(training.cell.parameters(), user_attrs={"seed": training.seed, "key": training.name})
+
+
+def _trials(study: Any, state: str) -> list[tuple[str, Any]]:
+    """Return the trials of a state, ``WAITING`` or ``RUNNING``, with the names of their trainings."""
+    trials = study.get_trials(deepcopy=False)
+    return [(str(trial.user_attrs["key"]), trial) for trial in trials if trial.state.name == state]
+
+
+def _fail(study: Any, trial: Any) -> None:
     from optuna.trial import TrialState
 
-    study = _study(settings)
-    waiting = {_key_of(trial) for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))}
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        name = _key_of(trial)
-        if _is_free(Path(settings.out) / "trials" / f"{name}.lock"):
-            study.tell(trial.number, state=TrialState.FAIL)
-        else:
-            waiting.add(name)
-    for key in settings.trainings():
-        if key.name not in waiting and not settings.result_path(key).exists():
-            _enqueue(study, key)
-
-
-def _enqueue(study: Any, key: Training) -> None:
-    study.enqueue_trial(key.cell.parameters(), user_attrs={"seed": key.seed, "key": key.name})
-
-
-def _key_of(trial: Any) -> str:
-    return str(trial.user_attrs["key"])
-
-
-def _finished(settings: SweepSettings) -> int:
-    return sum(settings.result_path(key).exists() for key in settings.trainings())
+    study.tell(trial, state=TrialState.FAIL)
 
 
 def _study(settings: SweepSettings) -> Any:
