@@ -18,7 +18,7 @@ _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that are plain values.
-_PLAIN = ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "ball", "dtype", "cross_check")
+_PLAIN = ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "ball", "dtype", "cross_check", "reason")
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
@@ -77,6 +77,8 @@ class Certificate:
     """Weight of the last linear map and the bound of everything before it, where known: sharpens `radius`."""
     cross_check: str = "not run"
     """What came of trying the bounds out by a few forward passes."""
+    reason: str = ""
+    """Where the total is of no use: which parts make it so, what it would be without them, and what to change."""
 
     @property
     def uncertified(self) -> tuple[CertifiedLayer, ...]:
@@ -219,7 +221,7 @@ class Certificate:
         return torch.where((size > 0) & (body > 0), slopes.clamp_min(_SMALLEST), slopes)
 
     def table(self) -> str:
-        """Return the layers as plain text: bound, label, form (or why there is none), path, and the total last."""
+        """Return the layers as plain text: bound, label, form (or why there is none), path, the total, `reason`."""
         rows = [("bound", "label", "radius", "module", "form or reason")]
         rows += [
             (
@@ -233,10 +235,11 @@ class Certificate:
         ]
         rows.append((_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope()))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
+        lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]).rstrip()
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, self.reason] if self.reason else lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""

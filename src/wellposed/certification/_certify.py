@@ -11,6 +11,8 @@ from torch import nn
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._certificate import Certificate, CertifiedLayer
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
+from wellposed.certification._explain import explain
+from wellposed.certification._inputs import patch_grid
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
@@ -82,13 +84,20 @@ def certify(
     _refuse_non_finite(module)
     shared = Shared(norm, seq_len, min_tokens, dtype=_widest(module))
     with undisturbed(module):
-        bound = bound_of(module, Site("", math.inf if radius is None else float(radius), shared, mask))
+        start = Site("", math.inf if radius is None else float(radius), shared, mask)
+        bound = bound_of(module, start)
+
+        def without(kinds: frozenset[str]) -> float:
+            return bound_of(module, start.in_norm(norm, calm=kinds)).lipschitz
+
+        rows = tuple(row for row in shared.rows if row is not None and not row.form.startswith("identity"))
+        reason = explain(bound.lipschitz, rows, without)
         tried = "not run: no bound to try out" if math.isinf(bound.lipschitz) else "not run: cross_check=False"
         if cross_check and math.isfinite(bound.lipschitz):
             causal = shared.masks == {"causal"}
-            count = max(min_tokens, min(seq_len, TRIED_TOKENS))
+            grid = patch_grid(module)
+            count = max(min_tokens, min(seq_len, TRIED_TOKENS)) if grid is None else grid.tokens
             tried = try_out(Claim(module, bound.lipschitz, shared.passed, norm, radius, count, causal, _widest(module)))
-    rows = tuple(row for row in shared.rows if row is not None and not row.form.startswith("identity"))
     dtype, notes = _dtype_of(module)
     return Certificate(
         total=bound.lipschitz,
@@ -104,6 +113,7 @@ def certify(
         notes=(*shared.notes, *notes),
         head=shared.head,
         cross_check=tried,
+        reason=reason,
     )
 
 

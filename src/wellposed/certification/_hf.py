@@ -1,0 +1,178 @@
+"""What the rules of Hugging Face families share; transformers is never imported, its classes are known by name.
+
+The map that is certified goes from ``inputs_embeds`` (for images from patches of pixels) to the last hidden state, or
+to the logits of a head: theory note B13.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from wellposed.certification._as_called import class_called, is_class
+from wellposed.certification._blocks import (
+    GELU_TANH,
+    SILU,
+    gated_feedforward_bound,
+    linear_bound,
+    norm_bound,
+    slope_rule,
+)
+from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
+from wellposed.certification._heads import TRAINING_DROPOUT, Affine, AttentionWeights
+from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.linalg import MaskKind
+
+MODELS = "transformers.models"
+_IMPLEMENTATIONS = {"eager": None, "sdpa": ("transformers.integrations.sdpa_attention", "sdpa_attention_forward")}
+_ACTIVATIONS = "transformers.activations"
+# |g(t)| <= |t| for all of them.
+_OWN_ACTIVATIONS = {
+    "NewGELUActivation": GELU_TANH, "FastGELUActivation": GELU_TANH, "AccurateGELUActivation": GELU_TANH,
+    "QuickGELUActivation": SILU, "SiLUActivation": SILU, "LinearActivation": 1.0,
+}  # fmt: skip
+_GELUS = ("GELUActivation", "GELUTanh")
+_GATES = {*_OWN_ACTIVATIONS, *_GELUS, "ReLU", "GELU", "SiLU", "Mish", "Tanh"}
+
+
+def read(owner: nn.Module, path: str, name: str, site: Site, home: str = "") -> Any:
+    """Return a part that the rule of ``owner`` reads by itself: vouched for where it is class ``name`` of ``home``.
+
+    The home is the file of transformers that the owner's class is from, where not given.
+    """
+    part = owner.get_submodule(path)
+    home = home or next(base.__module__ for base in type(owner).__mro__ if base.__module__.startswith(MODELS))
+    if is_class(class_called(part), home, name):
+        site.reads(part)
+    return part
+
+
+def named(owner: nn.Module, *paths: str) -> list[tuple[str, nn.Module]]:
+    """Return parts with their paths, for `Site.chain`."""
+    return [(path, owner.get_submodule(path)) for path in paths]
+
+
+def longest_row(*tables: nn.Embedding) -> float:
+    """Return the 2-norm that no sum of one row of each table exceeds."""
+    return sum(float(table.weight.detach().double().norm(dim=-1).max()) for table in tables)
+
+
+def attention(
+    module: Any,
+    site: Site,
+    projections: Callable[[], tuple[Affine, Affine, Affine, Affine]],
+    *,
+    heads: int,
+    dropout: float,
+    causal: bool = False,
+    position_bias: bool = False,
+    rotary: bool = False,
+) -> LayerBound:
+    """Bound self-attention with logits ``scaling q . k`` plus whatever depends on positions alone (B5, B13).
+
+    ``projections`` are those of queries, keys, values and output; ``rotary``: positions turn queries and keys.
+    """
+    reason = _other_attention(module)
+    if reason is not None:
+        return site.refuse(reason)
+    if module.training and dropout > 0:
+        return site.refuse(TRAINING_DROPOUT)
+
+    def read_weights() -> AttentionWeights:
+        weights = AttentionWeights.of(*projections(), heads)
+        stretch = float(module.scaling) * math.sqrt(weights.head_dim)
+        return replace(weights, query=weights.query * stretch, query_bias=weights.query_bias * stretch)
+
+    weights = site.remember(module, "AttentionWeights", read_weights)
+    bound = functools.partial(dot_product_ball_bound, weights, rotary=rotary)
+    site.under_mask("causal" if causal else "full")
+    # Padded queries attend to real tokens, so a pattern holds only where the caller says that nothing is padded.
+    mask: MaskKind = "any" if position_bias else site.given_mask or "any"
+    return on_the_ball(bound, weights, replace(site, given_mask=mask), weights.query.shape[1])
+
+
+def _other_attention(module: Any) -> str | None:
+    """Say that the attention of a call is not the one of transformers that bounds are proved for."""
+    kind = module.config._attn_implementation
+    if kind not in _IMPLEMENTATIONS:
+        return (
+            f"its attention runs as attn_implementation={kind!r}, and a bound is proved for eager and sdpa alone; "
+            "load the model with attn_implementation='sdpa'"
+        )
+    source = sys.modules[class_called(module).__module__]
+    run = source.ALL_ATTENTION_FUNCTIONS.get_interface(kind, source.eager_attention_forward)
+    run = inspect.unwrap(run)
+    expected = _IMPLEMENTATIONS[kind] or (source.__name__, "eager_attention_forward")
+    if (run.__module__, run.__qualname__) != expected:
+        return f"{run.__module__}.{run.__qualname__} stands where transformers runs {kind} attention; put its own back"
+    return None
+
+
+def gated_feedforward(site: Site, up: Affine, gate: Affine, down: Affine, activation: nn.Module) -> LayerBound:
+    """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball."""
+    name = class_called(activation).__name__
+    slope = site.child(activation, "activation")
+    if name not in _GATES or not math.isfinite(slope.lipschitz):
+        return site.refuse(f"its gate is a {name}, for which |g(t)| <= |t| is not known")
+    if math.isinf(site.radius):
+        return site.refuse_without_ball("a gate multiplies two maps, so it has no global Lipschitz constant")
+    up_bias, gate_bias = (
+        0.0 if part.bias is None else float(part.bias.detach().double().abs().max()) for part in (up, gate)
+    )
+    bound = gated_feedforward_bound(
+        up.weight, gate.weight, down.weight, site, slope=slope.lipschitz, up_bias=up_bias, gate_bias=gate_bias
+    )
+    return LayerBound(bound, "gated feed-forward, ball R (B9)")
+
+
+@register_rule("transformers.pytorch_utils.Conv1D")
+def _conv1d(module: Any, site: Site) -> LayerBound:
+    """A linear map that keeps its weight transposed."""
+    return linear_bound(site.remember(module, "weight", lambda: module.weight.detach().mT), module.bias, site)
+
+
+for _name, _slope in _OWN_ACTIVATIONS.items():
+    slope_rule(f"{_ACTIVATIONS}.{_name}", _slope)
+
+
+def _gelu(module: Any, site: Site) -> LayerBound:
+    """These keep their function in an attribute, which somebody may have replaced."""
+    function = module.act.func if isinstance(module.act, functools.partial) else module.act
+    if function is not F.gelu and getattr(function, "__func__", None) not in vars(class_called(module)).values():
+        return site.refuse(f"its act is {function!r}, not a GELU")
+    return LayerBound(GELU_TANH, "largest slope", out_radius=GELU_TANH * site.radius)
+
+
+for _name in _GELUS:
+    register_rule(f"{_ACTIVATIONS}.{_name}")(_gelu)
+
+
+def _rms_norm(module: Any, site: Site) -> LayerBound:
+    width, eps = module.weight.shape[-1], float(module.variance_epsilon)
+    found = norm_bound(module.weight, None, site, eps=eps, width=width, centred=False)
+    # It divides in float32, whatever the dtype.
+    return replace(found, lipschitz=found.lipschitz * (1 + 8 * torch.finfo(torch.float32).eps))
+
+
+for _name in ("t5.modeling_t5.T5LayerNorm", "llama.modeling_llama.LlamaRMSNorm", "phi3.modeling_phi3.Phi3RMSNorm"):
+    register_rule(f"{MODELS}.{_name}")(_rms_norm)
+
+
+def refuse_two_sequences(name: str) -> None:
+    """Register the answer for a model that maps two sequences."""
+
+    @register_rule(name)
+    def _two(module: nn.Module, site: Site) -> LayerBound:
+        del module
+        return site.refuse(
+            "it maps two sequences, the source and the target; certify its encoder alone (model.get_encoder())"
+        )
