@@ -113,7 +113,7 @@ def draw(seed: int, number: int) -> Case:
     how, asked, perturbed = _mask(dice, outer, parts, tokens)
     needs_ball = any(part[1].needs_ball for part in parts)
     radius = 10 ** dice.uniform(-1, 1) if needs_ball or dice.random() < 0.2 else None
-    if dice.random() < 0.3:
+    if dice.random() < 0.3 and not any(part[1].in_float32 for part in parts):
         module = module.double()
     _scale(dice, module)
     names = [kind.__name__ for kind, _ in parts]

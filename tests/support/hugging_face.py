@@ -86,15 +86,20 @@ def bart_config(width: int, **options: Any) -> transformers.BartConfig:
     )
 
 
+# Their norms divide in float32.
+_IN_FLOAT32 = (llama_config, phi3_config, t5_config)
+
+
 def _model(kind: Callable[[Any], nn.Module], config: Callable[..., Any], **how: Any) -> Sample:
     options = how.pop("options", {})
-    asked = {"keeps_width": False, "takes_mask": "tokens" not in how, **how}
+    asked = {"keeps_width": False, "takes_mask": "tokens" not in how, "in_float32": config in _IN_FLOAT32, **how}
     return Sample(lambda width: awake(kind(config(width, **options))), **asked)
 
 
 def _layer(kind: Callable[[Any], nn.Module], config: Callable[..., Any], path: str, **how: Any) -> Sample:
     """A part of a model, whose configuration only the model completes."""
-    return Sample(lambda width: awake(kind(config(width))).get_submodule(path), **{"keeps_width": False, **how})
+    asked = {"keeps_width": False, "in_float32": config in _IN_FLOAT32, **how}
+    return Sample(lambda width: awake(kind(config(width))).get_submodule(path), **asked)
 
 
 def _two_sequences(kind: Callable[[Any], nn.Module], config: Callable[..., Any]) -> Sample:
@@ -122,18 +127,18 @@ HUGGING_FACE: dict[type[nn.Module], list[Sample]] = {
     llama.LlamaModel: [_model(llama.LlamaModel, llama_config, options={"attention_bias": True, "mlp_bias": True})],
     llama.LlamaForCausalLM: [_model(llama.LlamaForCausalLM, llama_config)],
     llama.LlamaDecoderLayer: [_layer(llama.LlamaModel, llama_config, "layers.0", runs_alone=False)],
-    llama.LlamaRMSNorm: [Sample(lambda width: awake(llama.LlamaRMSNorm(width, eps=0.1)))],
+    llama.LlamaRMSNorm: [Sample(lambda width: awake(llama.LlamaRMSNorm(width, eps=0.1)), in_float32=True)],
     phi3.Phi3Model: [_model(phi3.Phi3Model, phi3_config)],
     phi3.Phi3ForCausalLM: [_model(phi3.Phi3ForCausalLM, phi3_config)],
     phi3.Phi3DecoderLayer: [_layer(phi3.Phi3Model, phi3_config, "layers.1", runs_alone=False)],
-    phi3.Phi3RMSNorm: [Sample(lambda width: awake(phi3.Phi3RMSNorm(width, eps=0.1)))],
+    phi3.Phi3RMSNorm: [Sample(lambda width: awake(phi3.Phi3RMSNorm(width, eps=0.1)), in_float32=True)],
     t5.T5EncoderModel: [
         _model(t5.T5EncoderModel, t5_config),
         _model(t5.T5EncoderModel, t5_config, options={"feed_forward_proj": "gated-gelu"}),
     ],
     t5.T5Stack: [_layer(t5.T5EncoderModel, t5_config, "encoder")],
     t5.T5Block: [_layer(t5.T5EncoderModel, t5_config, "encoder.block.0")],
-    t5.T5LayerNorm: [Sample(lambda width: awake(t5.T5LayerNorm(width, eps=0.1)))],
+    t5.T5LayerNorm: [Sample(lambda width: awake(t5.T5LayerNorm(width, eps=0.1)), in_float32=True)],
     vit.ViTModel: [_model(vit.ViTModel, vit_config, tokens=5)],
     vit.ViTForImageClassification: [_model(vit.ViTForImageClassification, vit_config, tokens=5)],
     vit.ViTLayer: [_layer(vit.ViTModel, vit_config, "layers.0", keeps_width=True)],

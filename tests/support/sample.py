@@ -40,6 +40,8 @@ class Sample:
     """``forward`` takes ``is_causal``; without it the module is what its options say."""
     tokens: int | None = None
     """It takes this many tokens and no other number."""
+    in_float32: bool = False
+    """It computes in float32 whatever its dtype, so that slopes over the short steps of float64 are rounding."""
     runs_alone: bool = True
     """False: it runs inside its model only, which hands it more than hidden states."""
 

@@ -22,6 +22,7 @@ from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_l
 from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
+from wellposed.certification._bounds import LayerBound as LayerBound
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
@@ -33,7 +34,6 @@ from wellposed.certification._dot_product import dot_product_ball_bound as dot_p
 from wellposed.certification._heads import AttentionWeights as AttentionWeights
 from wellposed.certification._inputs import PatchGrid as PatchGrid
 from wellposed.certification._inputs import patch_grid as patch_grid
-from wellposed.certification._rules import LayerBound as LayerBound
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes
 from wellposed.certification._rules import inherit_rule as inherit_rule

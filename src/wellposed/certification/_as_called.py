@@ -33,7 +33,9 @@ def class_called(module: nn.Module) -> type[nn.Module]:
 
 def is_class(kind: type, module: str, name: str) -> bool:
     """Whether ``kind`` is the class that stands under this name in this module, and no namesake."""
-    return (kind.__module__, kind.__qualname__) == (module, name) and getattr(sys.modules[module], name, None) is kind
+    return (kind.__module__, kind.__qualname__) == (module, name) and getattr(
+        sys.modules.get(module), name, None
+    ) is kind
 
 
 def without_compiler(module: nn.Module) -> nn.Module:

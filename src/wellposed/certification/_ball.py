@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
+from wellposed.certification._bounds import LayerBound
 from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
 from wellposed.certification._heads import AttentionWeights, join_heads, product_norms
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound
 from wellposed.nn import BallAttention, BallCrossAttention, BallProjection, MaxMin, MaxMinFeedForward, UnitEmbedding

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.certification._rules import LayerBound, Site, register_rule, times
+from wellposed.certification._bounds import LayerBound, times
+from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Norm
 from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm
 

@@ -33,21 +33,23 @@ def certify(
 
     Certified: each layer takes the least of its proved bounds, with spectral norms from above (never power iteration);
     the whole is their composition in one norm. Deterministic. A module without a bound makes the total infinite and the
-    label ``uncertified``; the module and the reason are in the table. What is covered is the module as it is called, in
-    its own dtype: a module with hooks, a replaced ``forward``, adapters, weights of an unusual kind, or of a subclass
-    without a rule of its own has no bound. Kim, Papamakarios, Mnih (2021) for L2 attention;
-    every bound with its proof is in the theory note of the documentation.
+    label ``uncertified``; the module and the reason are in the table; a total of no use has a `Certificate.reason`.
+    What is covered is the module as it is called, in its own dtype: a module with hooks, a replaced ``forward``,
+    adapters, weights of an unusual kind, or of a subclass without a rule of its own has no bound. Kim, Papamakarios,
+    Mnih (2021) for L2 attention; every bound with its proof is in the theory note of the documentation.
 
     Args:
         module: any module; it is read in the mode it is in (dropout on attention weights in training has no bound, so
-            call ``module.eval()``). Whole models are certified from the embedded input on.
+            call ``module.eval()``). Whole models, also of Hugging Face, are certified from the embedded input on;
+            models of pixels from patches of pixels on (`wellposed.certification.PatchGrid`).
         seq_len: largest number of tokens N.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is also one in norm
             2), ``2`` (Frobenius) or ``"inf"`` (largest entry).
         radius: for maps without a global constant (dot-product attention): every input token has 2-norm at most this,
             before and after the perturbation. The whole space where not given.
         mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or ``"any"`` (the default)
-            for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone.
+            for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone; those
+            of torch.nn and Hugging Face attend to real tokens, so for these a pattern says that nothing is padded.
         min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by ``1/sqrt(min_tokens)``.
         cross_check: try the bounds out by a few forward passes of a few tokens in the module's own dtype.
 

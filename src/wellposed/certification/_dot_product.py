@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from wellposed.certification._bounds import LayerBound
 from wellposed.certification._heads import (
     TRAINING_DROPOUT,
     AttentionWeights,
@@ -22,7 +23,7 @@ from wellposed.certification._heads import (
     row_mass,
     weights_of,
 )
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention
 

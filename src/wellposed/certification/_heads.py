@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wellposed.certification._rules import LayerBound, Site, times
+from wellposed.certification._bounds import LayerBound, times
+from wellposed.certification._rules import Site
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
 from wellposed.nn import HeadProjections
 

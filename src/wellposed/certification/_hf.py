@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from wellposed.certification._as_called import class_called, is_class
 from wellposed.certification._blocks import (
     GELU_TANH,
     SILU,
+    function_bound,
     gated_feedforward_bound,
     linear_bound,
     norm_bound,
     slope_rule,
 )
+from wellposed.certification._bounds import LayerBound, product_of
 from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
 from wellposed.certification._heads import TRAINING_DROPOUT, Affine, AttentionWeights
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._transformer import named, one_token
 from wellposed.linalg import MaskKind
 
 MODELS = "transformers.models"
@@ -56,48 +60,73 @@ def read(owner: nn.Module, path: str, name: str, site: Site, home: str = "") -> 
     return part
 
 
-def named(owner: nn.Module, *paths: str) -> list[tuple[str, nn.Module]]:
-    """Return parts with their paths, for `Site.chain`."""
-    return [(path, owner.get_submodule(path)) for path in paths]
-
-
 def longest_row(*tables: nn.Embedding) -> float:
     """Return the 2-norm that no sum of one row of each table exceeds."""
     return sum(float(table.weight.detach().double().norm(dim=-1).max()) for table in tables)
 
 
 def attention(
-    module: Any,
+    owner: nn.Module,
+    path: str,
     site: Site,
     projections: Callable[[], tuple[Affine, Affine, Affine, Affine]],
-    *,
+    *rest: str,
     heads: int,
     dropout: float,
     causal: bool = False,
     position_bias: bool = False,
     rotary: bool = False,
 ) -> LayerBound:
-    """Bound self-attention with logits ``scaling q . k`` plus whatever depends on positions alone (B5, B13).
+    """Bound the self-attention at ``path``, then the parts ``rest`` of its owner (B5, B13).
 
-    ``projections`` are those of queries, keys, values and output; ``rotary``: positions turn queries and keys.
+    Its logits are ``scaling q . k`` plus what depends on positions alone. ``projections`` are those of queries, keys,
+    values and output; ``rotary``: positions turn queries and keys.
     """
-    reason = _other_attention(module)
-    if reason is not None:
-        return site.refuse(reason)
-    if module.training and dropout > 0:
-        return site.refuse(TRAINING_DROPOUT)
+    module: Any = owner.get_submodule(path)
 
     def read_weights() -> AttentionWeights:
         weights = AttentionWeights.of(*projections(), heads)
         stretch = float(module.scaling) * math.sqrt(weights.head_dim)
         return replace(weights, query=weights.query * stretch, query_bias=weights.query_bias * stretch)
 
-    weights = site.remember(module, "AttentionWeights", read_weights)
-    bound = functools.partial(dot_product_ball_bound, weights, rotary=rotary)
-    site.under_mask("causal" if causal else "full")
-    # Padded queries attend to real tokens, so a pattern holds only where the caller says that nothing is padded.
-    mask: MaskKind = "any" if position_bias else site.given_mask or "any"
-    return on_the_ball(bound, weights, replace(site, given_mask=mask), weights.query.shape[1])
+    def found() -> LayerBound:
+        reason = _other_attention(module)
+        if reason is not None:
+            return site.refuse(reason)
+        if module.training and dropout > 0:
+            return site.refuse(TRAINING_DROPOUT)
+        weights = site.remember(module, "AttentionWeights", read_weights)
+        site.under_mask("causal" if causal else "full")
+        # Padded queries attend to real tokens, so a pattern holds only where the caller says that nothing is padded.
+        mask: MaskKind = "any" if position_bias else site.given_mask or "any"
+        bound = functools.partial(dot_product_ball_bound, weights, rotary=rotary)
+        return on_the_ball(bound, weights, replace(site, given_mask=mask), weights.query.shape[1])
+
+    mixed = site.record(module, path, found())
+    after = site.at_radius(mixed.out_radius).chain(named(owner, *rest))
+    return product_of([mixed, after], radius=after.out_radius)
+
+
+def feedforward(owner: nn.Module, site: Site, up: str, activation: str, *rest: str) -> LayerBound:
+    """Bound a linear map, a nonlinearity, and the parts that follow, each at its path in ``owner``."""
+    first = site.chain(named(owner, up))
+    inner = function_bound(attrgetter(activation)(owner), site.at_radius(first.out_radius), activation)
+    after = site.at_radius(inner.out_radius).chain(named(owner, *rest))
+    return product_of([first, inner, after], radius=after.out_radius)
+
+
+def linear_head(owner: Any, path: str, site: Site, before: list[LayerBound]) -> LayerBound:
+    """Bound the last linear map behind bounds in their order, and tell the certificate which it is."""
+    body = site.product(before)
+    if hasattr(owner.get_submodule(path), "weight"):
+        site.set_head(owner.get_submodule(path).weight, body)
+    return site.product([body, site.at_radius(body.out_radius).chain(named(owner, path))])
+
+
+def picked_token(owner: nn.Module, body: str, site: Site) -> list[LayerBound]:
+    """Bound the model inside a classifier, and the token of its output that is taken."""
+    hidden = site.chain(named(owner, body))
+    return [hidden, site.record(owner, "pool", one_token(site.at_radius(hidden.out_radius)))]
 
 
 def _other_attention(module: Any) -> str | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from wellposed.certification._blocks import function_bound
-from wellposed.certification._hf import MODELS, attention, longest_row, named, read
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule
-from wellposed.certification._transformer import of_one_vector, one_token, sublayer
+from wellposed.certification._bounds import LayerBound
+from wellposed.certification._hf import MODELS, attention, feedforward, linear_head, longest_row, picked_token, read
+from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._transformer import named, normed, of_one_vector
 
 DISTILBERT = f"{MODELS}.distilbert.modeling_distilbert"
 
 
-def register_bert(family: str, prefix: str, head: Any) -> None:
-    """Register the classes of one family; ``head`` bounds a classifier's head from the last hidden state on."""
+def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBound]) -> None:
+    """Register the classes of one family; ``head`` bounds its classifier."""
     source = f"{MODELS}.{family}.modeling_{family}"
 
     @register_rule(f"{source}.{prefix}Layer")
@@ -23,13 +24,21 @@ def register_bert(family: str, prefix: str, head: Any) -> None:
             read(module, path, prefix + name, site)
         if module.add_cross_attention:
             return site.refuse("with cross-attention it maps two sequences")
-        first = sublayer(
-            site, partial(_attention, module, prefix), after=named(module, "attention.output.LayerNorm")[0]
-        )
-        second = sublayer(
-            site.at_radius(first.out_radius), partial(_feedforward, module), after=named(module, "output.LayerNorm")[0]
-        )
-        return product_of([first, second], radius=second.out_radius)
+        heads = read(module, "attention.self", f"{prefix}SelfAttention", site)
+        output = read(module, "attention.output", f"{prefix}SelfOutput", site)
+
+        def mixed(at: Site) -> LayerBound:
+            projections = (heads.query, heads.key, heads.value, output.dense)
+            return attention(
+                module, "attention.self", at, lambda: projections, "attention.output.dropout",
+                heads=heads.num_attention_heads, dropout=heads.dropout.p, causal=heads.is_causal,
+            )  # fmt: skip
+
+        def fed(at: Site) -> LayerBound:
+            activation = "intermediate.intermediate_act_fn"
+            return feedforward(module, at, "intermediate.dense", activation, "output.dense", "output.dropout")
+
+        return normed(module, site, ("attention.output.LayerNorm", mixed), ("output.LayerNorm", fed), before=False)
 
     @register_rule(f"{source}.{prefix}Model")
     def _model(module: Any, site: Site) -> LayerBound:
@@ -45,67 +54,25 @@ def register_bert(family: str, prefix: str, head: Any) -> None:
 
     @register_rule(f"{source}.{prefix}ForSequenceClassification")
     def _classifier(module: Any, site: Site) -> LayerBound:
-        return of_one_vector(lambda at: head(module, at), site)
+        return of_one_vector(partial(head, module), site)
 
 
-def _attention(module: Any, prefix: str, site: Site) -> LayerBound:
-    heads = read(module, "attention.self", f"{prefix}SelfAttention", site)
-    output = read(module, "attention.output", f"{prefix}SelfOutput", site)
-    found = attention(
-        heads,
-        site,
-        lambda: (heads.query, heads.key, heads.value, output.dense),
-        heads=heads.num_attention_heads,
-        dropout=heads.dropout.p,
-        causal=heads.is_causal,
-    )
-    mixed = site.record(heads, "attention.self", found)
-    rest = site.at_radius(mixed.out_radius).chain(named(module, "attention.output.dropout"))
-    return product_of([mixed, rest], radius=rest.out_radius)
-
-
-def _feedforward(module: Any, site: Site) -> LayerBound:
-    up = site.chain(named(module, "intermediate.dense"))
-    inner = function_bound(
-        module.intermediate.intermediate_act_fn, site.at_radius(up.out_radius), "intermediate.intermediate_act_fn"
-    )
-    rest = site.at_radius(inner.out_radius).chain(named(module, "output.dense", "output.dropout"))
-    return product_of([up, inner, rest], radius=rest.out_radius)
+def _head(module: Any, site: Site, body: str, between: tuple[str, ...], last: str) -> LayerBound:
+    before = picked_token(module, body, site)
+    pooled = site.at_radius(before[-1].out_radius).chain(named(module, *between))
+    return linear_head(module, last, site, [*before, pooled])
 
 
 def _bert_head(module: Any, site: Site) -> LayerBound:
-    body = site.chain(named(module, "bert"))
-    pooler = read(module.bert, "pooler", "BertPooler", site)
-    token = site.record(pooler, "pool", one_token(site.at_radius(body.out_radius)))
-    pooled = site.at_radius(token.out_radius).chain(
-        named(module, "bert.pooler.dense", "bert.pooler.activation", "dropout")
-    )
-    return _linear_head(module, "classifier", site, [body, token, pooled])
+    read(module, "bert.pooler", "BertPooler", site)
+    return _head(module, site, "bert", ("bert.pooler.dense", "bert.pooler.activation", "dropout"), "classifier")
 
 
 def _roberta_head(module: Any, site: Site) -> LayerBound:
-    body = site.chain(named(module, "roberta"))
-    head = read(module, "classifier", "RobertaClassificationHead", site)
-    token = site.record(head, "pool", one_token(site.at_radius(body.out_radius)))
+    read(module, "classifier", "RobertaClassificationHead", site)
     # Its dropout stands twice, and a tanh of slope 1 between dense and out_proj.
-    pooled = site.at_radius(token.out_radius).chain(
-        named(module, "classifier.dropout", "classifier.dense", "classifier.dropout")
-    )
-    return _linear_head(module, "classifier.out_proj", site, [body, token, pooled])
-
-
-def _distilbert_head(module: Any, site: Site) -> LayerBound:
-    body = site.chain(named(module, "distilbert"))
-    token = site.record(module, "pool", one_token(site.at_radius(body.out_radius)))
-    # A ReLU, of slope 1, stands between pre_classifier and dropout.
-    pooled = site.at_radius(token.out_radius).chain(named(module, "pre_classifier", "dropout"))
-    return _linear_head(module, "classifier", site, [body, token, pooled])
-
-
-def _linear_head(module: Any, path: str, site: Site, before: list[LayerBound]) -> LayerBound:
-    body = site.product(before)
-    site.set_head(module.get_submodule(path).weight, body)
-    return site.product([body, site.at_radius(body.out_radius).chain(named(module, path))])
+    between = ("classifier.dropout", "classifier.dense", "classifier.dropout")
+    return _head(module, site, "roberta", between, "classifier.out_proj")
 
 
 register_bert("bert", "Bert", _bert_head)
@@ -115,24 +82,16 @@ register_bert("roberta", "Roberta", _roberta_head)
 @register_rule(f"{DISTILBERT}.TransformerBlock")
 def _distilbert_block(module: Any, site: Site) -> LayerBound:
     heads = read(module, "attention", "DistilBertSelfAttention", site)
-    feedforward = read(module, "ffn", "FFN", site)
+    read(module, "ffn", "FFN", site)
 
     def mixed(at: Site) -> LayerBound:
         projections = (heads.q_lin, heads.k_lin, heads.v_lin, heads.out_lin)
-        found = attention(heads, at, lambda: projections, heads=heads.n_heads, dropout=heads.dropout.p)
-        return at.record(heads, "attention", found)
+        return attention(module, "attention", at, lambda: projections, heads=heads.n_heads, dropout=heads.dropout.p)
 
     def fed(at: Site) -> LayerBound:
-        up = at.chain(named(module, "ffn.lin1"))
-        inner = function_bound(feedforward.activation, at.at_radius(up.out_radius), "ffn.activation")
-        rest = at.at_radius(inner.out_radius).chain(named(module, "ffn.lin2", "ffn.dropout"))
-        return product_of([up, inner, rest], radius=rest.out_radius)
+        return feedforward(module, at, "ffn.lin1", "ffn.activation", "ffn.lin2", "ffn.dropout")
 
-    first = sublayer(site, mixed, after=("sa_layer_norm", module.sa_layer_norm))
-    second = sublayer(
-        site.at_radius(first.out_radius), fed, after=("output_layer_norm", module.output_layer_norm)
-    )  # fmt: skip
-    return product_of([first, second], radius=second.out_radius)
+    return normed(module, site, ("sa_layer_norm", mixed), ("output_layer_norm", fed), before=False)
 
 
 @register_rule(f"{DISTILBERT}.DistilBertModel")
@@ -147,4 +106,6 @@ def _distilbert(module: Any, site: Site) -> LayerBound:
 
 @register_rule(f"{DISTILBERT}.DistilBertForSequenceClassification")
 def _distilbert_classifier(module: Any, site: Site) -> LayerBound:
-    return of_one_vector(partial(_distilbert_head, module), site)
+    # A ReLU, of slope 1, stands between pre_classifier and dropout.
+    between = ("pre_classifier", "dropout")
+    return of_one_vector(lambda at: _head(module, at, "distilbert", between, "classifier"), site)

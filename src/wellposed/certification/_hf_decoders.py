@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from wellposed.certification._blocks import function_bound
+from wellposed.certification._bounds import LayerBound, product_of
 from wellposed.certification._heads import Slice, slices
-from wellposed.certification._hf import MODELS, attention, gated_feedforward, longest_row, named, read
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule
-from wellposed.certification._transformer import of_one_vector, one_token, sublayer
+from wellposed.certification._hf import (
+    MODELS,
+    attention,
+    feedforward,
+    gated_feedforward,
+    linear_head,
+    longest_row,
+    picked_token,
+    read,
+)
+from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._transformer import named, normed, of_one_vector
 
 GPT2 = f"{MODELS}.gpt2.modeling_gpt2"
 LLAMA = f"{MODELS}.llama.modeling_llama"
@@ -21,7 +31,7 @@ _ROTATIONS = ("default", "linear", "dynamic", "llama3")
 @register_rule(f"{GPT2}.GPT2Block")
 def _gpt2_block(module: Any, site: Site) -> LayerBound:
     heads = read(module, "attn", "GPT2Attention", site)
-    feedforward = read(module, "mlp", "GPT2MLP", site)
+    read(module, "mlp", "GPT2MLP", site)
     if hasattr(module, "crossattention"):
         return site.refuse("with cross-attention it maps two sequences")
 
@@ -29,30 +39,19 @@ def _gpt2_block(module: Any, site: Site) -> LayerBound:
         query, key, value = slices(heads.c_attn.weight.mT, heads.c_attn.bias, [heads.embed_dim] * 3)
         return query, key, value, Slice(heads.c_proj.weight.mT, heads.c_proj.bias)
 
+    for path in ("c_attn", "c_proj"):
+        read(heads, path, "Conv1D", site, home="transformers.pytorch_utils")
+
     def mixed(at: Site) -> LayerBound:
-        for path in ("c_attn", "c_proj"):
-            read(heads, path, "Conv1D", at, home="transformers.pytorch_utils")
-        dropout = heads.attn_dropout.p
-        found = attention(heads, at, projections, heads=heads.num_heads, dropout=dropout, causal=True)
-        found = at.record(heads, "attn", found)
-        rest = at.at_radius(found.out_radius).chain(named(module, "attn.resid_dropout"))
-        return product_of([found, rest], radius=rest.out_radius)
+        return attention(
+            module, "attn", at, projections, "attn.resid_dropout",
+            heads=heads.num_heads, dropout=heads.attn_dropout.p, causal=True,
+        )  # fmt: skip
 
     def fed(at: Site) -> LayerBound:
-        up = at.chain(named(module, "mlp.c_fc"))
-        inner = function_bound(feedforward.act, at.at_radius(up.out_radius), "mlp.act")
-        rest = at.at_radius(inner.out_radius).chain(named(module, "mlp.c_proj", "mlp.dropout"))
-        return product_of([up, inner, rest], radius=rest.out_radius)
+        return feedforward(module, at, "mlp.c_fc", "mlp.act", "mlp.c_proj", "mlp.dropout")
 
-    return _pre_normed(module, site, ("ln_1", mixed), ("ln_2", fed))
-
-
-def _pre_normed(module: Any, site: Site, first: tuple[str, Any], second: tuple[str, Any]) -> LayerBound:
-    bounds: list[LayerBound] = []
-    for norm, branch in (first, second):
-        bounds.append(sublayer(site, branch, before=(norm, getattr(module, norm))))
-        site = site.at_radius(bounds[-1].out_radius)
-    return product_of(bounds, radius=site.radius)
+    return normed(module, site, ("ln_1", mixed), ("ln_2", fed), before=True)
 
 
 @register_rule(f"{GPT2}.GPT2Model")
@@ -63,19 +62,7 @@ def _gpt2(module: Any, site: Site) -> LayerBound:
 
 
 def _language_model(module: Any, site: Site, body: str) -> LayerBound:
-    before = site.chain(named(module, body))
-    head = site.at_radius(before.out_radius).chain(named(module, "lm_head"))
-    site.set_head(module.lm_head.weight, before)
-    return site.product([before, head])
-
-
-def _last_token(module: Any, body: str, site: Site) -> LayerBound:
-    """A linear map of every token, of which one is taken."""
-    hidden = site.chain(named(module, body))
-    token = site.record(module, "pool", one_token(site.at_radius(hidden.out_radius)))
-    before = site.product([hidden, token])
-    site.set_head(module.score.weight, before)
-    return site.product([before, site.at_radius(before.out_radius).chain(named(module, "score"))])
+    return linear_head(module, "lm_head", site, [site.chain(named(module, body))])
 
 
 for _source, _name, _body in ((GPT2, "GPT2LMHeadModel", "transformer"), (LLAMA, "LlamaForCausalLM", "model"),
@@ -85,32 +72,32 @@ for _source, _name, _body in ((GPT2, "GPT2LMHeadModel", "transformer"), (LLAMA, 
 
 @register_rule(f"{GPT2}.GPT2ForSequenceClassification")
 def _gpt2_classifier(module: Any, site: Site) -> LayerBound:
-    return of_one_vector(partial(_last_token, module, "transformer"), site)
+    # A linear map of every token, of which the last real one is taken.
+    return of_one_vector(lambda at: linear_head(module, "score", at, picked_token(module, "transformer", at)), site)
 
 
 @register_rule(f"{LLAMA}.LlamaDecoderLayer")
 def _llama_layer(module: Any, site: Site) -> LayerBound:
     heads = read(module, "self_attn", "LlamaAttention", site)
-    feedforward = read(module, "mlp", "LlamaMLP", site)
+    parts = read(module, "mlp", "LlamaMLP", site)
 
-    def mixed(at: Site) -> LayerBound:
-        groups = heads.num_key_value_groups
-        return _rotary(heads, at, lambda: (
-            heads.q_proj, *(_repeated(part, groups, heads.head_dim) for part in (heads.k_proj, heads.v_proj)),
-            heads.o_proj))  # fmt: skip
+    def projections() -> tuple[Any, Slice, Slice, Any]:
+        key, value = (
+            _repeated(part, heads.num_key_value_groups, heads.head_dim) for part in (heads.k_proj, heads.v_proj)
+        )
+        return heads.q_proj, key, value, heads.o_proj
 
     def fed(at: Site) -> LayerBound:
-        gate, up, down = feedforward.gate_proj, feedforward.up_proj, feedforward.down_proj
-        found = gated_feedforward(at, up, gate, down, feedforward.act_fn)
-        return at.record(feedforward, "mlp", found)
+        gate, up, down = parts.gate_proj, parts.up_proj, parts.down_proj
+        return at.record(parts, "mlp", gated_feedforward(at, up, gate, down, parts.act_fn))
 
-    return _pre_normed(module, site, ("input_layernorm", mixed), ("post_attention_layernorm", fed))
+    return _rotary_layer(module, site, projections, fed)
 
 
 @register_rule(f"{PHI3}.Phi3DecoderLayer")
 def _phi3_layer(module: Any, site: Site) -> LayerBound:
     heads = read(module, "self_attn", "Phi3Attention", site)
-    feedforward = read(module, "mlp", "Phi3MLP", site)
+    parts = read(module, "mlp", "Phi3MLP", site)
 
     def projections() -> tuple[Slice, Slice, Slice, Any]:
         groups, size = heads.num_key_value_groups, heads.head_dim
@@ -118,26 +105,28 @@ def _phi3_layer(module: Any, site: Site) -> LayerBound:
         query, key, value = slices(heads.qkv_proj.weight, heads.qkv_proj.bias, [groups * keys, keys, keys])
         return query, _repeated(key, groups, size), _repeated(value, groups, size), heads.o_proj
 
-    def mixed(at: Site) -> LayerBound:
-        found = _rotary(heads, at, projections)
-        rest = at.at_radius(found.out_radius).chain(named(module, "resid_attn_dropout"))
-        return product_of([found, rest], radius=rest.out_radius)
-
     def fed(at: Site) -> LayerBound:
-        gate, up = slices(feedforward.gate_up_proj.weight, feedforward.gate_up_proj.bias,
-                          [feedforward.gate_up_proj.weight.shape[0] // 2] * 2)  # fmt: skip
-        found = gated_feedforward(at, up, gate, feedforward.down_proj, feedforward.activation_fn)
-        found = at.record(feedforward, "mlp", found)
+        fused = parts.gate_up_proj
+        gate, up = slices(fused.weight, fused.bias, [fused.weight.shape[0] // 2] * 2)
+        found = at.record(parts, "mlp", gated_feedforward(at, up, gate, parts.down_proj, parts.activation_fn))
         rest = at.at_radius(found.out_radius).chain(named(module, "resid_mlp_dropout"))
         return product_of([found, rest], radius=rest.out_radius)
 
-    return _pre_normed(module, site, ("input_layernorm", mixed), ("post_attention_layernorm", fed))
+    return _rotary_layer(module, site, projections, fed, "resid_attn_dropout")
 
 
-def _rotary(heads: Any, site: Site, projections: Any) -> LayerBound:
-    count = heads.config.num_attention_heads
-    found = attention(heads, site, projections, heads=count, dropout=heads.attention_dropout, causal=True, rotary=True)
-    return site.record(heads, "self_attn", found)
+def _rotary_layer(
+    module: Any, site: Site, projections: Callable[[], Any], fed: Callable[[Site], LayerBound], *rest: str
+) -> LayerBound:
+    heads = module.self_attn
+
+    def mixed(at: Site) -> LayerBound:
+        return attention(
+            module, "self_attn", at, projections, *rest,
+            heads=heads.config.num_attention_heads, dropout=heads.attention_dropout, causal=True, rotary=True,
+        )  # fmt: skip
+
+    return normed(module, site, ("input_layernorm", mixed), ("post_attention_layernorm", fed), before=True)
 
 
 def _repeated(part: Any, groups: int, head_dim: int) -> Slice:

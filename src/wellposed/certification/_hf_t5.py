@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from wellposed.certification._blocks import function_bound
-from wellposed.certification._hf import MODELS, attention, gated_feedforward, named, read, refuse_two_sequences
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule
-from wellposed.certification._transformer import sublayer
+from wellposed.certification._bounds import LayerBound, product_of
+from wellposed.certification._hf import MODELS, attention, feedforward, gated_feedforward, read, refuse_two_sequences
+from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._transformer import named, normed
 
 T5 = f"{MODELS}.t5.modeling_t5"
+_FEEDFORWARD = "layer.1.DenseReluDense"
 
 
 @register_rule(f"{T5}.T5Block")
@@ -22,39 +23,27 @@ def _block(module: Any, site: Site) -> LayerBound:
 
     def mixed(at: Site) -> LayerBound:
         projections = (heads.q, heads.k, heads.v, heads.o)
-        found = attention(
-            heads, at, lambda: projections, heads=heads.n_heads, dropout=heads.dropout, position_bias=True
-        )
-        found = at.record(heads, "layer.0.SelfAttention", found)
-        rest = at.at_radius(found.out_radius).chain(named(module, "layer.0.dropout"))
-        return product_of([found, rest], radius=rest.out_radius)
+        return attention(
+            module, "layer.0.SelfAttention", at, lambda: projections, "layer.0.dropout",
+            heads=heads.n_heads, dropout=heads.dropout, position_bias=True,
+        )  # fmt: skip
 
     def fed(at: Site) -> LayerBound:
         found = _gated(module, at) if hasattr(module.layer[1].DenseReluDense, "wi_0") else _plain(module, at)
-        rest = at.at_radius(found.out_radius).chain(named(module, "layer.1.dropout"))
+        rest = at.at_radius(found.out_radius).chain(named(module, f"{_FEEDFORWARD}.dropout", "layer.1.dropout"))
         return product_of([found, rest], radius=rest.out_radius)
 
-    first = sublayer(site, mixed, before=named(module, "layer.0.layer_norm")[0])
-    second = sublayer(site.at_radius(first.out_radius), fed, before=named(module, "layer.1.layer_norm")[0])
-    return product_of([first, second], radius=second.out_radius)
+    return normed(module, site, ("layer.0.layer_norm", mixed), ("layer.1.layer_norm", fed), before=True)
 
 
 def _gated(module: Any, site: Site) -> LayerBound:
-    path = "layer.1.DenseReluDense"
-    part = read(module, path, "T5DenseGatedActDense", site)
-    found = gated_feedforward(site, part.wi_1, part.wi_0, part.wo, part.act)
-    found = site.record(part, path, found)
-    rest = site.at_radius(found.out_radius).chain(named(module, f"{path}.dropout"))
-    return product_of([found, rest], radius=rest.out_radius)
+    part = read(module, _FEEDFORWARD, "T5DenseGatedActDense", site)
+    return site.record(part, _FEEDFORWARD, gated_feedforward(site, part.wi_1, part.wi_0, part.wo, part.act))
 
 
 def _plain(module: Any, site: Site) -> LayerBound:
-    path = "layer.1.DenseReluDense"
-    part = read(module, path, "T5DenseActDense", site)
-    up = site.chain(named(module, f"{path}.wi"))
-    inner = function_bound(part.act, site.at_radius(up.out_radius), f"{path}.act")
-    rest = site.at_radius(inner.out_radius).chain(named(module, f"{path}.dropout", f"{path}.wo"))
-    return product_of([up, inner, rest], radius=rest.out_radius)
+    read(module, _FEEDFORWARD, "T5DenseActDense", site)
+    return feedforward(module, site, f"{_FEEDFORWARD}.wi", f"{_FEEDFORWARD}.act", f"{_FEEDFORWARD}.wo")
 
 
 @register_rule(f"{T5}.T5Stack")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from wellposed.certification._blocks import function_bound, linear_bound
-from wellposed.certification._hf import MODELS, attention, named, read
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule
-from wellposed.certification._transformer import of_one_vector, one_token, sublayer
+from wellposed.certification._blocks import linear_bound
+from wellposed.certification._bounds import LayerBound
+from wellposed.certification._hf import MODELS, attention, feedforward, linear_head, picked_token, read
+from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._transformer import named, normed, of_one_vector
 
 VIT = f"{MODELS}.vit.modeling_vit"
 
@@ -16,26 +16,19 @@ VIT = f"{MODELS}.vit.modeling_vit"
 @register_rule(f"{VIT}.ViTLayer")
 def _layer(module: Any, site: Site) -> LayerBound:
     heads = read(module, "attention", "ViTAttention", site)
-    feedforward = read(module, "mlp", "ViTMLP", site)
+    read(module, "mlp", "ViTMLP", site)
 
     def mixed(at: Site) -> LayerBound:
         projections = (heads.q_proj, heads.k_proj, heads.v_proj, heads.o_proj)
-        found = attention(
-            heads, at, lambda: projections, heads=heads.num_attention_heads, dropout=heads.attention_dropout
-        )
-        found = at.record(heads, "attention", found)
-        rest = at.at_radius(found.out_radius).chain(named(module, "dropout"))
-        return product_of([found, rest], radius=rest.out_radius)
+        return attention(
+            module, "attention", at, lambda: projections, "dropout",
+            heads=heads.num_attention_heads, dropout=heads.attention_dropout,
+        )  # fmt: skip
 
     def fed(at: Site) -> LayerBound:
-        up = at.chain(named(module, "mlp.fc1"))
-        inner = function_bound(feedforward.activation_fn, at.at_radius(up.out_radius), "mlp.activation_fn")
-        rest = at.at_radius(inner.out_radius).chain(named(module, "mlp.fc2", "dropout"))
-        return product_of([up, inner, rest], radius=rest.out_radius)
+        return feedforward(module, at, "mlp.fc1", "mlp.activation_fn", "mlp.fc2", "dropout")
 
-    first = sublayer(site, mixed, before=("layernorm_before", module.layernorm_before))
-    second = sublayer(site.at_radius(first.out_radius), fed, before=("layernorm_after", module.layernorm_after))
-    return product_of([first, second], radius=second.out_radius)
+    return normed(module, site, ("layernorm_before", mixed), ("layernorm_after", fed), before=True)
 
 
 @register_rule(f"{VIT}.ViTModel")
@@ -65,14 +58,4 @@ def _model(module: Any, site: Site) -> LayerBound:
 
 @register_rule(f"{VIT}.ViTForImageClassification")
 def _classifier(module: Any, site: Site) -> LayerBound:
-    return of_one_vector(partial(_head, module), site)
-
-
-def _head(module: Any, site: Site) -> LayerBound:
-    hidden = site.chain(named(module, "vit"))
-    token = site.record(module, "pool", one_token(site.at_radius(hidden.out_radius)))
-    before = site.product([hidden, token])
-    head = site.at_radius(before.out_radius).chain(named(module, "classifier"))
-    if hasattr(module.classifier, "weight"):
-        site.set_head(module.classifier.weight, before)
-    return site.product([before, head])
+    return of_one_vector(lambda at: linear_head(module, "classifier", at, picked_token(module, "vit", at)), site)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
 from wellposed.certification._blocks import GELU, function_bound
+from wellposed.certification._bounds import LayerBound, product_of
 from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
 from wellposed.certification._heads import TRAINING_DROPOUT, AttentionWeights, slices
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule
-from wellposed.certification._transformer import sublayer
+from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._transformer import named, normed
 
 # In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its activation.
 _FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
@@ -44,18 +44,11 @@ def _weights(module: nn.MultiheadAttention) -> AttentionWeights:
 
 @register_rule(nn.TransformerEncoderLayer)
 def _encoder_layer(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
-    first = _sublayer(module, "norm1", site, lambda inner: inner.chain([
-        ("self_attn", module.self_attn), ("dropout1", module.dropout1)
-    ]))  # fmt: skip
-    second = _sublayer(module, "norm2", site.at_radius(first.out_radius), partial(_feedforward, module))
-    return product_of([first, second], radius=second.out_radius)
+    def mixed(at: Site) -> LayerBound:
+        return at.chain(named(module, "self_attn", "dropout1"))
 
-
-def _sublayer(
-    module: nn.TransformerEncoderLayer, norm: str, site: Site, branch: Callable[[Site], LayerBound]
-) -> LayerBound:
-    named = (norm, getattr(module, norm))
-    return sublayer(site, branch, before=named) if module.norm_first else sublayer(site, branch, after=named)
+    branches = (("norm1", mixed), ("norm2", partial(_feedforward, module)))
+    return normed(module, site, *branches, before=module.norm_first)
 
 
 def _feedforward(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
@@ -67,9 +60,7 @@ def _feedforward(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
         lipschitz=max(inner.lipschitz, fused),
         out_radius=max(inner.out_radius, fused * up.out_radius if fused else 0.0),
     )
-    rest = site.at_radius(inner.out_radius).chain([
-        ("dropout", module.dropout), ("linear2", module.linear2), ("dropout2", module.dropout2)
-    ])  # fmt: skip
+    rest = site.at_radius(inner.out_radius).chain(named(module, "dropout", "linear2", "dropout2"))
     return product_of([up, inner, rest], radius=rest.out_radius)
 
 

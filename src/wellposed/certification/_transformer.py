@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from wellposed.certification._blocks import function_bound
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule, residual_of
+from wellposed.certification._bounds import LayerBound, product_of, residual_of
+from wellposed.certification._rules import Site, register_rule
 from wellposed.nn import MLP, Block, NoNorm, PlainResidual, PostNorm, PreNorm, ReZeroResidual, TransformerStack
 
 
@@ -63,6 +64,7 @@ def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
 
 
 Named = tuple[str, nn.Module]
+Branch = tuple[str, Callable[[Site], LayerBound]]
 
 
 def sublayer(
@@ -81,6 +83,21 @@ def sublayer(
         return joined
     last = site.child(after[1], after[0], radius=joined.out_radius)
     return product_of([joined, last], radius=last.out_radius)
+
+
+def named(owner: nn.Module, *paths: str) -> list[Named]:
+    """Return parts with their paths, for `Site.chain`."""
+    return [(path, owner.get_submodule(path)) for path in paths]
+
+
+def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> LayerBound:
+    """Bound sublayers with residuals, each with the path of its norm, which stands before it or after the residual."""
+    bounds: list[LayerBound] = []
+    for path, branch in branches:
+        norm = named(owner, path)[0]
+        bounds.append(sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm))
+        site = site.at_radius(bounds[-1].out_radius)
+    return product_of(bounds, radius=site.radius)
 
 
 @register_rule(TransformerStack)
