@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "T5ForConditionalGeneration": lambda: transformers.T5ForConditionalGeneration(_t5()),
     },
     "BART": {
+        "BartEncoder": lambda: transformers.BartModel(hf.bart_config(WIDTH)).get_encoder(),
         "BartForConditionalGeneration": lambda: transformers.BartForConditionalGeneration(hf.bart_config(WIDTH)),
     },
     "torch.nn": {

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import activations, pytorch_utils
+from transformers.models.bart import modeling_bart as bart
 from transformers.models.bert import modeling_bert as bert
 from transformers.models.distilbert import modeling_distilbert as distilbert
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
@@ -120,6 +121,8 @@ HUGGING_FACE: dict[type[nn.Module], list[Sample]] = {
     distilbert.TransformerBlock: [
         _layer(distilbert.DistilBertModel, distilbert_config, "transformer.layer.0", needs_ball=True)
     ],
+    bart.BartEncoder: [_layer(bart.BartModel, bart_config, "encoder")],
+    bart.BartEncoderLayer: [_layer(bart.BartModel, bart_config, "encoder.layers.0", runs_alone=False, needs_ball=True)],
     gpt2.GPT2Model: [_model(gpt2.GPT2Model, gpt2_config, options={"scale_attn_by_inverse_layer_idx": True})],
     gpt2.GPT2LMHeadModel: [_model(gpt2.GPT2LMHeadModel, gpt2_config)],
     gpt2.GPT2ForSequenceClassification: [_model(gpt2.GPT2ForSequenceClassification, gpt2_config)],

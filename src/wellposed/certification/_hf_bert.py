@@ -1,4 +1,4 @@
-"""Rules of BERT, RoBERTa and DistilBERT: a LayerNorm on the embeddings and after every sublayer (theory note B13)."""
+"""Rules of BERT, RoBERTa, DistilBERT, the encoder of BART: a LayerNorm on the embeddings and after every sublayer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
 
 DISTILBERT = f"{MODELS}.distilbert.modeling_distilbert"
+BART = f"{MODELS}.bart.modeling_bart"
 
 
 def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBound]) -> None:
@@ -109,3 +110,29 @@ def _distilbert_classifier(module: Any, site: Site) -> LayerBound:
     # A ReLU, of slope 1, stands between pre_classifier and dropout.
     between = ("pre_classifier", "dropout")
     return of_one_vector(lambda at: _head(module, at, "distilbert", between, "classifier"), site)
+
+
+@register_rule(f"{BART}.BartEncoderLayer")
+def _bart_layer(module: Any, site: Site) -> LayerBound:
+    heads = read(module, "self_attn", "BartAttention", site)
+    if module.training:
+        return site.refuse("its dropout is drawn without a module of its own in train mode; call eval()")
+
+    def mixed(at: Site) -> LayerBound:
+        projections = (heads.q_proj, heads.k_proj, heads.v_proj, heads.out_proj)
+        return attention(module, "self_attn", at, lambda: projections, heads=heads.num_heads, dropout=heads.dropout)
+
+    def fed(at: Site) -> LayerBound:
+        return feedforward(module, at, "fc1", "activation_fn", "fc2")
+
+    return normed(module, site, ("self_attn_layer_norm", mixed), ("final_layer_norm", fed), before=False)
+
+
+@register_rule(f"{BART}.BartEncoder")
+def _bart_encoder(module: Any, site: Site) -> LayerBound:
+    if module.training:
+        return site.refuse("it drops layers and values in train mode; call eval()")
+    read(module, "embed_tokens", "BartScaledWordEmbedding", site)
+    positions = read(module, "embed_positions", "BartLearnedPositionalEmbedding", site)
+    layers = (f"layers.{index}" for index in range(len(module.layers)))
+    return site.at_radius(site.radius + longest_row(positions)).chain(named(module, "layernorm_embedding", *layers))
