@@ -153,6 +153,11 @@ def on_the_ball(bound: Callable[..., Bound], weights: AttentionWeights, site: Si
     """Ask a bound of B5 in the site's norm; ``width`` is that of a token."""
     if math.isinf(site.radius):
         return site.refuse_without_ball(_NO_GLOBAL_CONSTANT)
-    bound = partial(bound, radius=site.radius, seq_len=site.seq_len, mask=site.mask)
-    out_radius = averaged_values_radius(weights, site.radius)
-    return in_norm(bound(norm="tok"), partial(bound, norm=2), site, width, out_radius=out_radius)
+    asked = {"radius": site.radius, "seq_len": site.seq_len, "mask": site.mask}
+    bound = partial(bound, **asked)
+
+    def found() -> LayerBound:
+        out_radius = averaged_values_radius(weights, site.radius)
+        return in_norm(bound(norm="tok"), partial(bound, norm=2), site, width, out_radius=out_radius)
+
+    return site.remember(weights, f"ball, norm {site.norm}, {asked}", found)

@@ -60,9 +60,13 @@ def read(owner: nn.Module, path: str, name: str, site: Site, home: str = "") -> 
     return part
 
 
-def longest_row(*tables: nn.Embedding) -> float:
-    """Return the 2-norm that no sum of one row of each table exceeds."""
-    return sum(float(table.weight.detach().double().norm(dim=-1).max()) for table in tables)
+def shifted(site: Site, *tables: nn.Embedding) -> Site:
+    """Return the site behind the sum with one row of each table, which moves no more than its input."""
+
+    def longest(table: nn.Embedding) -> float:
+        return site.remember(table, "longest row", lambda: float(table.weight.detach().double().norm(dim=-1).max()))
+
+    return site.at_radius(site.radius + sum(longest(table) for table in tables))
 
 
 def attention(

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from wellposed.certification._bounds import LayerBound
-from wellposed.certification._hf import MODELS, attention, feedforward, linear_head, longest_row, picked_token, read
+from wellposed.certification._hf import MODELS, attention, feedforward, linear_head, picked_token, read, shifted
 from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
 
@@ -47,11 +47,9 @@ def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBou
         read(module, "encoder", f"{prefix}Encoder", site)
         if module.pooler is not None:
             read(module, "pooler", f"{prefix}Pooler", site)
-        shift = longest_row(embeddings.position_embeddings, embeddings.token_type_embeddings)
+        inside = shifted(site, embeddings.position_embeddings, embeddings.token_type_embeddings)
         layers = (f"encoder.layer.{index}" for index in range(len(module.encoder.layer)))
-        return site.at_radius(site.radius + shift).chain(
-            named(module, "embeddings.LayerNorm", "embeddings.dropout", *layers)
-        )
+        return inside.chain(named(module, "embeddings.LayerNorm", "embeddings.dropout", *layers))
 
     @register_rule(f"{source}.{prefix}ForSequenceClassification")
     def _classifier(module: Any, site: Site) -> LayerBound:
@@ -100,7 +98,7 @@ def _distilbert(module: Any, site: Site) -> LayerBound:
     embeddings = read(module, "embeddings", "Embeddings", site)
     read(module, "transformer", "Transformer", site)
     layers = (f"transformer.layer.{index}" for index in range(len(module.transformer.layer)))
-    return site.at_radius(site.radius + longest_row(embeddings.position_embeddings)).chain(
+    return shifted(site, embeddings.position_embeddings).chain(
         named(module, "embeddings.LayerNorm", "embeddings.dropout", *layers)
     )
 
@@ -135,4 +133,4 @@ def _bart_encoder(module: Any, site: Site) -> LayerBound:
     read(module, "embed_tokens", "BartScaledWordEmbedding", site)
     positions = read(module, "embed_positions", "BartLearnedPositionalEmbedding", site)
     layers = (f"layers.{index}" for index in range(len(module.layers)))
-    return site.at_radius(site.radius + longest_row(positions)).chain(named(module, "layernorm_embedding", *layers))
+    return shifted(site, positions).chain(named(module, "layernorm_embedding", *layers))

@@ -14,9 +14,9 @@ from wellposed.certification._hf import (
     feedforward,
     gated_feedforward,
     linear_head,
-    longest_row,
     picked_token,
     read,
+    shifted,
 )
 from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
@@ -57,7 +57,7 @@ def _gpt2_block(module: Any, site: Site) -> LayerBound:
 @register_rule(f"{GPT2}.GPT2Model")
 def _gpt2(module: Any, site: Site) -> LayerBound:
     # Token types, where given, are rows of the token embedding.
-    site = site.at_radius(site.radius + longest_row(module.wpe, module.wte))
+    site = shifted(site, module.wpe, module.wte)
     return site.chain(named(module, "drop", *(f"h.{index}" for index in range(len(module.h))), "ln_f"))
 
 
