@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from wellposed.linalg import MaskKind, Norm
 from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
 
-from ..support.samples import ACTIVATIONS, ALL_NORMS, SAMPLES, Sample, output_of
+from ..support.sample import ALL_NORMS, Sample, output_of
+from ..support.samples import ACTIVATIONS, SAMPLES
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 Part = tuple[type[nn.Module], Sample]
-ACCEPTED: list[Part] = [(kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.certifiable]
+ACCEPTED: list[Part] = [(kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.attackable]
 KINDS = list(dict.fromkeys(kind for kind, _ in ACCEPTED))
 # Scalar nonlinearities are many and simple.
 WEIGHTS = [1 if kind in ACTIVATIONS else 4 for kind in KINDS]
@@ -108,11 +109,11 @@ def draw(seed: int, number: int) -> Case:
     shape = dice.choice(("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack"))
     width = 16 if shape == "coupling" else dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
-    tokens = dice.choice(TOKENS)
+    tokens = parts[0][1].tokens or dice.choice(TOKENS)
     how, asked, perturbed = _mask(dice, outer, parts, tokens)
     needs_ball = any(part[1].needs_ball for part in parts)
     radius = 10 ** dice.uniform(-1, 1) if needs_ball or dice.random() < 0.2 else None
-    if dice.random() < 0.3:
+    if dice.random() < 0.3 and not any(part[1].in_float32 for part in parts):
         module = module.double()
     _scale(dice, module)
     names = [kind.__name__ for kind, _ in parts]
@@ -138,7 +139,7 @@ def _module(dice: random.Random, shape: str, width: int) -> tuple[list[Part], nn
     """The parts, the module, and the sample whose options its `forward` takes (None: no options)."""
     if shape == "alone":
         (kind,) = dice.choices(KINDS, WEIGHTS)
-        part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.certifiable]))
+        part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.attackable]))
         return [part], part[1].build(width), part[1]
     parts = [_layer(dice) for _ in range(1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2)]
     if shape == "coupling":
@@ -157,7 +158,7 @@ def _module(dice: random.Random, shape: str, width: int) -> tuple[list[Part], nn
 def _layer(dice: random.Random) -> Part:
     while True:
         (kind,) = dice.choices(KINDS, WEIGHTS)
-        samples = [sample for sample in SAMPLES[kind] if sample.certifiable and sample.keeps_width]
+        samples = [sample for sample in SAMPLES[kind] if sample.attackable and sample.keeps_width]
         if samples:
             return kind, dice.choice(samples)
 

@@ -23,7 +23,8 @@ from wellposed.nn import (
     UnitEmbedding,
 )
 
-from ..support.samples import ALL_NORMS, SAMPLES
+from ..support.sample import ALL_NORMS
+from ..support.samples import SAMPLES
 
 ROUNDING = 1 + 1e-9
 MARGIN = 5e-6

@@ -20,7 +20,7 @@ CASES = [
     pytest.param(sample, sample.norms[index % len(sample.norms)], id=f"{kind.__name__}-{index}")
     for kind, samples in SAMPLES.items()
     for index, sample in enumerate(samples)
-    if sample.certifiable
+    if sample.attackable
 ]
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from wellposed.certification import certify
 
-from ..support.samples import MAX_TOKENS, SAMPLES, Sample, output_of
+from ..support.sample import MAX_TOKENS, Sample, output_of
+from ..support.samples import SAMPLES
 
 CASES = [
     pytest.param(kind, sample, id=f"{kind.__name__}-{index}")
@@ -25,10 +26,10 @@ def test_a_sample_is_what_it_says(kind: type[nn.Module], sample: Sample):
     assert type(module) is kind
     assert not module.training
     x = 0.1 * torch.randn(2, 5, 8)
-    if not sample.two_inputs:
+    if sample.runs_alone and not sample.two_inputs:
         with torch.no_grad():
             y = output_of(module, x)
-            output_of(module, torch.randn(1, MAX_TOKENS, 8))
+            output_of(module, torch.randn(1, sample.tokens or MAX_TOKENS, 8))
         assert (y.shape == x.shape) or not sample.keeps_width
     for norm in sample.norms:
         total = certify(module, seq_len=5, norm=norm, radius=1.0).total

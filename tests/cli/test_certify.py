@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from transformers import BartConfig, BartModel
 
 from wellposed.cli import main
 
@@ -118,6 +119,20 @@ def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     rows = _rows(tmp_path)
     assert rows[0]["certified"] == rows[0]["attacked"] > 0
     assert all(row["certified"] == 0 for row in rows[1:])
+
+
+def test_no_ball_is_suggested_where_none_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = BartConfig(
+        d_model=8, vocab_size=11, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+    )  # fmt: skip
+    BartModel(config).save_pretrained(tmp_path / "bart")
+    assert main(["certify", str(tmp_path / "bart"), "--seq-len", "4"]) == 0
+    said = capsys.readouterr().err
+    assert "nor is there one on a ball" in said
+    assert "two sequences" in said
+    assert "--radius" not in said
 
 
 @pytest.mark.parametrize("norm", ["tok", "2", "inf"])

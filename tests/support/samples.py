@@ -6,11 +6,10 @@ A rule that is registered for a new class needs a line here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.linalg import Norm
 from wellposed.models import (
@@ -36,7 +35,6 @@ from wellposed.nn import (
     CosineSelfAttention,
     DecoderBlock,
     DotProductAttention,
-    InjectiveResidual,
     InvertibleResidual,
     L2SelfAttention,
     MaxMin,
@@ -46,59 +44,13 @@ from wellposed.nn import (
     PostNorm,
     PreNorm,
     ReversibleSequential,
-    ReZeroResidual,
     TransformerStack,
     TransJectStack,
     UnitEmbedding,
 )
 
-ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
-MAX_TOKENS = 64
-"""Longest sequence that every sample takes."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One way to build a module of a class, for inputs (batch, tokens <= 64, width)."""
-
-    build: Callable[[int], nn.Module]
-    """width, a multiple of 8 -> module in eval mode, float32; weights come from torch's global generator."""
-    keeps_width: bool = True
-    """A tensor (batch, tokens, width) comes out when it is called with one: it may be a part of a composition."""
-    needs_ball: bool = False
-    """There is a bound only with ``radius=``."""
-    certifiable: bool = True
-    """False: the rule refuses whatever is asked."""
-    norms: tuple[Norm, ...] = ALL_NORMS
-    """Norms in which there is a bound."""
-    two_inputs: bool = False
-    """``forward(x, memory)``; only rules that refuse."""
-    takes_mask: bool = False
-    """``forward`` takes ``key_padding_mask``, bool (batch, tokens), True = padding (models: ``attention_mask``)."""
-    takes_causal: bool = False
-    """``forward`` takes ``is_causal``; without it the module is what its options say."""
-
-
-def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
-    """Call a module of any sample with embedded tokens and return the tensor that its certificate speaks of."""
-    out = module(inputs_embeds=x, **how) if hasattr(module, "get_input_embeddings") else module(x, **how)
-    if isinstance(out, Tensor):
-        return out
-    return out.logits if hasattr(out, "logits") else out.last_hidden_state
-
-
-def awake(module: nn.Module) -> nn.Module:
-    """Move what starts at zero or one (residual scales, gains, biases) to random values; return it in eval mode."""
-    with torch.no_grad():
-        for part in module.modules():
-            if isinstance(part, (ReZeroResidual, InjectiveResidual)):
-                part.weight.normal_() if isinstance(part, InjectiveResidual) else part.scale.normal_()
-            if isinstance(part, (nn.LayerNorm, nn.RMSNorm)) and part.weight is not None:
-                part.weight.uniform_(-1.5, 1.5)
-        for name, parameter in module.named_parameters():
-            if name.rpartition(".")[2] == "bias":
-                parameter.normal_(std=0.3)
-    return module.eval()
+from .hugging_face import HUGGING_FACE
+from .sample import ALL_NORMS, MAX_TOKENS, Sample, awake
 
 
 def _config(width: int, **options: Any) -> WellposedConfig:
@@ -169,6 +121,11 @@ def _shared_twice(width: int) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
+def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
+    sizes = {"batch_first": True, "layer_norm_eps": 0.1, "dropout": 0.1, **options}
+    return _plain(lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, **sizes), needs_ball=needs_ball)
+
+
 def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> Block:
     block = Block(_config(width, norm="none"), 0)
     block.attention, block.feedforward = BallAttention(width, 2, **options), MaxMinFeedForward(width, 2 * width)
@@ -231,6 +188,25 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
     ],
     PreNorm: [_plain(lambda width: PreNorm(width, eps=0.1))],
     PostNorm: [_plain(lambda width: PostNorm(width, eps=0.1))],
+    nn.MultiheadAttention: [
+        _plain(lambda width: nn.MultiheadAttention(width, 2, batch_first=True), needs_ball=True,
+               keeps_width=False),
+        _plain(lambda width: nn.MultiheadAttention(width, 4, bias=False, batch_first=True), needs_ball=True,
+               keeps_width=False),
+        _plain(lambda width: nn.MultiheadAttention(width, 1), keeps_width=False, certifiable=False),
+    ],
+    nn.TransformerEncoderLayer: [
+        _encoder_layer(needs_ball=True),
+        _encoder_layer(needs_ball=True, activation=nn.GELU(approximate="tanh"), dropout=0.0, bias=False),
+        _encoder_layer(norm_first=True, activation="gelu", layer_norm_eps=1e-5),
+        _encoder_layer(norm_first=True, activation=torch.tanh),
+    ],
+    nn.TransformerEncoder: [
+        _plain(lambda width: nn.TransformerEncoder(_encoder_layer(norm_first=False).build(width), 2,
+                                                   nn.LayerNorm(width)), needs_ball=True),
+        _plain(lambda width: nn.TransformerEncoder(_encoder_layer(norm_first=True).build(width), 2,
+                                                   enable_nested_tensor=False)),
+    ],
     nn.Sequential: [
         _plain(lambda width: nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))),
         _plain(_shared_twice),
@@ -354,4 +330,5 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _plain(lambda width: WellposedForSequencePairClassification(_config(width)), keeps_width=False,
                certifiable=False, two_inputs=True)
     ],
+    **HUGGING_FACE,
 }  # fmt: skip

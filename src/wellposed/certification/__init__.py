@@ -6,8 +6,14 @@ from wellposed.certification import (  # noqa: F401
     _blocks,
     _cosine,
     _dot_product,
+    _hf,
+    _hf_bert,
+    _hf_decoders,
+    _hf_t5,
+    _hf_vit,
     _l2,
     _reversible,
+    _torch_encoder,
     _transformer,
     _transject,
 )
@@ -16,6 +22,7 @@ from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_l
 from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
+from wellposed.certification._bounds import LayerBound as LayerBound
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
@@ -25,12 +32,15 @@ from wellposed.certification._directions import perturbation_size as perturbatio
 from wellposed.certification._directions import steepest_direction as steepest_direction
 from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
 from wellposed.certification._heads import AttentionWeights as AttentionWeights
-from wellposed.certification._rules import LayerBound as LayerBound
+from wellposed.certification._inputs import PatchGrid as PatchGrid
+from wellposed.certification._inputs import patch_grid as patch_grid
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes
 from wellposed.certification._rules import inherit_rule as inherit_rule
 from wellposed.certification._rules import register_rule as register_rule
 from wellposed.certification._transformer import mean_pooling as mean_pooling
+from wellposed.certification._transformer import of_one_vector as of_one_vector
+from wellposed.certification._transformer import one_token as one_token
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds
 from wellposed.certification.theory import affinity_perturbation_bound as affinity_perturbation_bound
 from wellposed.certification.theory import inverse_d_attention_bound as inverse_d_attention_bound

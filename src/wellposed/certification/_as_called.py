@@ -7,6 +7,7 @@ A rule bounds the `forward` of one class from the weights of a module. A call ma
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Container, Iterator
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.modules import module as torch_module
 _ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
 _LIBRARIES = ("torch.nn.modules.", "wellposed.")
 _PARAMETRIZE = "torch.nn.utils.parametrize"
+# What transformers leaves in its models once hidden states were asked for; returns nothing.
+_RECORDERS = "transformers.utils.output_capturing"
 
 
 def class_called(module: nn.Module) -> type[nn.Module]:
@@ -26,6 +29,13 @@ def class_called(module: nn.Module) -> type[nn.Module]:
     """
     kind = type(module)
     return kind.__bases__[0] if kind.__module__ == _PARAMETRIZE else kind
+
+
+def is_class(kind: type, module: str, name: str) -> bool:
+    """Whether ``kind`` is the class that stands under this name in this module, and no namesake."""
+    return (kind.__module__, kind.__qualname__) == (module, name) and getattr(
+        sys.modules.get(module), name, None
+    ) is kind
 
 
 def without_compiler(module: nn.Module) -> nn.Module:
@@ -109,7 +119,7 @@ def _hooks(module: nn.Module) -> list[str]:
         f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
         for place, hooks in places
         for hook in hooks.values()
-        if getattr(hook, "observes_only", False) is not True
+        if getattr(hook, "observes_only", False) is not True and getattr(hook, "__module__", None) != _RECORDERS
     ]
 
 

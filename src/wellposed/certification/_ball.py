@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
-from wellposed.certification._dot_product import dot_product_ball_bound
-from wellposed.certification._heads import AttentionWeights, averaged_values_radius, in_norm, join_heads, product_norms
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._bounds import LayerBound
+from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
+from wellposed.certification._heads import AttentionWeights, join_heads, product_norms
+from wellposed.certification._rules import Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound
 from wellposed.nn import BallAttention, BallCrossAttention, BallProjection, MaxMin, MaxMinFeedForward, UnitEmbedding
@@ -48,10 +49,9 @@ def _unit_embedding(module: UnitEmbedding, site: Site) -> LayerBound:
 @register_rule(BallAttention)
 def _ball_attention(module: BallAttention, site: Site) -> LayerBound:
     weights = site.remember(module, "ball_weights", lambda: _ball_weights(module))
-    radius = min(1.0, site.radius)
-    bound = partial(dot_product_ball_bound, weights, radius=radius, seq_len=site.seq_len, mask=site.mask)
-    out_radius = averaged_values_radius(weights, radius)
-    return in_norm(bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius)
+    return on_the_ball(
+        partial(dot_product_ball_bound, weights), weights, site.at_radius(min(1.0, site.radius)), module.embed_dim
+    )
 
 
 @register_rule(BallCrossAttention)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.certification._rules import LayerBound, Site, register_rule, times
+from wellposed.certification._bounds import LayerBound, times
+from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Norm
 from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm
 
@@ -17,6 +18,8 @@ from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
 SELU = 1.7580993408473768
 # SiLU and quick-GELU are x sigmoid(a x); their slope is at most this for every a.
+
+NORM_FORM = "max|gamma| / sqrt(eps)"
 
 _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
     F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
@@ -27,10 +30,10 @@ _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
 _NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
 
 
-def function_bound(activation: Callable[..., Tensor], site: Site) -> LayerBound:
+def function_bound(activation: Callable[..., Tensor], site: Site, name: str = "activation") -> LayerBound:
     """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest slope."""
     if isinstance(activation, nn.Module):
-        return site.child(activation, "activation")
+        return site.child(activation, name)
     slope = _FUNCTION_SLOPES.get(activation)
     if slope is None:
         name = getattr(activation, "__name__", repr(activation))
@@ -91,12 +94,17 @@ def gated_feedforward_bound(
 @register_rule(OrthogonalLinear)
 @register_rule(nn.Linear)
 def _linear(module: nn.Linear, site: Site) -> LayerBound:
-    bias = 0.0 if module.bias is None else float(module.bias.detach().double().norm())
+    return linear_bound(module.weight, module.bias, site)
+
+
+def linear_bound(weight: Tensor, bias: Tensor | None, site: Site) -> LayerBound:
+    """Bound ``x -> weight @ x + bias`` for each token."""
+    shift = 0.0 if bias is None else float(bias.detach().double().norm())
     # On the whole space the radius is not needed, and in the inf-norm it would cost a factorisation.
-    spread = site.spectral_norm(module.weight) if math.isfinite(site.radius) else math.inf
-    radius = times(spread, site.radius) + bias
+    spread = site.spectral_norm(weight) if math.isfinite(site.radius) else math.inf
+    radius = times(spread, site.radius) + shift
     form = "largest absolute row sum" if site.norm == "inf" else "largest singular value"
-    return LayerBound(site.operator_norm(module.weight), form, "exact", out_radius=radius)
+    return LayerBound(site.operator_norm(weight), form, "exact", out_radius=radius)
 
 
 @register_rule(nn.Identity)
@@ -115,9 +123,11 @@ def _dropout(module: nn.Dropout, site: Site) -> LayerBound:
     return LayerBound(scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, site.radius))
 
 
-def _slope_rule(
-    module_type: type[nn.Module], slope: float | Callable[[nn.Module], float], *, zero_at_zero: bool = True
+def slope_rule(
+    module_type: type[nn.Module] | str, slope: float | Callable[[nn.Module], float], *, zero_at_zero: bool = True
 ) -> None:
+    """Register the rule of a scalar nonlinearity by its largest slope."""
+
     @register_rule(module_type)
     def _activation(module: nn.Module, site: Site) -> LayerBound:
         largest = slope(module) if callable(slope) else slope
@@ -137,15 +147,15 @@ for _type, _largest in (
     (nn.ReLU, 1.0), (nn.ReLU6, 1.0), (nn.Tanh, 1.0), (nn.Softsign, 1.0), (nn.Softshrink, 1.0), (nn.Tanhshrink, 1.0),
     (nn.SiLU, SILU), (nn.Mish, MISH), (nn.Hardswish, HARDSWISH), (nn.SELU, SELU),
 ):  # fmt: skip
-    _slope_rule(_type, _largest)
+    slope_rule(_type, _largest)
 for _type, _largest in (
     (nn.Sigmoid, 0.25), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
 ):  # fmt: skip
-    _slope_rule(_type, _largest, zero_at_zero=False)
-_slope_rule(nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU)
-_slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
-_slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
-_slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).detach().abs().max())))
+    slope_rule(_type, _largest, zero_at_zero=False)
+slope_rule(nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU)
+slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
+slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
+slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).detach().abs().max())))
 
 
 @register_rule(nn.Softplus)
@@ -179,15 +189,21 @@ def _norm_rule(
 ) -> LayerBound:
     if len(module.normalized_shape) != 1:
         return site.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
+    return norm_bound(module.weight, bias, site, eps=eps, width=module.normalized_shape[0], centred=centred)
+
+
+def norm_bound(
+    weight: Tensor | None, bias: Tensor | None, site: Site, *, eps: float, width: int, centred: bool
+) -> LayerBound:
+    """Bound LayerNorm (``centred``) or RMSNorm of each token; out of the whole space comes a ball."""
     if eps < 0:
         return site.refuse(f"eps={eps:g} is negative, so the norm has a pole; build it with eps > 0")
-    width = module.normalized_shape[0]
-    gain = 1.0 if module.weight is None else float(module.weight.detach().double().abs().max())
+    gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     bound = layer_norm_bound(gain, eps, width, norm=site.norm, centred=centred)
     # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
     radius = min(gain * math.sqrt(width), times(gain / math.sqrt(eps) if eps else math.inf, site.radius)) + shift
-    return LayerBound(bound, "max|gamma| / sqrt(eps)", out_radius=radius * (1 + 1e-6))
+    return LayerBound(bound, NORM_FORM, out_radius=radius * (1 + 1e-6))
 
 
 @register_rule(nn.Sequential)

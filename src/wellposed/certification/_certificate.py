@@ -19,7 +19,7 @@ _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that are plain values.
-_PLAIN = ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "ball", "dtype", "cross_check")
+_PLAIN = ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "ball", "dtype", "cross_check", "reason")
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
@@ -78,6 +78,8 @@ class Certificate:
     """Weight of the last linear map and the bound of everything before it, where known: sharpens `radius`."""
     cross_check: str = "not run"
     """What came of trying the bounds out by a few forward passes."""
+    reason: str = ""
+    """Where the total is of no use: which parts make it so, what it would be without them, and what to change."""
 
     @property
     def uncertified(self) -> tuple[CertifiedLayer, ...]:
@@ -220,7 +222,7 @@ class Certificate:
         return torch.where((size > 0) & (body > 0), slopes.clamp_min(_SMALLEST), slopes)
 
     def table(self) -> str:
-        """Return the layers as plain text: bound, label, form (or why there is none), path, and the total last."""
+        """Return the layers as plain text: bound, label, form (or why there is none), path, the total, `reason`."""
         rows = [("bound", "label", "radius", "module", "form or reason")]
         rows += [
             (
@@ -233,7 +235,9 @@ class Certificate:
             for layer in self.layers
         ]
         rows.append((_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope()))
-        return aligned(rows, "l")
+        table = aligned(rows, "l")
+        return f"{table}
+{self.reason}" if self.reason else table
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""

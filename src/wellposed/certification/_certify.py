@@ -11,6 +11,8 @@ from torch import nn
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._certificate import Certificate, CertifiedLayer
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
+from wellposed.certification._explain import explain
+from wellposed.certification._inputs import patch_grid
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
@@ -31,21 +33,23 @@ def certify(
 
     Certified: each layer takes the least of its proved bounds, with spectral norms from above (never power iteration);
     the whole is their composition in one norm. Deterministic. A module without a bound makes the total infinite and the
-    label ``uncertified``; the module and the reason are in the table. What is covered is the module as it is called, in
-    its own dtype: a module with hooks, a replaced ``forward``, adapters, weights of an unusual kind, or of a subclass
-    without a rule of its own has no bound. Kim, Papamakarios, Mnih (2021) for L2 attention;
-    every bound with its proof is in the theory note of the documentation.
+    label ``uncertified``; the module and the reason are in the table; a total of no use has a `Certificate.reason`.
+    What is covered is the module as it is called, in its own dtype: a module with hooks, a replaced ``forward``,
+    adapters, weights of an unusual kind, or of a subclass without a rule of its own has no bound. Kim, Papamakarios,
+    Mnih (2021) for L2 attention; every bound with its proof is in the theory note of the documentation.
 
     Args:
         module: any module; it is read in the mode it is in (dropout on attention weights in training has no bound, so
-            call ``module.eval()``). Whole models are certified from the embedded input on.
+            call ``module.eval()``). Whole models, also of Hugging Face, are certified from the embedded input on;
+            models of pixels from patches of pixels on (`wellposed.certification.PatchGrid`).
         seq_len: largest number of tokens N.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is also one in norm
             2), ``2`` (Frobenius) or ``"inf"`` (largest entry).
         radius: for maps without a global constant (dot-product attention): every input token has 2-norm at most this,
             before and after the perturbation. The whole space where not given.
         mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or ``"any"`` (the default)
-            for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone.
+            for any mask that keeps the diagonal. Sharpens norm 2 only. Padded queries attend to themselves alone; those
+            of torch.nn and Hugging Face attend to real tokens, so for these a pattern says that nothing is padded.
         min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by ``1/sqrt(min_tokens)``.
         cross_check: try the bounds out by a few forward passes of a few tokens in the module's own dtype.
 
@@ -82,13 +86,20 @@ def certify(
     _refuse_non_finite(module)
     shared = Shared(norm, seq_len, min_tokens, dtype=_widest(module))
     with undisturbed(module):
-        bound = bound_of(module, Site("", math.inf if radius is None else float(radius), shared, mask))
+        start = Site("", math.inf if radius is None else float(radius), shared, mask)
+        bound = bound_of(module, start)
+
+        def without(kinds: frozenset[str]) -> float:
+            return bound_of(module, start.in_norm(norm, calm=kinds)).lipschitz
+
+        rows = tuple(row for row in shared.rows if row is not None and not row.form.startswith("identity"))
+        reason = explain(bound.lipschitz, rows, without)
         tried = "not run: no bound to try out" if math.isinf(bound.lipschitz) else "not run: cross_check=False"
         if cross_check and math.isfinite(bound.lipschitz):
             causal = shared.masks == {"causal"}
-            count = max(min_tokens, min(seq_len, TRIED_TOKENS))
+            grid = patch_grid(module)
+            count = max(min_tokens, min(seq_len, TRIED_TOKENS)) if grid is None else grid.tokens
             tried = try_out(Claim(module, bound.lipschitz, shared.passed, norm, radius, count, causal, _widest(module)))
-    rows = tuple(row for row in shared.rows if row is not None and not row.form.startswith("identity"))
     dtype, notes = _dtype_of(module)
     return Certificate(
         total=bound.lipschitz,
@@ -104,6 +115,7 @@ def certify(
         notes=(*shared.notes, *notes),
         head=shared.head,
         cross_check=tried,
+        reason=reason,
     )
 
 

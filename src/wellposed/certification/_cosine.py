@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from wellposed.certification._bounds import LayerBound
 from wellposed.certification._heads import TRAINING_DROPOUT, in_norm, norms, row_mass, weights_of
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, check_norm, least
 from wellposed.nn import CosineCrossAttention, CosineSelfAttention

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.certification._directions import perturbation_size, steepest_direction
+from wellposed.certification._inputs import patch_grid
 from wellposed.certification._stretch import Call
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
 from wellposed.linalg import Norm, full_precision
@@ -262,6 +263,9 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 def _width(module: nn.Module) -> int | None:
     """How wide the tokens are that a module reads, where it or its first part with a width says so."""
+    grid = patch_grid(module)
+    if grid is not None:
+        return grid.size
     if hasattr(module, "get_input_embeddings"):
         return module.get_input_embeddings().weight.shape[-1]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     shape = getattr(module, "normalized_shape", (None,))

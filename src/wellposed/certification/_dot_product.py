@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from wellposed.certification._bounds import LayerBound
 from wellposed.certification._heads import (
     TRAINING_DROPOUT,
     AttentionWeights,
@@ -22,46 +23,75 @@ from wellposed.certification._heads import (
     row_mass,
     weights_of,
 )
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention
 
+_NO_GLOBAL_CONSTANT = (
+    "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as L2SelfAttention has"
+)
+
 
 def dot_product_ball_bound(
-    weights: AttentionWeights, *, radius: float, seq_len: int, norm: Literal["tok", 2] = "tok", mask: MaskKind = "any"
+    weights: AttentionWeights,
+    *,
+    radius: float,
+    seq_len: int,
+    norm: Literal["tok", 2] = "tok",
+    mask: MaskKind = "any",
+    rotary: bool = False,
 ) -> Bound:
     """Return the bound of dot-product self-attention on ``|x_i| <= radius`` in norm tok or 2 (B5).
 
     Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a R^2 + beta R)``;
     norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``. Any mask with non-empty rows; key and value biases drop out.
-    Never above the constant of Castin, Ablin, Peyre (2024).
+    Never above the constant of Castin, Ablin, Peyre (2024). With ``rotary``, queries and keys are rotated by their
+    positions: ``a R^2`` is ``|W_Q| (|W_K| R + |b_k|) R/sqrt d``, ``a R^2 + beta R`` so with q and k exchanged.
     """
     root = math.sqrt(weights.head_dim)
-    affinity = product_norms(weights.key, weights.query) / root
-    shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root * (1 + 1e-12)
-    query = affinity * radius**2
-    key = query + shift * radius
+    sizes = _sizes(weights, radius, rotary=rotary)
+    if rotary:
+        query, key = (
+            radius / root * (1 + 1e-12) * norms(moved) * size
+            for moved, size in ((weights.query, sizes[1]), (weights.key, sizes[0]))
+        )
+        spreads = sizes[0] * sizes[1] / root * (1 + 1e-12)
+    else:
+        shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root * (1 + 1e-12)
+        query = product_norms(weights.key, weights.query) / root * radius**2
+        spreads = key = query + shift * radius
     if norm == "tok":
         return join_heads(1 + query + key, weights, "ball R, tok (B5)")
-    masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in key])
+    masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in spreads])
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
     per_head = join_heads(masses + query + key_masses * key, weights, "ball R, norm 2 (B5)")
-    return least([per_head, _all_heads(weights, radius, masses, key_masses)])
+    return least([per_head, _all_heads(weights, radius, sizes, masses, key_masses)])
 
 
-def _all_heads(weights: AttentionWeights, radius: float, masses: Tensor, key_masses: Tensor) -> Bound:
+def _sizes(weights: AttentionWeights, radius: float, *, rotary: bool) -> tuple[Tensor, Tensor]:
+    """Largest 2-norm of a query and of a key, for each head; the bias of keys drops out where they are not rotated."""
+    key_bias = weights.key_bias.norm(dim=-1) if rotary else 0.0
+    return (
+        norms(weights.query) * radius + weights.query_bias.norm(dim=-1),
+        norms(weights.key) * radius + key_bias,
+    )
+
+
+def _all_heads(
+    weights: AttentionWeights, radius: float, sizes: tuple[Tensor, Tensor], masses: Tensor, key_masses: Tensor
+) -> Bound:
     """The multi-head form of B5 in norm 2: every head sees the whole perturbation once."""
-    query, key, value = norms(weights.query), norms(weights.key), weights.value_norms
+    value = weights.value_norms
     query_all, key_all, value_all = (
         certified_spectral_norm(part.movedim(0, 1).flatten(1), method="cholesky")
         for part in (weights.query, weights.key, weights.value)
     )
-    root = math.sqrt(weights.head_dim)
-    query_size = query * radius + weights.query_bias.norm(dim=-1)
+    scale = radius / math.sqrt(weights.head_dim)
+    query_size, key_size = sizes
     bracket = (
         masses.amax() * value_all
-        + radius**2 / root * (value * key).amax() * query_all
-        + key_masses.amax() * radius / root * (value * query_size).amax() * key_all
+        + scale * (value * key_size).amax() * query_all
+        + key_masses.amax() * scale * (value * query_size).amax() * key_all
     )
     return Bound(weights.output_norm * bracket, "ball R, norm 2, heads together (B5)")
 
@@ -109,11 +139,6 @@ def qk_norm_ball_bound(
 def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
     if module.training and module.dropout > 0:
         return site.refuse(TRAINING_DROPOUT)
-    if math.isinf(site.radius):
-        return site.refuse(
-            "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1); pass radius=, "
-            "a 2-norm that no input token exceeds, or use L2SelfAttention"
-        )
     weights = weights_of(module, site)
     q_norm, k_norm = module.q_norm, module.k_norm
     bound: Callable[..., Bound]
@@ -121,6 +146,18 @@ def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
         bound = partial(dot_product_ball_bound, weights)
     else:
         bound = partial(qk_norm_ball_bound, weights, HeadNorm.of(q_norm), HeadNorm.of(k_norm))
-    bound = partial(bound, radius=site.radius, seq_len=site.seq_len, mask=site.mask)
-    out_radius = averaged_values_radius(weights, site.radius)
-    return in_norm(bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius)
+    return on_the_ball(bound, weights, site, module.embed_dim)
+
+
+def on_the_ball(bound: Callable[..., Bound], weights: AttentionWeights, site: Site, width: int) -> LayerBound:
+    """Ask a bound of B5 in the site's norm; ``width`` is that of a token."""
+    if math.isinf(site.radius):
+        return site.refuse_without_ball(_NO_GLOBAL_CONSTANT)
+    asked = {"radius": site.radius, "seq_len": site.seq_len, "mask": site.mask}
+    bound = partial(bound, **asked)
+
+    def found() -> LayerBound:
+        out_radius = averaged_values_radius(weights, site.radius)
+        return in_norm(bound(norm="tok"), partial(bound, norm=2), site, width, out_radius=out_radius)
+
+    return site.remember(weights, f"ball, norm {site.norm}, {asked}", found)

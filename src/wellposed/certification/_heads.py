@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from wellposed.certification._rules import LayerBound, Site, times
+from wellposed.certification._bounds import LayerBound, times
+from wellposed.certification._rules import Site
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
 from wellposed.nn.attention.heads import HeadProjections
 
@@ -19,14 +21,37 @@ TRAINING_DROPOUT = (
 )
 
 
-def split_columns(projection: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
+class Affine(Protocol):
+    """``x -> weight @ x + bias``."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A projection that is a part of a larger weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def slices(weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Slice]:
+    """Cut a fused projection (rows are outputs) into those it is made of."""
+    biases = [None] * len(sizes) if bias is None else bias.split(list(sizes))
+    return [Slice(*pair) for pair in zip(weight.split(list(sizes)), biases, strict=True)]
+
+
+def split_columns(projection: Affine, num_heads: int) -> tuple[Tensor, Tensor]:
     """Return ``W_h`` as (H, D, d) and the biases (H, d) of a projection whose outputs are cut into heads, float64."""
     weight = projection.weight.detach().double()
     bias = weight.new_zeros(weight.shape[0]) if projection.bias is None else projection.bias.detach().double()
     return weight.unflatten(0, (num_heads, -1)).mT, bias.unflatten(0, (num_heads, -1))
 
 
-def split_rows(projection: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
+def split_rows(projection: Affine, num_heads: int) -> tuple[Tensor, Tensor]:
     """Return ``W_O,h`` as (H, d, E) and the bias (E,) of a projection that reads concatenated heads, float64."""
     weight = projection.weight.detach().double()
     bias = weight.new_zeros(weight.shape[0]) if projection.bias is None else projection.bias.detach().double()
@@ -46,7 +71,7 @@ class AttentionWeights:
     output_bias: Tensor
 
     @classmethod
-    def of(cls, query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, heads: int) -> AttentionWeights:
+    def of(cls, query: Affine, key: Affine, value: Affine, output: Affine, heads: int) -> AttentionWeights:
         """Cut four projections into heads."""
         (q, bq), (k, _), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
         o, bo = split_rows(output, heads)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._bounds import LayerBound
+from wellposed.certification._rules import Site, register_rule
 from wellposed.errors import WellposedError
 from wellposed.linalg import l2_constants
 from wellposed.nn import L2SelfAttention

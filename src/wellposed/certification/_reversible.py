@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from wellposed.certification._as_called import first_deviation
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule, residual_of
+from wellposed.certification._bounds import LayerBound, product_of, residual_of
+from wellposed.certification._rules import Site, register_rule
 from wellposed.nn import AdditiveCoupling, InvertibleResidual, ReversibleSequential
 
 

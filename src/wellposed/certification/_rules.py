@@ -15,30 +15,17 @@ from wellposed.certification._as_called import (
     advice,
     class_called,
     deviation,
+    is_class,
     parts_not_reached,
     unknown_class,
     without_compiler,
 )
-from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
+from wellposed.certification._bounds import LayerBound, product_of
+from wellposed.certification._certificate import CertifiedLayer
 from wellposed.errors import ConfigError, NotLipschitzError, listed
 from wellposed.linalg import MaskKind, Norm, certified_spectral_norm, infinity_norm
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LayerBound:
-    """What a rule returns: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the 2-norm that no output token exceeds."""
-
-    lipschitz: float
-    form: str
-    label: Label = "certified"
-    reason: str = ""
-    out_radius: float = math.inf
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.lipschitz) or self.lipschitz < 0:
-            raise ConfigError(f"a rule returned the Lipschitz bound {self.lipschitz}; expected a number >= 0 or inf")
 
 
 @dataclass
@@ -53,12 +40,16 @@ class Shared:
     memory: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict)
     head: tuple[Tensor, float] | None = None
     notes: list[str] = field(default_factory=list)
+    lost: str = ""
+    """The first part without a bound whatever the ball: what follows it has no ball either."""
     reached: list[int] = field(default_factory=list)
     """Ids of the modules that were looked at, in order."""
     vouched: set[int] = field(default_factory=set)
     """Ids of parts of other classes that a rule reads by itself."""
     passed: list[tuple[str, nn.Module, float]] = field(default_factory=list)
     """Path, module and bound of every module with a bound in this norm, for the cross-check."""
+    calm: frozenset[str] = frozenset()
+    """Class names whose bounds count as 1 at most: what a total would be without them."""
     dtype: torch.dtype = torch.float64
     """The widest floating type among the weights of the whole module, which its activations have."""
 
@@ -148,17 +139,31 @@ class Site:
     def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:
         """Write a step that is no module of its own (pooling, a shift) on the certificate and return its bound."""
         path = f"{self.path}.{name}" if self.path else name
-        self.shared.rows.append(_row(path, name if name == "pool" else type(module).__name__, bound, self.radius))
+        kind = name if name == "pool" else type(module).__name__
+        bound = _calmed(bound, kind, self.shared)
+        self.shared.rows.append(_row(path, kind, bound, self.radius))
         return bound
 
     def at_radius(self, radius: float) -> Site:
         """Return this site with another ball."""
         return replace(self, radius=radius)
 
-    def in_norm(self, norm: Norm) -> Site:
+    def with_tokens(self, count: int) -> Site:
+        """Return this site for ``count`` tokens, as after a class token was put in front."""
+        return replace(self, shared=replace(self.shared, seq_len=count))
+
+    def in_norm(self, norm: Norm, *, calm: frozenset[str] | None = None) -> Site:
         """Return this site in another norm, with rows of its own, to compare two routes; see `adopt`."""
         here = self.shared
-        shared = Shared(norm, self.seq_len, self.min_tokens, here.masks, memory=here.memory, dtype=here.dtype)
+        shared = Shared(
+            norm,
+            self.seq_len,
+            self.min_tokens,
+            here.masks,
+            memory=here.memory,
+            dtype=here.dtype,
+            calm=here.calm if calm is None else calm,
+        )
         return replace(self, shared=shared)
 
     @property
@@ -186,43 +191,17 @@ class Site:
 
     def refuse(self, reason: str) -> LayerBound:
         """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with the reason."""
+        self.shared.lost = self.shared.lost or self.path or "the module itself"
         return LayerBound(math.inf, "none", "uncertified", reason)
 
-
-def times(*factors: float) -> float:
-    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant.
-
-    >>> times(0.0, math.inf), times(2.0, 3.0)
-    (0.0, 6.0)
-    """
-    # A product of numbers above 0 that underflows is not 0, which would say that the map is constant.
-    return 0.0 if 0.0 in factors else max(math.prod(factors), sys.float_info.min)
+    def refuse_without_ball(self, reason: str) -> LayerBound:
+        """Return the answer for a module that has a bound on a ball alone, where no ball reaches it."""
+        lost = self.shared.lost
+        advice = f"no ball reaches it, as {lost} has no bound" if lost else f"pass radius=, {_RADIUS}"
+        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {advice}")
 
 
-def product_of(bounds: Iterable[LayerBound], *, radius: float) -> LayerBound:
-    """Compose bounds, first applied first: ``Lip(g o f) <= Lip(g) Lip(f)``."""
-    parts = list(bounds)
-    total = times(*(part.lipschitz for part in parts))
-    label = worst_label([part.label for part in parts]) if math.isfinite(total) else "uncertified"
-    return LayerBound(total, "product of the parts", _finite_label(total, label), _first_reason(parts, total), radius)
-
-
-def residual_of(skip: float, scale: float, branch: LayerBound, *, radius: float) -> LayerBound:
-    """Bound ``x -> skip x + scale f(x)`` by ``|skip| + |scale| Lip(f)``; a branch scaled by zero counts nothing."""
-    total = abs(skip) + times(abs(scale), branch.lipschitz)
-    out_radius = times(abs(skip), radius) + times(abs(scale), branch.out_radius)
-    form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
-    label = worst_label(["certified", branch.label]) if math.isfinite(total) else "uncertified"
-    return LayerBound(total, form, _finite_label(total, label), _first_reason([branch], total), out_radius)
-
-
-def _finite_label(total: float, label: Label) -> Label:
-    """A module without a bound that is multiplied by zero leaves the rest certified."""
-    return "certified" if math.isfinite(total) and label == "uncertified" else label
-
-
-def _first_reason(parts: Iterable[LayerBound], total: float) -> str:
-    return "" if math.isfinite(total) else next((p.reason for p in parts if p.label == "uncertified"), "overflow")
+_RADIUS = "a 2-norm that no input token exceeds"
 
 
 Rule = Callable[[nn.Module, Site], LayerBound]
@@ -230,14 +209,16 @@ R = TypeVar("R", bound=Callable[..., LayerBound])
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
+_RULES_BY_NAME: dict[str, Rule] = {}
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes that have a rule, in the order in which they were registered."""
-    return tuple(_RULES)
+    """Return the classes that have a rule; of those registered by name, the ones whose library is imported."""
+    named = (_class_named(name) for name in _RULES_BY_NAME)
+    return (*_RULES, *(kind for kind in named if kind is not None))
 
 
-def register_rule(module_type: type[nn.Module]) -> Callable[[R], R]:
+def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
     """Teach `certify` that ``rule(module, site)`` bounds every ``module_type``: ``|f(x) - f(y)| <= lipschitz |x - y|``.
 
     Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The rule is for this very
@@ -246,7 +227,8 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[R], R]:
     named; nor does a part that the rule reads by itself.
 
     Args:
-        module_type: a subclass of `torch.nn.Module`.
+        module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``) where the rule
+            should not import the library: it is for the class that stands under this name when it is met.
 
     Returns:
         A decorator. The rule gets the module and a `Site`: ``site.norm``, ``site.seq_len``, ``site.radius`` (largest
@@ -266,14 +248,35 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[R], R]:
     >>> certify(Halve(), seq_len=4).total
     0.5
     """
-    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
-        raise ConfigError(f"register_rule: expected a subclass of torch.nn.Module, received {module_type!r}")
+    if not isinstance(module_type, str) and not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+        raise ConfigError(
+            f"register_rule: expected a subclass of torch.nn.Module or its name, received {module_type!r}"
+        )
 
     def store(rule: R) -> R:
-        _RULES[module_type] = rule
+        if isinstance(module_type, str):
+            _RULES_BY_NAME[module_type] = rule
+        else:
+            _RULES[module_type] = rule
         return rule
 
     return store
+
+
+def _class_named(name: str) -> type[nn.Module] | None:
+    module, _, kind = name.rpartition(".")
+    return getattr(sys.modules.get(module), kind, None)
+
+
+def _rule_of(kind: type[nn.Module]) -> Rule | None:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind in _RULES or name not in _RULES_BY_NAME or not is_class(kind, kind.__module__, kind.__qualname__):
+        return _RULES.get(kind)
+    return _RULES_BY_NAME[name]
+
+
+def _ancestor_with_rule(kind: type[nn.Module]) -> type[nn.Module] | None:
+    return next((base for base in kind.__mro__[1:] if _rule_of(base) is not None), None)
 
 
 def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
@@ -290,11 +293,12 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
     >>> Named.__name__
     'Named'
     """
-    ancestor = next((base for base in module_type.__mro__[1:] if base in _RULES), None)
-    if ancestor is None or module_type.forward is not ancestor.forward:
+    ancestor = _ancestor_with_rule(module_type)
+    rule = None if ancestor is None else _rule_of(ancestor)
+    if ancestor is None or rule is None or module_type.forward is not ancestor.forward:
         found = "none of its ancestors has a rule" if ancestor is None else f"its forward is not {ancestor.__name__}'s"
         raise ConfigError(f"inherit_rule: {module_type.__qualname__}: {found}; write a rule for it with register_rule")
-    _RULES[module_type] = _RULES[ancestor]
+    _RULES[module_type] = rule
     return module_type
 
 
@@ -308,7 +312,7 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     rows, reached = site.shared.rows, site.shared.reached
     rows.append(None)
     place = len(rows) - 1
-    bound = _as_called(module, site, reached)
+    bound = _calmed(_as_called(module, site, reached), class_called(module).__name__, site.shared)
     reached.append(id(module))
     inner = next((row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"), None)
     reason = f"see {inner}" if bound.label == "uncertified" and inner is not None else bound.reason
@@ -332,7 +336,7 @@ def refuse_deviations(module: nn.Module, caller: str) -> None:
 
 def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
     kind, before = class_called(module), len(reached)
-    rule = _RULES.get(kind)
+    rule = _rule_of(kind)
     if rule is None:
         return site.refuse(_without_rule(module, kind))
     differs = deviation(module)
@@ -366,13 +370,17 @@ def _differing_part(module: nn.Module, site: Site, reached: Sequence[int]) -> st
 
 def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
-    ancestor = next((base for base in kind.__mro__[1:] if base in _RULES), None)
+    ancestor = _ancestor_with_rule(kind)
     if ancestor is None:
         return f"no rule for {name}; add one with wellposed.certification.register_rule{advice(module)}"
     return (
         f"{name} is a subclass of {ancestor.__name__} and may compute something else; if it does not, say so with "
         f"wellposed.certification.inherit_rule, else add a rule with register_rule{advice(module)}"
     )
+
+
+def _calmed(bound: LayerBound, kind: str, shared: Shared) -> LayerBound:
+    return replace(bound, lipschitz=min(1.0, bound.lipschitz)) if kind in shared.calm else bound
 
 
 def _row(path: str, module: str, bound: LayerBound, radius: float) -> CertifiedLayer:

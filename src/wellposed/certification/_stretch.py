@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.certification._directions import steepest_direction
+from wellposed.certification._inputs import patch_grid
 from wellposed.errors import ShapeError
 from wellposed.linalg import Norm
 
@@ -19,10 +20,18 @@ class Call:
 
     def __init__(self, target: Any, kwargs: Mapping[str, Any]) -> None:
         self.target, self.kwargs = target, kwargs
+        self.grid = patch_grid(target)
         self.embeds = isinstance(target, nn.Module) and hasattr(target, "get_input_embeddings")
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.target(inputs_embeds=x, **self.kwargs) if self.embeds else self.target(x, **self.kwargs)
+        if self.grid is not None:
+            out = self.target(pixel_values=self.grid.image(x), **self.kwargs)
+        elif self.embeds:
+            out = self.target(inputs_embeds=x, **self.kwargs)
+        else:
+            # Attention of torch.nn takes queries, keys and values, which are one sequence here.
+            count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1
+            out = self.target(*[x] * count, **self.kwargs)
         if not isinstance(out, Tensor):
             named = next((name for name in ("logits", "last_hidden_state") if hasattr(out, name)), None)
             out = out[0] if named is None else getattr(out, named)

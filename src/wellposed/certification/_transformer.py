@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from wellposed.certification._blocks import function_bound
-from wellposed.certification._rules import LayerBound, Site, product_of, register_rule, residual_of
+from wellposed.certification._bounds import LayerBound, product_of, residual_of
+from wellposed.certification._rules import Site, register_rule
 from wellposed.nn import MLP, Block, NoNorm, PlainResidual, PostNorm, PreNorm, ReZeroResidual, TransformerStack
 
 
@@ -49,18 +52,52 @@ def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
             f"{name}_residual is a {type(residual).__name__}, "
             "whose class does not define coefficients() -> (a, b) beside its forward"
         )
-    branch_parts: list[tuple[str, nn.Module]] = [(name, getattr(module, name)), ("dropout", module.dropout)]
-    if isinstance(norm, PreNorm):
-        branch = site.chain([(f"{name}_norm", norm), *branch_parts])
-    elif isinstance(norm, (PostNorm, NoNorm)):
-        branch = site.chain(branch_parts)
-    else:
+    if not isinstance(norm, (PreNorm, PostNorm, NoNorm)):
         return site.refuse(f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm")
-    joined = residual_of(*coefficients, branch, radius=site.radius)
-    if not isinstance(norm, PostNorm):
+    return sublayer(
+        site,
+        lambda inner: inner.chain([(name, getattr(module, name)), ("dropout", module.dropout)]),
+        before=(f"{name}_norm", norm) if isinstance(norm, PreNorm) else None,
+        after=(f"{name}_norm", norm) if isinstance(norm, PostNorm) else None,
+        coefficients=coefficients,
+    )
+
+
+Named = tuple[str, nn.Module]
+Branch = tuple[str, Callable[[Site], LayerBound]]
+
+
+def sublayer(
+    site: Site,
+    branch: Callable[[Site], LayerBound],
+    *,
+    before: Named | None = None,
+    after: Named | None = None,
+    coefficients: tuple[float, float] = (1.0, 1.0),
+) -> LayerBound:
+    """Bound ``x -> N_after(a x + b f(N_before(x)))``; the branch stands where its norm, if any, leaves it."""
+    inside = site.chain([before] if before else [])
+    inner = product_of([inside, found := branch(site.at_radius(inside.out_radius))], radius=found.out_radius)
+    joined = residual_of(*coefficients, inner, radius=site.radius)
+    if after is None:
         return joined
-    after = site.child(norm, f"{name}_norm", radius=joined.out_radius)
-    return product_of([joined, after], radius=after.out_radius)
+    last = site.child(after[1], after[0], radius=joined.out_radius)
+    return product_of([joined, last], radius=last.out_radius)
+
+
+def named(owner: nn.Module, *paths: str) -> list[Named]:
+    """Return parts with their paths, for `Site.chain`."""
+    return [(path, owner.get_submodule(path)) for path in paths]
+
+
+def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> LayerBound:
+    """Bound sublayers with residuals, each with the path of its norm, which stands before it or after the residual."""
+    bounds: list[LayerBound] = []
+    for path, branch in branches:
+        norm = named(owner, path)[0]
+        bounds.append(sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm))
+        site = site.at_radius(bounds[-1].out_radius)
+    return product_of(bounds, radius=site.radius)
 
 
 @register_rule(TransformerStack)
@@ -74,3 +111,18 @@ def mean_pooling(site: Site) -> LayerBound:
     """Mean over the real tokens: ``1/sqrt(n)`` in norm 2 with n >= ``min_tokens``, 1 in tok and inf (B9)."""
     bound = site.min_tokens**-0.5 if site.norm == 2 else 1.0
     return LayerBound(bound, "mean over real tokens", "exact", out_radius=site.radius)
+
+
+def one_token(site: Site) -> LayerBound:
+    """One token of them all, whichever: 1 in every norm."""
+    return LayerBound(1.0, "one token", "exact", out_radius=site.radius)
+
+
+def of_one_vector(route: Callable[[Site], LayerBound], site: Site) -> LayerBound:
+    """Bound a map to one vector: as ``|delta|_tok <= |delta|_2``, its tok bound is a bound in norm 2 as well."""
+    bound = route(site)
+    if site.norm != 2:
+        return bound
+    other = site.in_norm("tok")
+    by_token = route(other)
+    return site.adopt(other, by_token, "norm 2 by the tok route") if by_token.lipschitz < bound.lipschitz else bound

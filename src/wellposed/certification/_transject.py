@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wellposed.certification._rules import LayerBound, Site, product_of, refuse_deviations, register_rule
+from wellposed.certification._bounds import LayerBound, product_of
+from wellposed.certification._rules import Site, refuse_deviations, register_rule
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import GramAttention, GramSpectrum, LearnedSpectrum, OrthogonalFeedForward, TransJectBlock

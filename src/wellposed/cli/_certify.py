@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -61,21 +62,21 @@ def run(words: Sequence[str]) -> int:
 
     from wellposed.certification import certify
     from wellposed.cli.load import load_model
-    from wellposed.models import embedding_radius
 
     model = load_model(options.model)
     norm: Norm = 2 if options.norm == "2" else options.norm
-    certificate = certify(
+    ask = partial(
+        certify,
         model,
         seq_len=options.seq_len or _positions(model, options.model),
         norm=norm,
-        radius=options.radius,
         min_tokens=options.min_tokens,
     )
+    certificate = ask(radius=options.radius)
     print(certificate.table())
     print(f"tried out: {certificate.cross_check}")
     if math.isinf(certificate.total):
-        _say_why(certificate, embedding_radius(model), options)
+        _say_why(certificate, model, ask, options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(certificate.to_dict(), indent=2)
@@ -169,12 +170,20 @@ def _radii(text: str | None) -> list[float] | None:
         raise ConfigError(f"--radii {text!r}: expected comma-separated numbers, for instance 0,0.1,0.2") from None
 
 
-def _say_why(certificate: Certificate, largest: float, options: CertifyArguments) -> None:
+def _say_why(certificate: Certificate, model: Any, ask: Callable[..., Certificate], options: CertifyArguments) -> None:
     where = ", ".join(layer.path or "." for layer in certificate.uncertified[:5])
     print(f"no bound: {where}", file=sys.stderr)
-    if options.radius is None:
-        print(
-            f"a bound on a ball may exist: the longest embedded token has 2-norm {largest:.4g}; "
-            f"try --radius {1.1 * largest:.3g}",
-            file=sys.stderr,
+    if options.radius is not None or getattr(model.get_input_embeddings(), "weight", None) is None:
+        return
+    from wellposed.models import embedding_radius
+
+    largest = embedding_radius(model)
+    on_a_ball = ask(radius=1.1 * largest, cross_check=False)
+    if math.isfinite(on_a_ball.total):
+        advice = (
+            f"on a ball there is one: try --radius {1.1 * largest:.3g}, the longest embedded token is {largest:.4g}"
         )
+    else:
+        without = on_a_ball.uncertified[0]
+        advice = f"nor is there one on a ball: {without.path or '.'} ({without.module}): {without.reason}"
+    print(advice, file=sys.stderr)

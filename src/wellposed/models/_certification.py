@@ -7,12 +7,13 @@ an attack on the model and a certificate of it speak of the same thing. ``radius
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import LayerBound, Site, mean_pooling, register_rule
+from wellposed.certification import LayerBound, Site, mean_pooling, of_one_vector, one_token, register_rule
 from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._embeddings import Embeddings
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
@@ -101,13 +102,7 @@ Classifier = WellposedForSequenceClassification | TransJectForSequenceClassifica
 @register_rule(TransJectForSequenceClassification)
 @register_rule(WellposedForSequenceClassification)
 def _classifier(module: Classifier, site: Site) -> LayerBound:
-    bound = _classifier_route(module, site)
-    if site.norm != 2:
-        return bound
-    # One vector comes out, and |delta|_tok <= |delta|_2: a tok bound of the whole model is a bound in norm 2 as well.
-    other = site.in_norm("tok")
-    by_token = _classifier_route(module, other)
-    return site.adopt(other, by_token, "norm 2 by the tok route") if by_token.lipschitz < bound.lipschitz else bound
+    return of_one_vector(partial(_classifier_route, module), site)
 
 
 def _classifier_route(module: Classifier, site: Site) -> LayerBound:
@@ -126,14 +121,10 @@ def _classifier_route(module: Classifier, site: Site) -> LayerBound:
     return site.product([before, head])
 
 
-def _first(site: Site) -> LayerBound:
-    return LayerBound(1.0, "first token", "exact", out_radius=site.radius)
-
-
 def _max(site: Site) -> LayerBound:
     """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known here."""
     bound = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
     return LayerBound(bound, "largest of each coordinate", out_radius=math.sqrt(site.seq_len) * site.radius)
 
 
-_POOLINGS = {mean_pool: mean_pooling, first_pool: _first, max_pool: _max}
+_POOLINGS = {mean_pool: mean_pooling, first_pool: one_token, max_pool: _max}

@@ -1,0 +1,77 @@
+"""What a model is called with, where the input of its certificate is not a tensor that ``forward`` takes as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PatchGrid:
+    """Images as tokens: each patch of ``height`` by ``width`` pixels of every channel is one token of `size` numbers.
+
+    The 2-norm of all tokens is that of the image, and the largest entry is its largest pixel: a certificate in norm 2
+    or ``"inf"`` speaks of pixels.
+    """
+
+    channels: int
+    rows: int
+    """Patches from top to bottom."""
+    columns: int
+    """Patches from left to right."""
+    height: int
+    """Pixels of a patch from top to bottom."""
+    width: int
+    """Pixels of a patch from left to right."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of patches."""
+        return self.rows * self.columns
+
+    @property
+    def size(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.height * self.width
+
+    def image(self, tokens: Tensor) -> Tensor:
+        """Lay tokens (batch, tokens, size) out as images (batch, channels, pixels, pixels); exact.
+
+        >>> import torch
+        >>> grid = PatchGrid(channels=1, rows=1, columns=2, height=1, width=2)
+        >>> grid.image(torch.tensor([[[1, 2], [3, 4]]])).tolist()
+        [[[[1, 2, 3, 4]]]]
+        """
+        parts = tokens.unflatten(-1, (self.channels, self.height, self.width))
+        return parts.unflatten(1, (self.rows, self.columns)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+    def tokens_of(self, images: Tensor) -> Tensor:
+        """Return the patches of images, the inverse of `image`; exact.
+
+        >>> import torch
+        >>> grid = PatchGrid(channels=3, rows=2, columns=2, height=4, width=4)
+        >>> images = torch.randn(5, 3, 8, 8)
+        >>> bool((grid.image(grid.tokens_of(images)) == images).all())
+        True
+        """
+        parts = images.unflatten(3, (self.columns, self.width)).unflatten(2, (self.rows, self.height))
+        return parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def patch_grid(model: Any) -> PatchGrid | None:
+    """Return how a model of pixels cuts images into patches, the tokens of its certificate; None for other models.
+
+    >>> import torch
+    >>> patch_grid(torch.nn.Linear(2, 2)) is None
+    True
+    """
+    if getattr(model, "main_input_name", None) != "pixel_values":
+        return None
+    patches = model.get_input_embeddings()
+    image, patch = getattr(patches, "image_size", None), getattr(patches, "patch_size", None)
+    if not isinstance(image, Sequence) or not isinstance(patch, Sequence):
+        return None
+    return PatchGrid(int(patches.num_channels), image[0] // patch[0], image[1] // patch[1], *patch)

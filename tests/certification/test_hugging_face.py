@@ -1,0 +1,365 @@
+"""Certificates of models of transformers: what is read, what is refused, and attacks on every family."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert import modeling_bert
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
+from transformers.models.roberta import modeling_roberta
+from transformers.models.t5 import modeling_t5
+from transformers.models.vit import modeling_vit
+
+from wellposed.certification import (
+    AttentionWeights,
+    certify,
+    dot_product_ball_bound,
+    inherit_rule,
+    lipschitz_lower_bound,
+    patch_grid,
+)
+from wellposed.nn import DotProductAttention
+
+from ..support import hugging_face as hf
+from ..support.sample import ALL_NORMS, Sample, awake
+
+WIDTH, TOKENS = 8, 5
+MODELS = [
+    pytest.param(sample, norm, id=f"{kind.__name__}-{index}-{norm}")
+    for place, (kind, samples) in enumerate(hf.HUGGING_FACE.items())
+    for index, sample in enumerate(samples)
+    for norm in (ALL_NORMS[(place + index) % 3],)
+    if sample.attackable and hasattr(kind, "get_input_embeddings")
+]
+
+
+def row(certificate: Any, path: str) -> Any:
+    return next(layer for layer in certificate.layers if layer.path == path)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(("sample", "norm"), MODELS)
+def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: float):
+    torch.manual_seed(1)
+    model = sample.build(WIDTH).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name:
+                parameter.mul_(scale)
+    certificate = certify(model, seq_len=TOKENS, norm=norm)
+    found = lipschitz_lower_bound(model, (TOKENS, WIDTH), norm=norm, restarts=4, steps=15, scales=(1e-3, 1e3))
+    assert math.isfinite(certificate.total)
+    assert 0 < found.ratio(certificate) <= 1 + 1e-6  # norms of T5 and Llama divide in float32
+    assert "largest slope / bound" in certificate.cross_check
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_padding_is_covered_in_norm_2(kind: str):
+    """Padded queries attend to the one real token, so its column of the attention matrix has every row in it."""
+    model = {
+        "bert": lambda: modeling_bert.BertModel(hf.bert_config(WIDTH)),
+        "gpt2": lambda: modeling_gpt2.GPT2Model(hf.gpt2_config(WIDTH)),
+        "llama": lambda: modeling_llama.LlamaModel(hf.llama_config(WIDTH)),
+    }[kind]()
+    model = awake(model)
+    count = 12
+    kept = torch.zeros(1, count, dtype=torch.long)
+    kept[0, 0] = 1
+    certificate = certify(model, seq_len=count, norm=2)
+    assert certificate.mask == "any"
+    found = lipschitz_lower_bound(
+        model, (count, WIDTH), norm=2, restarts=4, steps=20, forward_kwargs={"attention_mask": kept}
+    )
+    assert found.ratio(certificate) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_an_attention_is_read_as_ours_with_the_same_weights(norm: Any):
+    """The rows of BERT and of GPT-2, whose weights are fused and transposed, are those of our own module."""
+    ours = awake(DotProductAttention(WIDTH, 2))
+    parts = [ours.q_proj, ours.k_proj, ours.v_proj]
+    bert = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    gpt2 = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(WIDTH)))
+    heads = bert.encoder.layer[0].attention
+    for theirs, mine in zip(
+        (heads.self.query, heads.self.key, heads.self.value, heads.output.dense), [*parts, ours.o_proj], strict=True
+    ):
+        theirs.load_state_dict(mine.state_dict())
+    with torch.no_grad():
+        fused = gpt2.h[0].attn
+        fused.c_attn.weight.copy_(torch.cat([part.weight for part in parts]).mT)
+        fused.c_attn.bias.copy_(torch.cat([part.bias for part in parts]))
+        fused.c_proj.weight.copy_(ours.o_proj.weight.mT)
+        fused.c_proj.bias.copy_(ours.o_proj.bias)
+    for model, path in ((bert, "encoder.layer.0.attention.self"), (gpt2, "h.0.attn")):
+        found = row(certify(model, seq_len=TOKENS, norm=norm), path)
+        expected = certify(ours, seq_len=TOKENS, norm=norm, radius=found.radius)
+        assert found.lipschitz == pytest.approx(expected.total, rel=1e-9)
+
+
+def test_t5_has_no_scale_and_a_bias_of_positions():
+    """Logits are sqrt(d) times those of BERT with the same weights."""
+    model = awake(modeling_t5.T5EncoderModel(hf.t5_config(WIDTH)))
+    heads = model.encoder.block[0].layer[0].SelfAttention
+    path = "encoder.block.0.layer.0.SelfAttention"
+    found = row(certify(model, seq_len=TOKENS), path)
+    ours = DotProductAttention(WIDTH, 2, bias=False).eval()
+    for mine, theirs in (
+        (ours.q_proj, heads.q),
+        (ours.k_proj, heads.k),
+        (ours.v_proj, heads.v),
+        (ours.o_proj, heads.o),
+    ):
+        mine.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        ours.q_proj.weight.mul_(math.sqrt(WIDTH // 2))
+    assert found.lipschitz == pytest.approx(certify(ours, seq_len=TOKENS, radius=found.radius).total, rel=1e-6)
+    asked = certify(model, seq_len=TOKENS, norm=2, mask="full")
+    assert row(asked, path).lipschitz == pytest.approx(
+        row(certify(model, seq_len=TOKENS, norm=2), path).lipschitz, rel=1e-12
+    )
+
+
+def test_shared_keys_and_values_are_repeated_heads():
+    shared = awake(modeling_llama.LlamaModel(hf.llama_config(WIDTH, attention_bias=True)))
+    apart = awake(modeling_llama.LlamaModel(hf.llama_config(WIDTH, attention_bias=True, num_key_value_heads=2)))
+    state = shared.state_dict()
+    for name in state:
+        if "k_proj" in name or "v_proj" in name:
+            state[name] = torch.cat([state[name]] * 2)
+    apart.load_state_dict(state)
+    x = torch.randn(1, TOKENS, WIDTH)
+    assert torch.allclose(shared(inputs_embeds=x)[0], apart(inputs_embeds=x)[0], atol=1e-5)
+    for norm in ALL_NORMS:
+        totals = [certify(model, seq_len=TOKENS, norm=norm).total for model in (shared, apart)]
+        assert totals[0] == pytest.approx(totals[1], rel=1e-9)
+
+
+def rotated_attention(x, q, k, v, o, query_bias, key_bias, bias):
+    """Attention of one sequence with queries and keys turned by their positions, written out."""
+    half = q.shape[-1] // 2
+    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * 1e-1 ** torch.arange(half, dtype=x.dtype)
+
+    def turn(a):
+        first, second = a[..., :half], a[..., half:]
+        return torch.cat(
+            [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1
+        )
+
+    queries, keys = (turn(torch.einsum("nD,hDd->hnd", x, m) + b[:, None]) for m, b in ((q, query_bias), (k, key_bias)))
+    p = (queries @ keys.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+    return torch.einsum("hij,jD,hDd,hde->ie", p, x, v, o)
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_rotated_attention_with_biases_and_positions(reference: SimpleNamespace, seed: int, norm: Any):
+    """No Jacobian of a written-out reference exceeds the bound; the key bias counts, as it does not cancel."""
+    torch.manual_seed(seed)
+    heads, d, width, count, radius, batch = 2, 4, 6, 4, (0.3, 1.0, 2.0, 5.0)[seed], 64
+    q, k, v = (torch.randn(heads, width, d, dtype=torch.float64) for _ in range(3))
+    o = torch.randn(heads, d, width, dtype=torch.float64)
+    query_bias, key_bias = torch.randn(2, heads, d, dtype=torch.float64) * 2
+    zero = torch.zeros(heads, d, dtype=torch.float64)
+    weights = AttentionWeights(q, k, v, o, query_bias, key_bias, zero, torch.zeros(width, dtype=torch.float64))
+    bound = dot_product_ball_bound(weights, radius=radius, seq_len=count, norm=norm, rotary=True)
+    unbiased = AttentionWeights(q, k, v, o, query_bias, zero, zero, torch.zeros(width, dtype=torch.float64))
+    assert float(bound.value) > float(
+        dot_product_ball_bound(unbiased, radius=radius, seq_len=count, norm=norm, rotary=True).value
+    )
+    x = torch.randn(batch, count, width, dtype=torch.float64)
+    x = radius * x / x.norm(dim=-1, keepdim=True)
+    positions = 5 * torch.randn(heads, count, count, dtype=torch.float64)
+    jacobian = reference.jacobians(lambda one: rotated_attention(one, q, k, v, o, query_bias, key_bias, positions), x)
+    assert float(reference.norms[norm](jacobian).max()) <= float(bound.value) * (1 + 1e-9)
+
+
+def test_rotations_that_rescale_are_refused():
+    config = hf.llama_config(WIDTH, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
+    model = modeling_llama.LlamaModel(config).eval()
+    assert model.rotary_emb.attention_scaling != 1.0
+    (refused,) = certify(model, seq_len=TOKENS).uncertified
+    assert "'yarn', which rescales queries and keys" in refused.reason
+
+
+def test_at_constant_tokens_the_bound_of_a_post_norm_model_is_all_but_attained():
+    """Every norm divides by sqrt(eps) at once where tokens are constant and biases are zero, as they are at first."""
+    torch.manual_seed(0)
+    model = modeling_roberta.RobertaModel(hf.roberta_config(16, layer_norm_eps=1e-5)).eval()
+    table = model.embeddings
+    shifts = (table.position_embeddings.weight[1 : TOKENS + 1], table.token_type_embeddings.weight[:1])
+    start = -sum(shift.detach().double() for shift in shifts)
+    certificate = certify(model, seq_len=TOKENS)
+    found = lipschitz_lower_bound(model, (TOKENS, 16), restarts=1, steps=1, start=start[None], exact=True)
+    assert 0.85 < found.ratio(certificate) <= 1
+
+
+def test_a_ball_comes_out_of_every_norm_in_front():
+    model = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(WIDTH)))
+    certificate = certify(model, seq_len=TOKENS)
+    norm, attention = row(certificate, "h.0.ln_1"), row(certificate, "h.0.attn")
+    assert math.isinf(norm.radius)
+    weight, bias = model.h[0].ln_1.weight.detach(), model.h[0].ln_1.bias.detach()
+    assert attention.radius == pytest.approx(float(weight.abs().max() * math.sqrt(WIDTH) + bias.norm()), rel=1e-5)
+
+
+def test_the_layer_alone_needs_the_ball_that_its_model_makes():
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    layer = model.encoder.layer[0]
+    assert "pass radius=" in certify(layer, seq_len=TOKENS).uncertified[0].reason
+    in_model = row(certify(model, seq_len=TOKENS), "encoder.layer.0")
+    assert certify(layer, seq_len=TOKENS, radius=in_model.radius).total == pytest.approx(in_model.lipschitz, rel=1e-9)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_both_ways_of_running_attention_have_the_same_bound(implementation: str):
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    total = certify(model, seq_len=TOKENS).total
+    model.set_attn_implementation(implementation)
+    assert certify(model, seq_len=TOKENS).total == total
+
+
+def test_attention_of_another_make_is_refused(monkeypatch: pytest.MonkeyPatch):
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    model.config._attn_implementation = "flex_attention"
+    assert "attn_implementation='flex_attention'" in certify(model, seq_len=TOKENS).uncertified[0].reason
+    model.config._attn_implementation = "eager"
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_bert, "eager_attention_forward", lambda *args, **how: None)
+        assert "stands where transformers runs eager" in certify(model, seq_len=TOKENS).uncertified[0].reason
+    model.config._attn_implementation = "sdpa"
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **how: None)
+        assert "stands where transformers runs sdpa" in certify(model, seq_len=TOKENS).uncertified[0].reason
+    assert math.isfinite(certify(model, seq_len=TOKENS).total)
+
+
+def test_train_mode_is_refused_where_attention_drops():
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH))).train()
+    assert "dropout on attention weights" in certify(model, seq_len=TOKENS).uncertified[0].reason
+
+
+def test_hidden_states_may_have_been_asked_for():
+    """transformers then leaves hooks behind that only look."""
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    total = certify(model, seq_len=TOKENS).total
+    model(inputs_embeds=torch.randn(1, TOKENS, WIDTH), output_hidden_states=True)
+    assert any(part._forward_hooks for part in model.modules())
+    assert certify(model, seq_len=TOKENS).total == total
+
+
+def test_a_namesake_is_another_class():
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+
+    class Namesake(modeling_bert.BertModel):
+        pass
+
+    Namesake.__module__, Namesake.__qualname__ = "transformers.models.bert.modeling_bert", "BertModel"
+    other = copy.deepcopy(model)
+    other.__class__ = Namesake
+    assert math.isinf(certify(other, seq_len=TOKENS).total)
+    Namesake.__qualname__ = "Namesake"
+    assert certify(inherit_rule(Namesake)(model.config).eval(), seq_len=TOKENS).label == "certified"
+
+
+def test_a_part_of_another_family_is_refused():
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    model.encoder.layer[0].attention.self = modeling_roberta.RobertaSelfAttention(model.config).eval()
+    refused, behind = certify(model, seq_len=TOKENS).uncertified
+    assert "attention.self is transformers.models.roberta" in refused.reason
+    assert "no ball reaches it, as encoder.layer.0 has no bound" in behind.reason
+    assert "radius=" not in certify(model, seq_len=TOKENS).table()
+
+
+def test_another_activation_function_is_no_gelu():
+    model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
+    model.encoder.layer[0].intermediate.intermediate_act_fn.act = torch.exp
+    assert "not a GELU" in certify(model, seq_len=TOKENS).uncertified[0].reason
+
+
+def test_a_gate_without_a_bounded_ratio_is_refused():
+    model = awake(modeling_phi3.Phi3Model(hf.phi3_config(WIDTH, hidden_act="sigmoid")))
+    assert "its gate is a Sigmoid" in certify(model, seq_len=TOKENS).uncertified[0].reason
+
+
+def test_images_are_laid_out_as_the_model_cuts_them():
+    model = awake(modeling_vit.ViTModel(hf.vit_config(WIDTH, image_size=(4, 6))))
+    grid = patch_grid(model)
+    assert grid is not None
+    assert (grid.tokens, grid.size) == (6, WIDTH)
+    tokens = torch.randn(3, grid.tokens, grid.size)
+    patches = model.embeddings.patch_embeddings
+    expected = tokens @ patches.projection.weight.flatten(1).mT + patches.projection.bias
+    assert torch.allclose(patches(grid.image(tokens)), expected, atol=1e-5)
+    assert float(grid.image(tokens).norm()) == pytest.approx(float(tokens.norm()), rel=1e-6)
+    assert torch.equal(grid.tokens_of(grid.image(tokens)), tokens)
+
+
+def test_patches_that_overlap_are_refused():
+    model = awake(modeling_vit.ViTModel(hf.vit_config(WIDTH)))
+    model.embeddings.patch_embeddings.projection.stride = (1, 1)
+    assert "overlap" in certify(model, seq_len=TOKENS).uncertified[0].reason
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_encoder_of_torch_with_padding(bias: bool):
+    """The fused kernel of eval mode included, which cuts padded tokens out."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, bias=bias, layer_norm_eps=0.1)
+    encoder = awake(nn.TransformerEncoder(layer, 2, enable_nested_tensor=bias))
+    padded = torch.zeros(1, TOKENS, dtype=torch.bool)
+    padded[0, 2:] = True
+    for norm in ALL_NORMS:
+        certificate = certify(encoder, seq_len=TOKENS, norm=norm, radius=2.0)
+        found = lipschitz_lower_bound(
+            encoder, (TOKENS, WIDTH), norm=norm, radius=2.0, restarts=4, steps=15,
+            forward_kwargs={"src_key_padding_mask": padded},
+        )  # fmt: skip
+        assert 0 < found.ratio(certificate) <= 1 + 1e-9
+
+
+def test_the_fused_kernel_goes_by_a_flag():
+    """It runs a GELU where the layer was built with one, whatever stands in ``activation`` by now."""
+    layer = awake(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, activation="gelu"))
+    before = certify(layer, seq_len=TOKENS, radius=1.0).total
+    layer.activation = nn.Identity()
+    assert certify(layer, seq_len=TOKENS, radius=1.0, cross_check=False).total == pytest.approx(before, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"batch_first": False}, "set batch_first = True"),
+        ({"kdim": 4}, "no self-attention"),
+        ({"add_bias_kv": True}, "add_bias_kv"),
+        ({"add_zero_attn": True}, "add_bias_kv"),
+    ],
+)
+def test_attention_of_torch_that_is_no_self_attention_of_a_batch(options: dict[str, Any], reason: str):
+    module = nn.MultiheadAttention(WIDTH, 2, **{"batch_first": True, **options}).eval()
+    (refused,) = certify(module, seq_len=TOKENS, radius=1.0).uncertified
+    assert reason in refused.reason
+
+
+def test_transformers_is_not_imported_for_its_rules():
+    code = (
+        "import sys, torch\n"
+        "from wellposed.certification import certifiable_classes, certify\n"
+        "layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True).eval()\n"
+        "assert certify(layer, seq_len=4).total < float('inf')\n"
+        "assert not any(kind.__module__.startswith('transformers') for kind in certifiable_classes())\n"
+        "assert 'transformers' not in sys.modules, 'imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

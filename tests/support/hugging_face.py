@@ -1,0 +1,160 @@
+"""Small models of transformers, and the parts of them that `certify` has rules for, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import activations, pytorch_utils
+from transformers.models.bart import modeling_bart as bart
+from transformers.models.bert import modeling_bert as bert
+from transformers.models.distilbert import modeling_distilbert as distilbert
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.phi3 import modeling_phi3 as phi3
+from transformers.models.roberta import modeling_roberta as roberta
+from transformers.models.t5 import modeling_t5 as t5
+from transformers.models.vit import modeling_vit as vit
+
+from .sample import MAX_TOKENS, Sample, awake
+
+LAYERS = 2
+
+
+def _sizes(width: int, **options: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 2 * width,
+        "vocab_size": 11, "num_labels": 3, "max_position_embeddings": MAX_TOKENS, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, **options,
+    }  # fmt: skip
+
+
+def bert_config(width: int, **options: Any) -> transformers.BertConfig:
+    return transformers.BertConfig(**_sizes(width, **{"layer_norm_eps": 0.1, **options}))
+
+
+def roberta_config(width: int, **options: Any) -> transformers.RobertaConfig:
+    # Its positions start behind the padding id.
+    sizes = {"layer_norm_eps": 0.1, "max_position_embeddings": MAX_TOKENS + 1, **options}
+    return transformers.RobertaConfig(**_sizes(width, **sizes))
+
+
+def distilbert_config(width: int, **options: Any) -> transformers.DistilBertConfig:
+    return transformers.DistilBertConfig(**{
+        "dim": width, "n_layers": LAYERS, "n_heads": 2, "hidden_dim": 2 * width, "vocab_size": 11, "num_labels": 3,
+        "max_position_embeddings": MAX_TOKENS, **options,
+    })  # fmt: skip
+
+
+def gpt2_config(width: int, **options: Any) -> transformers.GPT2Config:
+    return transformers.GPT2Config(**{
+        "n_embd": width, "n_layer": LAYERS, "n_head": 2, "n_positions": MAX_TOKENS, "vocab_size": 11, "num_labels": 3,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "layer_norm_epsilon": 0.1, **options,
+    })  # fmt: skip
+
+
+def llama_config(width: int, **options: Any) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options}))
+
+
+def phi3_config(width: int, **options: Any) -> transformers.Phi3Config:
+    return transformers.Phi3Config(**_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options}))
+
+
+def t5_config(width: int, **options: Any) -> transformers.T5Config:
+    return transformers.T5Config(**{
+        "d_model": width, "d_kv": width // 2, "d_ff": 2 * width, "num_layers": LAYERS, "num_heads": 2, "vocab_size": 11,
+        "layer_norm_epsilon": 0.1, "initializer_factor": 0.3, "num_labels": 3, **options,
+    })  # fmt: skip
+
+
+def vit_config(width: int, **options: Any) -> transformers.ViTConfig:
+    """Five patches side by side, of as many numbers as a token has (8: 2 channels of 2 x 2 pixels)."""
+    return transformers.ViTConfig(**{
+        "hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 2 * width,
+        "image_size": (2, 10), "patch_size": (2, 2), "num_channels": width // 4, "num_labels": 3,
+        "layer_norm_eps": 0.1, **options,
+    })  # fmt: skip
+
+
+def bart_config(width: int, **options: Any) -> transformers.BartConfig:
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder")
+             for name, value in (("layers", LAYERS), ("attention_heads", 2), ("ffn_dim", 2 * width))}  # fmt: skip
+    return transformers.BartConfig(
+        d_model=width, vocab_size=11, max_position_embeddings=MAX_TOKENS, **{**sizes, **options}
+    )
+
+
+# Their norms divide in float32.
+_IN_FLOAT32 = (llama_config, phi3_config, t5_config)
+
+
+def _model(kind: Callable[[Any], nn.Module], config: Callable[..., Any], **how: Any) -> Sample:
+    options = how.pop("options", {})
+    asked = {"keeps_width": False, "takes_mask": "tokens" not in how, "in_float32": config in _IN_FLOAT32, **how}
+    return Sample(lambda width: awake(kind(config(width, **options))), **asked)
+
+
+def _layer(kind: Callable[[Any], nn.Module], config: Callable[..., Any], path: str, **how: Any) -> Sample:
+    """A part of a model, whose configuration only the model completes."""
+    asked = {"keeps_width": False, "in_float32": config in _IN_FLOAT32, **how}
+    return Sample(lambda width: awake(kind(config(width))).get_submodule(path), **asked)
+
+
+def _two_sequences(kind: Callable[[Any], nn.Module], config: Callable[..., Any]) -> Sample:
+    return _model(kind, config, certifiable=False, two_inputs=True)
+
+
+HUGGING_FACE: dict[type[nn.Module], list[Sample]] = {
+    bert.BertModel: [_model(bert.BertModel, bert_config, options={"hidden_act": "gelu_new"})],
+    bert.BertForSequenceClassification: [_model(bert.BertForSequenceClassification, bert_config)],
+    bert.BertLayer: [_layer(bert.BertModel, bert_config, "encoder.layer.0", needs_ball=True, keeps_width=True)],
+    roberta.RobertaModel: [_model(roberta.RobertaModel, roberta_config)],
+    roberta.RobertaForSequenceClassification: [_model(roberta.RobertaForSequenceClassification, roberta_config)],
+    roberta.RobertaLayer: [_layer(roberta.RobertaModel, roberta_config, "encoder.layer.1", needs_ball=True)],
+    distilbert.DistilBertModel: [_model(distilbert.DistilBertModel, distilbert_config)],
+    distilbert.DistilBertForSequenceClassification: [
+        _model(distilbert.DistilBertForSequenceClassification, distilbert_config)
+    ],
+    distilbert.TransformerBlock: [
+        _layer(distilbert.DistilBertModel, distilbert_config, "transformer.layer.0", needs_ball=True)
+    ],
+    bart.BartEncoder: [_layer(bart.BartModel, bart_config, "encoder")],
+    bart.BartEncoderLayer: [_layer(bart.BartModel, bart_config, "encoder.layers.0", runs_alone=False, needs_ball=True)],
+    gpt2.GPT2Model: [_model(gpt2.GPT2Model, gpt2_config, options={"scale_attn_by_inverse_layer_idx": True})],
+    gpt2.GPT2LMHeadModel: [_model(gpt2.GPT2LMHeadModel, gpt2_config)],
+    gpt2.GPT2ForSequenceClassification: [_model(gpt2.GPT2ForSequenceClassification, gpt2_config)],
+    gpt2.GPT2Block: [_layer(gpt2.GPT2Model, gpt2_config, "h.0", keeps_width=True)],
+    llama.LlamaModel: [_model(llama.LlamaModel, llama_config, options={"attention_bias": True, "mlp_bias": True})],
+    llama.LlamaForCausalLM: [_model(llama.LlamaForCausalLM, llama_config)],
+    llama.LlamaDecoderLayer: [_layer(llama.LlamaModel, llama_config, "layers.0", runs_alone=False)],
+    llama.LlamaRMSNorm: [Sample(lambda width: awake(llama.LlamaRMSNorm(width, eps=0.1)), in_float32=True)],
+    phi3.Phi3Model: [_model(phi3.Phi3Model, phi3_config)],
+    phi3.Phi3ForCausalLM: [_model(phi3.Phi3ForCausalLM, phi3_config)],
+    phi3.Phi3DecoderLayer: [_layer(phi3.Phi3Model, phi3_config, "layers.1", runs_alone=False)],
+    phi3.Phi3RMSNorm: [Sample(lambda width: awake(phi3.Phi3RMSNorm(width, eps=0.1)), in_float32=True)],
+    t5.T5EncoderModel: [
+        _model(t5.T5EncoderModel, t5_config),
+        _model(t5.T5EncoderModel, t5_config, options={"feed_forward_proj": "gated-gelu"}),
+    ],
+    t5.T5Stack: [_layer(t5.T5EncoderModel, t5_config, "encoder")],
+    t5.T5Block: [_layer(t5.T5EncoderModel, t5_config, "encoder.block.0")],
+    t5.T5LayerNorm: [Sample(lambda width: awake(t5.T5LayerNorm(width, eps=0.1)), in_float32=True)],
+    vit.ViTModel: [_model(vit.ViTModel, vit_config, tokens=5)],
+    vit.ViTForImageClassification: [_model(vit.ViTForImageClassification, vit_config, tokens=5)],
+    vit.ViTLayer: [_layer(vit.ViTModel, vit_config, "layers.0", keeps_width=True)],
+    **{kind: [_two_sequences(kind, config)] for config, kinds in (
+        (t5_config, (t5.T5Model, t5.T5ForConditionalGeneration, t5.T5ForSequenceClassification)),
+        (bart_config, (transformers.BartModel, transformers.BartForConditionalGeneration,
+                       transformers.BartForSequenceClassification)),
+    ) for kind in kinds},
+    pytorch_utils.Conv1D: [
+        Sample(lambda width: awake(pytorch_utils.Conv1D(width, width))),
+        Sample(lambda width: awake(pytorch_utils.Conv1D(3, width)), keeps_width=False),
+    ],
+    **{type(activations.ACT2FN[name]): [Sample(lambda width, name=name: activations.ACT2FN[name].eval())]
+       for name in ("gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "quick_gelu", "silu",
+                    "linear")},
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""One way to build a small module of a class, and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import patch_grid
+from wellposed.linalg import Norm
+from wellposed.nn import InjectiveResidual, ReZeroResidual
+
+ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
+MAX_TOKENS = 64
+"""Longest sequence that every sample takes."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One way to build a module of a class, for inputs (batch, tokens <= 64, width)."""
+
+    build: Callable[[int], nn.Module]
+    """width, a multiple of 8 -> module in eval mode, float32; weights come from torch's global generator."""
+    keeps_width: bool = True
+    """A tensor (batch, tokens, width) comes out when it is called with one: it may be a part of a composition."""
+    needs_ball: bool = False
+    """There is a bound only with ``radius=``."""
+    certifiable: bool = True
+    """False: the rule refuses whatever is asked."""
+    norms: tuple[Norm, ...] = ALL_NORMS
+    """Norms in which there is a bound."""
+    two_inputs: bool = False
+    """``forward(x, memory)``; only rules that refuse."""
+    takes_mask: bool = False
+    """``forward`` takes ``key_padding_mask``, bool (batch, tokens), True = padding (models: ``attention_mask``)."""
+    takes_causal: bool = False
+    """``forward`` takes ``is_causal``; without it the module is what its options say."""
+    tokens: int | None = None
+    """It takes this many tokens and no other number."""
+    in_float32: bool = False
+    """It computes in float32 whatever its dtype, so that slopes over the short steps of float64 are rounding."""
+    runs_alone: bool = True
+    """False: it runs inside its model only, which hands it more than hidden states."""
+
+    @property
+    def attackable(self) -> bool:
+        """There is a certificate, and a call that it speaks of."""
+        return self.certifiable and self.runs_alone
+
+
+def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
+    """Call a module of any sample with embedded tokens and return the tensor that its certificate speaks of."""
+    grid = patch_grid(module)
+    if grid is not None:
+        out = module(pixel_values=grid.image(x), **how)
+    elif hasattr(module, "get_input_embeddings"):
+        out = module(inputs_embeds=x, **how)
+    else:
+        out = module(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1), **how)
+    if isinstance(out, (Tensor, tuple)):
+        return out[0] if isinstance(out, tuple) else out
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def awake(module: nn.Module) -> nn.Module:
+    """Move what starts at zero or one (residual scales, gains, biases) to random values; return it in eval mode."""
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, (ReZeroResidual, InjectiveResidual)):
+                part.weight.normal_() if isinstance(part, InjectiveResidual) else part.scale.normal_()
+            if type(part).__name__.endswith(("Norm", "LayerNorm")) and getattr(part, "weight", None) is not None:
+                part.weight.uniform_(-1.5, 1.5)
+        for name, parameter in module.named_parameters():
+            if name.rpartition(".")[2] in ("bias", "in_proj_bias"):
+                parameter.normal_(std=0.3)
+    return module.eval()
