@@ -60,7 +60,7 @@ class DialogueOptions:
     vectors: str | None = None
     """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
     sentence_encoder: str | None = None
-    """Folder or hub name of a Hugging Face encoder: sentence_cosine, in the place of SkipThought, needs it."""
+    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
     synonyms: str | None = None
     """File of words of equal meaning, one group a line, for METEOR; without it words match by form and stem."""
     generate_beams: int = 4

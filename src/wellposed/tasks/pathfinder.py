@@ -13,7 +13,6 @@ from wellposed.tasks.data.files import describe_file, missing_file, read_text
 from wellposed.tasks.data.images import Images, read_image_files
 from wellposed.tasks.data.npz import read_npz_splits
 from wellposed.tasks.data.splits import cut_missing
-from wellposed.tasks.data.tables import numbered_lines
 from wellposed.tasks.generators.pathfinder import (
     GENERATOR_VERSION,
     MATCHED_LENGTH,
@@ -173,11 +172,7 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
 
 
 def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict[str, Any]]:
-    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and the images.
-
-    Raises:
-        DataError: no metadata, malformed lines or images that cannot be used, with file:line.
-    """
+    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and the images."""
     files = sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.name))
     paths: list[Path] = []
     labels: list[int] = []
@@ -217,7 +212,7 @@ def _metadata_lines(file: Path) -> list[str]:
     with file.open("rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
             raise DataError(f"{file}: is a binary npy file; the release has text: folder, file, number, label a line")
-    return [line for _, line in numbered_lines(read_text(file).text)]
+    return [line for _, line in read_text(file).lines()]
 
 
 TASKS.register("pathfinder")(

@@ -114,11 +114,7 @@ def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], dict[str, 
 
 
 def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
-    """Draw ``count`` distinct pairs of texts, every second one with a common label; as many as texts for None.
-
-    Raises:
-        DataError: a single label, no label with two texts, or fewer pairs of either sort than asked for.
-    """
+    """Draw ``count`` distinct pairs of texts, every second one with a common label; as many as texts for None."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, label in enumerate(table.labels):
         groups[label].append(index)

@@ -87,7 +87,7 @@ class CompleteRun(Run):
                 raise Cancelled
             self.progress.say(f"generating the {split} split")
         batch_size = min(GENERATE_BATCH, self.options.batch_size)
-        scores = self.task.generate_metrics(self.model, split, batch_size=batch_size)
+        scores = self.task.generate_metrics(self.model, split, batch_size=batch_size, max_examples=None)
         return {name: float(value) for name, value in scores.items()}
 
     def _evaluations(self) -> dict[str, Evaluation]:

@@ -17,10 +17,7 @@ _NOISE = 24
 
 
 def draw_shapes(count: int, size: int, seed: str) -> Images:
-    """Return ``count`` images of one bright shape each on a noisy ground, the classes in turn.
-
-    Place, radius, brightness and noise of an image are a function of (seed, its number) alone.
-    """
+    """Return ``count`` noisy images of one bright shape each, the classes in turn, by (seed, number) alone."""
     import numpy as np
 
     labels = np.arange(count, dtype=np.int64) % len(SHAPES)

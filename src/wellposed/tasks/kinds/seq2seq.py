@@ -91,16 +91,14 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        examples: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
-        super().__init__(
-            encoder=encoder, examples=examples, max_length=options.max_tokens, source=source, details=details
-        )
+        pairs: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
+        super().__init__(encoder=encoder, examples=pairs, max_length=options.max_tokens, source=source, details=details)
         self._pair_options = options
         self._references = dict(references)
         self._signatures: dict[str, str] = {}
         self._sides = {
             split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
-            for split, examples in examples.items()
+            for split, examples in pairs.items()
         }
 
     def model_kwargs(self) -> dict[str, Any]:
