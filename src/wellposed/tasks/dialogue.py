@@ -92,7 +92,7 @@ class DialogueTask(Seq2SeqTask):
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        check_pair_options("dialogue", options, context=options.context, limit_dialogues=options.limit_dialogues)
+        check_pair_options("dialogue", options, "context", "limit_dialogues")
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
             _ = self._vectors

@@ -85,10 +85,8 @@ class PathfinderTask(PixelTask):
     name: ClassVar[str] = "pathfinder"
 
     def __init__(self, options: PathfinderOptions) -> None:
-        require_positive(
-            "pathfinder", size=options.size, contour_length=options.contour_length, num_train=options.num_train,
-            distractor_length=options.distractor_length, num_valid=options.num_valid, num_test=options.num_test,
-        )  # fmt: skip
+        sizes = ("size", "contour_length", "num_train", "distractor_length", "num_valid", "num_test")
+        require_positive("pathfinder", options, *sizes)
         self.options = options
         images, source = _load(options)
         super().__init__(images=images, labels=LABELS, source=source, details={})

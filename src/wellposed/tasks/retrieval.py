@@ -73,10 +73,7 @@ class RetrievalTask(ClassificationTask):
     def __init__(self, options: RetrievalOptions) -> None:
         from wellposed.tasks.text.tokenizers import build_encoder
 
-        require_positive(
-            "retrieval", num_train=options.num_train, num_valid=options.num_valid, num_test=options.num_test,
-            max_length=options.max_length, max_words=options.max_words,
-        )  # fmt: skip
+        require_positive("retrieval", options, "num_train", "num_valid", "num_test", "max_length", "max_words")
         self.options = options
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {split: table.documents for split, table in tables.items()}

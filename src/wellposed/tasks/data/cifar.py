@@ -33,9 +33,7 @@ BINUNICODE8 STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 P
 BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD
 """
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
-_DAMAGED = (
-    pickle.UnpicklingError, ValueError, EOFError, IndexError, KeyError, TypeError, AttributeError, OverflowError,
-)  # fmt: skip
+_DAMAGED = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 class _Recorded:

@@ -173,9 +173,14 @@ def _try(
 
 
 def _grow(
-    rules: PathfinderRules, length: int, drawn: NDArray[Any], generator: random.Random,
-    *, first: Dash | None = None, dotted: bool = True,
-) -> Curve | None:  # fmt: skip
+    rules: PathfinderRules,
+    length: int,
+    drawn: NDArray[Any],
+    generator: random.Random,
+    *,
+    first: Dash | None = None,
+    dotted: bool = True,
+) -> Curve | None:
     """Return a curve that keeps its distance from ``drawn`` and itself, found depth first within a budget, or None."""
     import numpy as np
 
@@ -206,9 +211,15 @@ def _grow(
 
 
 def _candidates(
-    rules: PathfinderRules, others: NDArray[Any], state: tuple[float, float, float], generator: random.Random,
-    *, dotted: bool, place: int, length: int,
-) -> list[tuple[Dash, float]]:  # fmt: skip
+    rules: PathfinderRules,
+    others: NDArray[Any],
+    state: tuple[float, float, float],
+    generator: random.Random,
+    *,
+    dotted: bool,
+    place: int,
+    length: int,
+) -> list[tuple[Dash, float]]:
     """Return dashes and their headings that can stand at ``place`` of a curve whose end and heading are ``state``."""
     import numpy as np
 

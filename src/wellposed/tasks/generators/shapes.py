@@ -21,8 +21,10 @@ def draw_shapes(count: int, size: int, seed: str) -> Images:
     import numpy as np
 
     labels = np.arange(count, dtype=np.int64) % len(SHAPES)
-    drawn = [_draw(SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}"))
-             for index, label in enumerate(labels.tolist())]  # fmt: skip
+    drawn = [
+        _draw(SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}"))
+        for index, label in enumerate(labels.tolist())
+    ]
     return Images(np.stack(drawn), labels)
 
 
