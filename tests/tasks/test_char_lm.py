@@ -240,3 +240,8 @@ def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": datasets.Dataset.from_dict({"body": ["a"]})})
     with pytest.raises(DataError, match=r"hf:name \(train\): no column 'text'; it has body"):
         build("hf:name")
+
+
+def test_files_beside_a_hub_data_set_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"):
+        build("hf:name", valid="a.txt")

@@ -242,3 +242,9 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
         build(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         build(tmp_path / "nothing")
+
+
+def test_files_that_the_release_would_not_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "metadata").mkdir()
+    with pytest.raises(ConfigError, match=r"pathfinder: valid name npz files; .* is a folder of the release"):
+        build(tmp_path, valid="x.npz")

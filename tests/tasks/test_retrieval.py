@@ -168,3 +168,13 @@ def test_the_training_loop_trains_on_pairs(tmp_path: Path) -> None:
     assert 0 <= result.result["results"]["retrieval"]["accuracy,test"] <= 1
     assert result.result["train_info"]["tokens"] == 2 * 4 * 2 * 32
     assert any(row["split"] == "valid" for row in read_metrics(tmp_path / "run"))
+
+
+def test_texts_in_folders_by_class_are_paired_by_class(tmp_path: Path) -> None:
+    for name in ("neg", "pos"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for i in range(100):
+            (tmp_path / "train" / name / f"{i}.txt").write_text(f"{name} {i}")
+    task = build(tmp_path, num_train=20, num_valid=2, num_test=2)
+    for label, one, other in decoded(task, "train"):
+        assert label == (one.split()[0] == other.split()[0])

@@ -8,11 +8,11 @@ from typing import Any
 from wellposed.errors import ConfigError
 
 
-def require_positive(where: str, **values: int | None) -> None:
-    """Raise `ConfigError` naming every given value below 1."""
-    wrong = [f"{name} = {value}" for name, value in values.items() if value is not None and value < 1]
+def require_positive(task: str, options: Any, *names: str) -> None:
+    """Raise `ConfigError` naming every one of the named options that is given and below 1."""
+    wrong = [f"{name} = {value}" for name, value in given_options(options, names).items() if value < 1]
     if wrong:
-        raise ConfigError(f"{where}: {', '.join(wrong)}; expected at least 1")
+        raise ConfigError(f"{task}: {', '.join(wrong)}; expected at least 1")
 
 
 def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class DialogueOptions:
     vectors: str | None = None
     """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
     sentence_encoder: str | None = None
-    """Folder or hub name of a Hugging Face encoder: sentence_cosine, in the place of SkipThought, needs it."""
+    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
     synonyms: str | None = None
     """File of words of equal meaning, one group a line, for METEOR; without it words match by form and stem."""
     generate_beams: int = 4
@@ -92,7 +92,7 @@ class DialogueTask(Seq2SeqTask):
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        check_pair_options("dialogue", options, context=options.context, limit_dialogues=options.limit_dialogues)
+        check_pair_options("dialogue", options, "context", "limit_dialogues")
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
             _ = self._vectors

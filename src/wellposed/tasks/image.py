@@ -60,7 +60,7 @@ class ImageTask(PixelTask):
     name: ClassVar[str] = "image"
 
     def __init__(self, options: ImageOptions) -> None:
-        require_positive("image", size=options.size, limit_train=options.limit_train)
+        require_positive("image", options, "size", "limit_train")
         self.options = options
         images, names, source = _load(options)
         full = len(images["train"])

@@ -85,7 +85,7 @@ class ListOpsTask(ClassificationTask):
     name: ClassVar[str] = "listops"
 
     def __init__(self, options: ListOpsOptions) -> None:
-        require_positive("listops", num_train=options.num_train, num_valid=options.num_valid, num_test=options.num_test)
+        require_positive("listops", options, "num_train", "num_valid", "num_test")
         encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
         self.options = options
         examples, source = _generate(options) if options.data == "builtin" else _read(options, encoder)

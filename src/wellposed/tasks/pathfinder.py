@@ -13,7 +13,6 @@ from wellposed.tasks.data.files import describe_file, missing_file, read_text
 from wellposed.tasks.data.images import Images, read_image_files
 from wellposed.tasks.data.npz import read_npz_splits
 from wellposed.tasks.data.splits import cut_missing
-from wellposed.tasks.data.tables import numbered_lines
 from wellposed.tasks.generators.pathfinder import (
     GENERATOR_VERSION,
     MATCHED_LENGTH,
@@ -86,10 +85,8 @@ class PathfinderTask(PixelTask):
     name: ClassVar[str] = "pathfinder"
 
     def __init__(self, options: PathfinderOptions) -> None:
-        require_positive(
-            "pathfinder", size=options.size, contour_length=options.contour_length, num_train=options.num_train,
-            distractor_length=options.distractor_length, num_valid=options.num_valid, num_test=options.num_test,
-        )  # fmt: skip
+        sizes = ("size", "contour_length", "num_train", "distractor_length", "num_valid", "num_test")
+        require_positive("pathfinder", options, *sizes)
         self.options = options
         images, source = _load(options)
         super().__init__(images=images, labels=LABELS, source=source, details={})
@@ -173,11 +170,7 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
 
 
 def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict[str, Any]]:
-    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and the images.
-
-    Raises:
-        DataError: no metadata, malformed lines or images that cannot be used, with file:line.
-    """
+    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and the images."""
     files = sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.name))
     paths: list[Path] = []
     labels: list[int] = []
@@ -217,7 +210,7 @@ def _metadata_lines(file: Path) -> list[str]:
     with file.open("rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
             raise DataError(f"{file}: is a binary npy file; the release has text: folder, file, number, label a line")
-    return [line for _, line in numbered_lines(read_text(file).text)]
+    return [line for _, line in read_text(file).lines()]
 
 
 TASKS.register("pathfinder")(

@@ -73,10 +73,7 @@ class RetrievalTask(ClassificationTask):
     def __init__(self, options: RetrievalOptions) -> None:
         from wellposed.tasks.text.tokenizers import build_encoder
 
-        require_positive(
-            "retrieval", num_train=options.num_train, num_valid=options.num_valid, num_test=options.num_test,
-            max_length=options.max_length, max_words=options.max_words,
-        )  # fmt: skip
+        require_positive("retrieval", options, "num_train", "num_valid", "num_test", "max_length", "max_words")
         self.options = options
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {split: table.documents for split, table in tables.items()}
@@ -114,11 +111,7 @@ def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], dict[str, 
 
 
 def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
-    """Draw ``count`` distinct pairs of texts, every second one with a common label; as many as texts for None.
-
-    Raises:
-        DataError: a single label, no label with two texts, or fewer pairs of either sort than asked for.
-    """
+    """Draw ``count`` distinct pairs of texts, every second one with a common label; as many as texts for None."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, label in enumerate(table.labels):
         groups[label].append(index)

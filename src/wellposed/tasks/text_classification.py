@@ -59,7 +59,7 @@ class TextClassificationTask(ClassificationTask):
     def __init__(self, options: TextClassificationOptions) -> None:
         from wellposed.tasks.text.tokenizers import build_encoder
 
-        require_positive("text_classification", max_length=options.max_length, max_words=options.max_words)
+        require_positive("text_classification", options, "max_length", "max_words")
         self.options = options
         table = TableOptions(options.label_column, options.text_column, options.header, options.quoting)
         tables, source = load_labelled(options.data, valid=options.valid, test=options.test, table=table)

@@ -73,7 +73,7 @@ class TranslationTask(Seq2SeqTask):
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        check_pair_options("translation", options, limit_pairs=options.limit_pairs)
+        check_pair_options("translation", options, "limit_pairs")
         languages = Languages(options.src, options.tgt, options.test_set, options.columns)
         pairs, source = load_parallel(options.data, languages)
         full = len(pairs["train"])

@@ -63,7 +63,7 @@ class WordLMTask(LanguageModelTask):
     def __init__(self, options: WordLMOptions) -> None:
         from wellposed.tasks.text.tokenizers import WordEncoder
 
-        require_positive("word_lm", max_words=options.max_words)
+        require_positive("word_lm", options, "max_words")
         if options.limit_words is not None and options.limit_words < 2:
             raise ConfigError(f"limit_words = {options.limit_words}, expected at least 2")
         self.options = options

@@ -15,20 +15,9 @@ def bucketed_batches(
 ) -> list[list[int]]:
     """Partition examples into batches of similar length; the partition is a function of its arguments alone.
 
-    Indices are shuffled, cut into pools of 50 batches, each pool is sorted by length and cut into batches, and the
-    batches are shuffled: the composition and the order stay random, the padding of a batch is small.
-
-    Args:
-        lengths: tokens per example, read as ``lengths[index]``.
-        batch_size: examples in a batch; only one batch may be smaller.
-        shuffle: text that seeds the shuffling, for example ``"train/seed/epoch"``; equal text, equal batches.
-        indices: the examples to use; all where not given.
-
-    Returns:
-        Batches of indices; every index is in exactly one.
-
-    Raises:
-        ConfigError: batch_size is below 1.
+    Indices (all, where not given) are shuffled, cut into pools of 50 batches, each pool is sorted by length and cut
+    into batches, and the batches are shuffled: composition and order stay random, and the padding of a batch is small.
+    Only one batch may be smaller than ``batch_size``. ``shuffle`` is a text that seeds the shuffling.
 
     >>> bucketed_batches([5, 1, 4, 2], 2, shuffle="a")
     [[3, 1], [0, 2]]
@@ -50,22 +39,10 @@ def bucketed_batches(
 def token_batches(
     sources: Sequence[int], targets: Sequence[int], tokens: int, batch_size: int, *, shuffle: str
 ) -> list[list[int]]:
-    """Partition pairs into batches of at most ``tokens`` padded tokens on either side.
+    """Partition pairs into batches of at most ``batch_size`` pairs and ``tokens`` padded tokens on either side.
 
     A batch of n pairs counts as n times its longest side. Pairs are pooled, sorted by target and source length in a
-    pool, cut, and the batches shuffled, as in `bucketed_batches`; the partition is a function of the arguments alone.
-
-    Args:
-        sources, targets: tokens per pair on each side.
-        tokens: most padded tokens of a batch on either side; no pair may be longer.
-        batch_size: most pairs of a batch.
-        shuffle: text that seeds the shuffling.
-
-    Returns:
-        Batches of indices; every pair is in exactly one.
-
-    Raises:
-        ConfigError: ``tokens`` is below the longest pair, or batch_size below 1.
+    pool, cut, and the batches shuffled, as in `bucketed_batches`.
 
     >>> token_batches([5, 1, 4, 2], [5, 1, 3, 2], 8, 3, shuffle="a")
     [[2, 3], [0], [1]]

@@ -33,9 +33,7 @@ BINUNICODE8 STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 P
 BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD
 """
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
-_DAMAGED = (
-    pickle.UnpicklingError, ValueError, EOFError, IndexError, KeyError, TypeError, AttributeError, OverflowError,
-)  # fmt: skip
+_DAMAGED = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 class _Recorded:
@@ -90,11 +88,7 @@ def read_cifar(
 
 
 def read_cifar_binary(path: Path) -> tuple[Images, dict[str, Any]]:
-    """Read records of one label and 3 x 1024 bytes, the binary version of CIFAR-10.
-
-    Raises:
-        DataError: a length that is no multiple of 3073 bytes, a label above 9 (with its record).
-    """
+    """Read records of one label and 3 x 1024 bytes, the binary version of CIFAR-10."""
     import numpy as np
 
     stored = np.frombuffer(path.read_bytes(), dtype=np.uint8)
@@ -110,11 +104,7 @@ def read_cifar_binary(path: Path) -> tuple[Images, dict[str, Any]]:
 
 
 def read_cifar_pickle(path: Path) -> tuple[Images, dict[str, Any]]:
-    """Read ``data`` (uint8, (n, 3072)) and ``labels`` (n numbers, 0 to 9) of a batch of CIFAR-10's Python version.
-
-    Raises:
-        DataError: not such a batch, or a pickle that names anything but an array of numpy.
-    """
+    """Read ``data`` (uint8, (n, 3072)) and ``labels`` (n numbers, 0 to 9) of a batch of CIFAR-10's Python version."""
     import numpy as np
 
     batch = _unpickle(path)
@@ -132,11 +122,7 @@ def read_cifar_pickle(path: Path) -> tuple[Images, dict[str, Any]]:
 
 
 def read_cifar_names(path: Path) -> list[str]:
-    """Read ``label_names`` of ``batches.meta``.
-
-    Raises:
-        DataError: the file holds no such list.
-    """
+    """Read the ten ``label_names`` of ``batches.meta``."""
     names = _unpickle(path).get("label_names")
     if not isinstance(names, list) or len(names) != 10 or not all(isinstance(name, str | bytes) for name in names):
         raise DataError(f"{path}: expected a list 'label_names' of ten names, received {type(names).__name__}")

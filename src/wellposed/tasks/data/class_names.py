@@ -16,16 +16,8 @@ CLASSES_FILE = "classes.txt"
 def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[str], dict[str, Any]]:
     """Return the names of ``labels`` and, for the description, where they are from.
 
-    Line n of ``classes.txt`` beside the train file is the name of label n, counted from 1; where a label of train is
-    not one of its lines, the file is not used, and the description says so.
-
-    Args:
-        labels: the labels of train, in order.
-        train: the path that train was read from.
-        given: names between commas, or ``auto``.
-
-    Raises:
-        ConfigError: names that are not as many as the labels, or not distinct.
+    Names are ``given`` between commas; for ``auto``, line n of ``classes.txt`` beside the train file names label n,
+    from 1; where a label of train is not one of its lines, the file is not used and the description says so.
     """
     if given != AUTO:
         names = [name.strip() for name in given.split(",")]

@@ -54,17 +54,9 @@ def join_text(parts: Sequence[str]) -> str:
 
 
 def find_columns(where: str, first: Sequence[str], options: TableOptions, *, join: bool) -> Columns:
-    """Return the columns of a table from its first row.
+    """Return the columns of a table from its first row, or raise naming what is wrong with them.
 
-    Args:
-        where: file:line of the first row.
-        first: the first row.
-        options: names or numbers that were given.
-        join: whether the text of a table without a header is every column after the label, not the last one alone.
-
-    Raises:
-        DataError: no such column, or one column for both.
-        ConfigError: names given for a table that is said to have no header.
+    ``join`` says whether the text of a table without a header is every column after the label, not the last one alone.
     """
     if len(first) < 2:
         raise DataError(f"{where}: one column, expected a label and a text; is the delimiter of the file its ending's?")

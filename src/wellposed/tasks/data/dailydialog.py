@@ -35,13 +35,9 @@ class Dialogue:
 
 
 def parse_dailydialog(file: TextFile) -> list[Dialogue]:
-    """Return the dialogues of a file, one a line.
-
-    Raises:
-        DataError: a line without ``__eou__``, with text after the last one, or with an empty utterance (``file:line``).
-    """
+    """Return the dialogues of a file, one a line; malformed lines are named at once."""
     dialogues, problems = [], []
-    for number, line in enumerate(file.text.removesuffix("\n").split("\n"), start=1):
+    for number, line in file.lines():
         turns = [turn.strip() for turn in line.split(END_OF_UTTERANCE)]
         rest = turns.pop()
         if not turns:

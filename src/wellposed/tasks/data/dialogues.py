@@ -39,9 +39,6 @@ def load_dialogues(
     """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues at a time.
 
     Where a split is cut, equal dialogues and dialogues linked by persona lines that they share stay in one split.
-
-    Raises:
-        DataError: files that are missing or malformed (``file:line``), or too few dialogues to cut a split from.
     """
     if data == "builtin":
         raise no_builtin_data()
@@ -159,16 +156,12 @@ def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
 
 
 def read_synonyms(path: Path) -> dict[str, str]:
-    """Read groups of words of equal meaning, one group a line, separated by spaces: the first word names its group.
-
-    Raises:
-        DataError: no such file, a line of one word, or a word in two groups (``file:line``).
-    """
+    """Read words of equal meaning, one group a line, separated by spaces: the first word names its group."""
     if not path.exists():
         raise missing_file(path)
     names: dict[str, str] = {}
     problems = []
-    for number, line in enumerate(read_text(path).text.removesuffix("\n").split("\n"), start=1):
+    for number, line in read_text(path).lines():
         words = line.lower().split()
         again = [word for word in words if word in names]
         if len(words) < 2 or again:

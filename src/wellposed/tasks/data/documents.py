@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.splits import cut_missing, find_split_files, load_splits, train_position
-from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, numbered_lines, refuse_rows
+from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, refuse_rows
 from wellposed.tasks.data.text_folders import has_class_folders
 from wellposed.tasks.task import SPLITS, Split
 
@@ -72,11 +72,7 @@ def is_pair_file(data: str) -> bool:
 
 
 def read_pairs(data: str, *, valid: str | None, test: str | None) -> tuple[dict[Split, PairTable], dict[str, Any]]:
-    """Read the pair files of ``data``, of which the valid one may be named eval; missing splits are cut from train.
-
-    Raises:
-        DataError: rows that are not label, id, id, text, text, all named with file:line.
-    """
+    """Read the pair files of ``data``, of which the valid one may be named eval; missing splits are cut from train."""
 
     def read_file(path: Path) -> tuple[PairTable, dict[str, Any]]:
         file = read_text(path)
@@ -105,7 +101,7 @@ def read_pair_file(file: TextFile) -> PairTable:
     lines: list[int] = []
     rows: tuple[list[int], list[int], list[int]] = ([], [], [])
     problems: list[str] = []
-    for number, line in numbered_lines(file.text):
+    for number, line in file.lines():
         fields = line.split("\t")
         problem = _problem(fields)
         if problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ class TextFile:
     byte_order_mark: bool
     """Whether a UTF-8 byte order mark was taken off the start."""
 
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield numbered lines; only a line feed, with or without a carriage return before it, ends a line."""
+        for number, line in enumerate(self.text.removesuffix("\n").split("\n"), start=1):
+            yield number, line.removesuffix("\r")
+
     def description(self) -> dict[str, Any]:
         """Return path, sha256 and size; the byte order mark only where there was one."""
         described: dict[str, Any] = {"path": str(self.path), "sha256": self.sha256, "bytes": self.stored_bytes}
@@ -38,11 +44,7 @@ class TextFile:
 
 
 def read_text(path: Path) -> TextFile:
-    """Read a UTF-8 text file, plain or gzip; line ends stay as they are.
-
-    Raises:
-        DataError: missing (near names are listed), empty, a folder, damaged gzip, or not UTF-8 (with file:line).
-    """
+    """Read a UTF-8 text file, plain or gzip; line ends stay as they are; what cannot be read is a `DataError`."""
     stored = _read_bytes(path)
     content = _gunzip(path, stored)
     if not content:

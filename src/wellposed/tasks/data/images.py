@@ -58,12 +58,7 @@ def pixel_encoder() -> WordEncoder:
 
 
 def read_image_file(path: Path) -> NDArray[np.uint8]:
-    """Decode one image to (h, w) or (h, w, 3) with Pillow.
-
-    Raises:
-        ConfigError: Pillow is not installed.
-        DataError: not an image that Pillow reads.
-    """
+    """Decode one image to (h, w) or (h, w, 3) with Pillow."""
     import numpy as np
 
     try:
@@ -79,15 +74,9 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
 
 
 def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: list[str] | None = None) -> Images:
-    """Decode images of one size; where some are in colour, all are.
+    """Decode images of one size, all in colour where some are; those that cannot be used are named at once.
 
-    Args:
-        paths: the files.
-        labels: the label of each.
-        skipped: where given, files that cannot be decoded are left out, and what is wrong with them is appended here.
-
-    Raises:
-        DataError: files that cannot be decoded or differ in size, all named.
+    Where ``skipped`` is given, files that cannot be decoded are left out and described there.
     """
     import numpy as np
 
@@ -117,11 +106,7 @@ def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: l
 
 
 def read_class_folder(folder: Path) -> tuple[Images, list[str], dict[str, Any]]:
-    """Read ``folder/<class>/<image>``; classes in alphabetical order.
-
-    Raises:
-        DataError: no class, a class without an image, images that cannot be used.
-    """
+    """Read ``folder/<class>/<image>``, classes in alphabetical order; a class without an image is an error."""
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     paths: list[Path] = []
     labels: list[int] = []
@@ -150,11 +135,7 @@ def to_gray(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def shrink(pixels: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8]:
-    """Return images of ``size`` x ``size``, each pixel the rounded mean of a block.
-
-    Raises:
-        DataError: the size does not divide height and width.
-    """
+    """Return images of ``size`` x ``size``, each pixel the rounded mean of a block; it must divide the sides."""
     import numpy as np
 
     number, height, width = pixels.shape[:3]

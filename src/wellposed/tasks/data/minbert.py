@@ -74,11 +74,7 @@ class MinBertSet:
 
 
 def read_minbert(folder: str | Path) -> dict[str, MinBertSet]:
-    """Read sst, para and sts, in this order, from the folder of the project.
-
-    Raises:
-        DataError: a missing or doubled file, a malformed row (``file:line``, all of a file in one message).
-    """
+    """Read sst, para and sts, in this order, from the folder of the project; malformed rows are named by file."""
     folder = Path(folder)
     if not folder.exists():
         raise missing_file(folder)
@@ -175,9 +171,6 @@ def _problem(row: Sequence[str], columns: Sequence[int], width: int, form: SetFo
 def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
     """Return a lower-casing BERT tokenizer whose word pieces are learned from ``texts``; pairs are joined by [SEP].
 
-    Raises:
-        ConfigError: `tokenizers` or `transformers` is not installed.
-
     >>> tokenizer = train_word_pieces(["a cat sat", "a dog sat"], vocab_size=60, max_length=16)
     >>> tokenizer.decode(tokenizer("a cat", "a dog")["input_ids"])
     '[CLS] a cat [SEP] a dog [SEP]'
@@ -234,11 +227,7 @@ class EncodedRows:
 
 
 def encode_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> EncodedRows:
-    """Encode every row, one sentence or a pair, and cut to ``max_length`` tokens, the longer sentence first.
-
-    Raises:
-        ConfigError: the tokenizer has no padding token, so it cannot pad a batch.
-    """
+    """Encode every row, one sentence or a pair, and cut to ``max_length`` tokens, the longer sentence first."""
     if tokenizer.pad_token_id is None:
         raise ConfigError("the tokenizer has no pad token; give an encoder (BERT, RoBERTa, ...) and its tokenizer")
     parts: Any = [list(part) for part in zip(*rows.sentences, strict=True)]

@@ -19,12 +19,7 @@ HOW_TO_SAVE = "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
 def read_npz_splits(
     data: str, *, valid: str | None = None, test: str | None = None, prefer: str | None = None
 ) -> tuple[dict[Split, Images], dict[str, Any]]:
-    """Read the npz files of the splits and describe them; ``prefer`` is a word that chooses among several train files.
-
-    Raises:
-        ConfigError: a data set of the hub.
-        DataError: no or several train files, arrays that do not fit.
-    """
+    """Read the npz files of the splits; ``prefer`` is a word that chooses among several train files."""
     if data.startswith("hf:"):
         raise ConfigError(f"{data}: hub data sets of images are not read; save them as npz with arrays x and y")
     train = _preferred(data, prefer)
@@ -44,11 +39,7 @@ def _preferred(data: str, word: str | None) -> str:
 
 
 def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
-    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz file.
-
-    Raises:
-        DataError: not an npz file, arrays that are missing or do not fit, arrays of Python objects.
-    """
+    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz file."""
     import numpy as np
 
     if not zipfile.is_zipfile(path):

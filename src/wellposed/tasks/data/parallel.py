@@ -20,14 +20,13 @@ from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
 from wellposed.tasks.data.files import TextFile, missing_file, read_text
-from wellposed.tasks.data.splits import cut_missing, load_splits
-from wellposed.tasks.data.tables import numbered_lines
+from wellposed.tasks.data.splits import SPLIT_WORDS, cut_missing, load_splits
 from wellposed.tasks.task import SPLITS, Split
 
 WORDS: dict[Split, tuple[str, ...]] = {
-    "train": ("train",),
-    "valid": ("valid", "validation", "val", "dev", "newsdev"),
-    "test": ("test", "tst", "newstest"),
+    "train": SPLIT_WORDS["train"],
+    "valid": (*SPLIT_WORDS["valid"], "newsdev"),
+    "test": (*SPLIT_WORDS["test"], "tst", "newstest"),
 }
 MIN_PAIRS_TO_CUT = 40
 
@@ -73,10 +72,6 @@ def load_parallel(data: str, languages: Languages) -> tuple[dict[Split, Parallel
     """Return the pairs of every split and the description of where they came from.
 
     A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as such.
-
-    Raises:
-        DataError: no file for a language (those that exist are named), files of different length, an empty side.
-        ConfigError: equal languages, a TSV whose columns are not named.
     """
     if languages.src == languages.tgt:
         raise ConfigError(f"src = tgt = {languages.src!r}; expected two languages")
@@ -187,7 +182,7 @@ def _from_stems(
     files: dict[str, Any] = {}
     for split, paths in stems.items():
         both = [read_text(path) for path in paths]
-        source, target = ([line for _, line in numbered_lines(file.text)] for file in both)
+        source, target = ([line for _, line in file.lines()] for file in both)
         _refuse_unequal(paths, source, target)
         pairs[split] = ParallelTexts(source, target, (str(paths[0]), str(paths[1])), range(1, len(source) + 1))
         named = zip((languages.src, languages.tgt), both, strict=True)
@@ -208,7 +203,7 @@ def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[st
 
 
 def _read_tsv(file: TextFile, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
-    rows = [(number, line.split("\t")) for number, line in numbered_lines(file.text)]
+    rows = [(number, line.split("\t")) for number, line in file.lines()]
     names, how = _column_names(file, rows[0][1], languages)
     if how == "header":
         rows = rows[1:]

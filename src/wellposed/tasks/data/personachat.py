@@ -35,18 +35,12 @@ class _Draft:
 
 
 def parse_personachat(file: TextFile) -> list[Dialogue]:
-    """Return the dialogues of a file; the second speaker is the one whose persona is given.
-
-    Raises:
-        DataError: a line without its number, a number out of order, an exchange without a tab or with an empty side, a
-            reply that is not among its candidates, a persona after an exchange, a dialogue of persona lines alone;
-            each with ``file:line``.
-    """
+    """Return the dialogues of a file; the second speaker is the one whose persona is given."""
     drafts: list[_Draft] = []
     problems: list[str] = []
-    for number, line in enumerate(file.text.removesuffix("\n").split("\n"), start=1):
+    for number, line in file.lines():
         try:
-            _read_line(line.rstrip("\r"), number, drafts)
+            _read_line(line, number, drafts)
         except ValueError as error:
             problems.append(f"{file.path}:{number}: {error}")
     problems += [

@@ -58,9 +58,6 @@ def gather_prose() -> Prose:
 
     Documents (a topic, or the docstrings of one module) are ordered by the hash of their names, so that a contiguous
     cut into train, valid and test gives each a mixture.
-
-    Raises:
-        DataError: this Python ships neither its documentation topics nor the source of its library.
     """
     documents = dict(_topics())
     missing = []

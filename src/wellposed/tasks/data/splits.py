@@ -55,12 +55,8 @@ def load_splits(
 ) -> tuple[dict[Split, Read], dict[str, Any]]:
     """Read every split that ``data`` has, and describe where it came from.
 
-    Args:
-        data: a file, a folder, or ``hf:name[:config]`` where ``read_hub`` is given.
-        valid, test: files of these splits, which win over what is found.
-        suffixes: endings a file in a folder must have, before an optional ``.gz``.
-        read_file: from a path to what it holds and its description.
-        read_hub: from a split of a hub data set, and its name for errors, to what it holds.
+    A file is read by ``read_file``, from its path to what it holds and its description; a split of a hub data set by
+    ``read_hub``, from its rows and a name for errors. Without ``read_hub``, ``data`` is always a path.
     """
     if read_hub is not None and data.startswith("hf:"):
         refuse_split_files("hf: data sets bring their own splits", valid=valid, test=test)
@@ -85,14 +81,11 @@ def refuse_split_files(reason: str, *, valid: str | None, test: str | None) -> N
 def find_split_files(
     data: str, *, valid: str | None = None, test: str | None = None, suffixes: Sequence[str]
 ) -> SplitFiles:
-    """Resolve a train file, or a folder, to the files of the splits.
+    """Resolve a train file, or a folder, to the files of the splits, or raise `DataError` saying what is missing.
 
     A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same name with ``train``
     replaced by valid, validation, val or dev, and by test, with or without ``.gz``. In a folder the one file with
     ``train`` in its name is taken, and names with one more part, as in ``test_a.tsv.gz``, are accepted too.
-
-    Raises:
-        DataError: nothing at a path, no or several train files in the folder, several files for a split.
     """
     root = Path(data)
     given: dict[Split, str | None] = {"valid": valid, "test": test}
@@ -178,12 +171,7 @@ def _matches(names: Sequence[str], start: str, end: str, *, loose: bool) -> list
 
 
 def load_hub_dataset(data: str) -> dict[Split, Any]:
-    """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names.
-
-    Raises:
-        ConfigError: `datasets` is not installed.
-        DataError: the data set cannot be loaded or has no train split.
-    """
+    """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
     try:
         import datasets
     except ImportError as error:
@@ -217,14 +205,8 @@ def cut_missing(
 ) -> tuple[dict[Split, Rows], dict[str, Any]]:
     """Cut the splits that are missing from train, by a fixed shuffle; return all splits and what was cut.
 
-    Args:
-        splits: train, and the splits that the source has.
-        where: the source, for errors.
-        noun, note: what a row is called, and what else to say of the cut, for the description.
-        at_least: fewer rows of train than this are not cut.
-        share: of train, for each missing split.
-        remedy: what to do where train is too small.
-        draw: how rows are chosen; one by one where not given.
+    Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows; fewer rows than ``at_least`` are not
+    cut, and the error names them by ``noun`` and ends with ``remedy``. ``note`` is added to the description of the cut.
 
     >>> class Numbers(tuple):
     ...     def select(self, rows):

@@ -61,11 +61,7 @@ class LabelledTexts:
 
 
 def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
-    """Read a csv, tsv or jsonl file (``.gz`` too) by the rules of this module.
-
-    Raises:
-        DataError: an ending that is not one of the three, no such column, malformed rows (all named).
-    """
+    """Read a csv, tsv or jsonl file (``.gz`` too) by the rules of this module; all malformed rows are named at once."""
     name = file.path.name.lower().removesuffix(".gz")
     if name.endswith(".jsonl"):
         return _read_jsonl(file, options)
@@ -74,17 +70,8 @@ def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
     quoted = options.quoting == "csv" or (options.quoting == "auto" and name.endswith(".csv"))
     first = file.text.split("\n", 1)[0]
     delimiter = "\t" if name.endswith(".tsv") or ("\t" in first and "," not in first) else ","
-    plain = ((number, line.split(delimiter) if line else []) for number, line in numbered_lines(file.text))
+    plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
     return _read_fields(file, quoted_rows(file, delimiter) if quoted else plain, options)
-
-
-def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines; only a line feed, with or without a carriage return before it, ends a line."""
-    lines = text.split("\n")
-    if not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines, 1):
-        yield number, line.removesuffix("\r")
 
 
 def quoted_rows(
@@ -139,7 +126,7 @@ def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
     lines: list[int] = []
     problems: list[str] = []
     keys: tuple[str, tuple[str, ...]] | None = None
-    for number, line in numbered_lines(file.text):
+    for number, line in file.lines():
         where = f"{file.path}:{number}"
         try:
             row = json.loads(line)

@@ -15,11 +15,7 @@ UNLABELLED = ("unsup",)
 
 
 def has_class_folders(data: str) -> bool:
-    """Return whether ``data/train`` holds folders.
-
-    Raises:
-        DataError: ``data`` is itself a folder of classes, or one class; the message says which folder to give.
-    """
+    """Return whether ``data/train`` holds folders; a path inside such a folder is refused, saying which to give."""
     root = Path(data)
     train = root / "train"
     if train.is_dir():
@@ -34,11 +30,7 @@ def has_class_folders(data: str) -> bool:
 
 
 def read_text_folders(data: str) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
-    """Read ``<split>/<class>/<name>.txt``; classes named unsup, which have no label, are left out and described.
-
-    Raises:
-        DataError: a class without a text, files that are not UTF-8 or hold nothing, all named.
-    """
+    """Read ``<split>/<class>/<name>.txt``; classes named unsup, which have no label, are left out and described."""
     folders = find_split_folders(Path(data))
     read: dict[Split, tuple[LabelledTexts, dict[str, Any]]] = {
         split: _read_split(folder) for split, folder in folders.items()

@@ -39,7 +39,7 @@ VOCABULARY = (*DIGITS, *OPERATORS, CLOSE)
 
 
 def evaluate(tokens: Sequence[str]) -> int:
-    """Value in 0..9 of an expression without parentheses; MED is the median rounded down, SM the sum modulo 10.
+    """Return the value, 0 to 9, of an expression; MED is the median rounded down, SM the sum modulo 10.
 
     Raises:
         ValueError: the expression is malformed; the message says at which token.

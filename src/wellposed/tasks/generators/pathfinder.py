@@ -70,11 +70,7 @@ class Drawing:
 
 
 def draw_image(rules: PathfinderRules, label: int, seed: str) -> Drawing:
-    """Return the drawing that ``(rules, label, seed)`` determines.
-
-    Raises:
-        ConfigError: the curves did not fit in 100 tries.
-    """
+    """Return the drawing that the arguments determine; `ConfigError` where it does not fit in 100 tries."""
     generator = random.Random(f"pathfinder/{GENERATOR_VERSION}/{seed}")
     for _ in range(_IMAGE_TRIES):
         wirings = _wirings(rules, generator)
@@ -115,11 +111,7 @@ def _to_segment(x: NDArray[Any], y: NDArray[Any], dashes: NDArray[Any]) -> NDArr
 
 
 def _wirings(rules: PathfinderRules, generator: random.Random) -> tuple[Curves, Curves] | None:
-    """Return two long curves that part the dots, and two of which the first joins them; or None where they do not fit.
-
-    Both pairs have the first and the last dash of the joining curve, at the dots, and the other end of the curve that
-    leaves the first dot. Both must fit before one is chosen, so that what they have in common does not know the label.
-    """
+    """Return two long curves that part the dots, and two of which the first joins them; None where they do not fit."""
     length = rules.contour_length
     joining = _try(rules, length, _rows(_NOTHING), generator)
     if joining is None:
@@ -181,14 +173,15 @@ def _try(
 
 
 def _grow(
-    rules: PathfinderRules, length: int, drawn: NDArray[Any], generator: random.Random,
-    *, first: Dash | None = None, dotted: bool = True,
-) -> Curve | None:  # fmt: skip
-    """Return a curve of ``length`` dashes that keeps its distance from ``drawn`` and from itself, or None.
-
-    Depth first: where no turn is left, the last dash is taken back, for as long as the budget lasts. The first dash is
-    drawn anywhere where it is not given.
-    """
+    rules: PathfinderRules,
+    length: int,
+    drawn: NDArray[Any],
+    generator: random.Random,
+    *,
+    first: Dash | None = None,
+    dotted: bool = True,
+) -> Curve | None:
+    """Return a curve that keeps its distance from ``drawn`` and itself, found depth first within a budget, or None."""
     import numpy as np
 
     rows = np.concatenate((drawn, np.empty((length, 5))))
@@ -218,9 +211,15 @@ def _grow(
 
 
 def _candidates(
-    rules: PathfinderRules, others: NDArray[Any], state: tuple[float, float, float], generator: random.Random,
-    *, dotted: bool, place: int, length: int,
-) -> list[tuple[Dash, float]]:  # fmt: skip
+    rules: PathfinderRules,
+    others: NDArray[Any],
+    state: tuple[float, float, float],
+    generator: random.Random,
+    *,
+    dotted: bool,
+    place: int,
+    length: int,
+) -> list[tuple[Dash, float]]:
     """Return dashes and their headings that can stand at ``place`` of a curve whose end and heading are ``state``."""
     import numpy as np
 
@@ -245,11 +244,7 @@ def _as_dash(row: NDArray[Any]) -> Dash:
 
 
 def _clear(dashes: NDArray[Any], others: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
-    """Return which dashes (number, 4) keep their distance from rows (x, y, x, y, distance), their ends ``more`` of it.
-
-    Two segments that do not cross are as far apart as an end of one and the other; they cannot cross where ends keep
-    more than half a dash.
-    """
+    """Return which dashes keep their distance from rows (x, y, x, y, distance), their ends ``more`` of it."""
     ends, tips = dashes.reshape(-1, 2, 1, 2), others[:, :4].reshape(1, 1, -1, 2, 2)
     near = _to_segment(ends[..., 0], ends[..., 1], others.T[:4]) >= others[:, 4] + more[None, :, None]
     back = _to_segment(tips[..., 0], tips[..., 1], dashes.T[:, :, None, None, None]) >= others[:, 4, None]

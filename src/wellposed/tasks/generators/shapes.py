@@ -17,15 +17,14 @@ _NOISE = 24
 
 
 def draw_shapes(count: int, size: int, seed: str) -> Images:
-    """Return ``count`` images of one bright shape each on a noisy ground, the classes in turn.
-
-    Place, radius, brightness and noise of an image are a function of (seed, its number) alone.
-    """
+    """Return ``count`` noisy images of one bright shape each, the classes in turn, by (seed, number) alone."""
     import numpy as np
 
     labels = np.arange(count, dtype=np.int64) % len(SHAPES)
-    drawn = [_draw(SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}"))
-             for index, label in enumerate(labels.tolist())]  # fmt: skip
+    drawn = [
+        _draw(SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}"))
+        for index, label in enumerate(labels.tolist())
+    ]
     return Images(np.stack(drawn), labels)
 
 

@@ -45,14 +45,8 @@ def generate_texts(
 ) -> Iterator[tuple[int, list[Hypothesis]]]:
     """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index comes exactly once.
 
-    The search is transformers' ``generate``; the ids of padding, unknown and start are never produced.
-
-    Args:
-        model: an encoder-decoder in evaluation mode.
-        tokenizer: pads on the right and decodes.
-        rows: source ids with their end token.
-        decoding: beams and lengths.
-        batch_size: most rows at a time.
+    The search is transformers' ``generate``; the ids of padding, unknown and start are never produced. ``model`` is an
+    encoder-decoder in evaluation mode, ``rows`` are source ids with their end token.
     """
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):

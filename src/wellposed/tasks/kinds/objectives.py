@@ -14,17 +14,10 @@ if TYPE_CHECKING:
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, in float32 whatever the input dtype.
+    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and how many there are, in float32.
 
-    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016.
-
-    Args:
-        logits: (..., classes), any float dtype.
-        labels: (...) integers; -100 marks what is not predicted.
-        label_smoothing: s in [0, 1).
-
-    Returns:
-        The sum in nats and the number of labels that are not -100: float32 scalars, the sum carries gradient.
+    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016, in [0, 1). Logits are (..., classes) of any
+    float dtype, labels (...) integers, -100 where nothing is predicted; the sum, in nats, carries gradient.
 
     >>> import torch
     >>> total, count = cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, -100]))
@@ -44,8 +37,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float 
 def causal_cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts ``labels[:, t + 1]``.
 
-    Args and returns as in `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels
-    (batch, tokens), -100 on padding; a sequence of n tokens holds n - 1 predictions.
+    As `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels (batch, tokens), -100 on padding.
 
     >>> import torch
     >>> total, count = causal_cross_entropy_sum(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))

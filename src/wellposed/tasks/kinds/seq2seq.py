@@ -41,17 +41,10 @@ class PairOptions(Protocol):
     def generate_length_penalty(self) -> float: ...
 
 
-def check_pair_options(task: str, options: PairOptions, **sizes: int | None) -> None:
+def check_pair_options(task: str, options: PairOptions, *sizes: str) -> None:
     """Raise `ConfigError` where a size, or one of ``sizes``, is below 1, or the length penalty is not finite."""
-    require_positive(
-        task,
-        **sizes,
-        vocab_size=options.vocab_size,
-        max_tokens=options.max_tokens,
-        tokens_per_batch=options.tokens_per_batch,
-        generate_beams=options.generate_beams,
-        generate_max_examples=options.generate_max_examples,
-    )
+    shared = ("vocab_size", "max_tokens", "tokens_per_batch", "generate_beams", "generate_max_examples")
+    require_positive(task, options, *sizes, *shared)
     if not math.isfinite(options.generate_length_penalty):
         raise ConfigError(f"{task}: generate_length_penalty = {options.generate_length_penalty}, expected finite")
 
@@ -91,16 +84,14 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        examples: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
-        super().__init__(
-            encoder=encoder, examples=examples, max_length=options.max_tokens, source=source, details=details
-        )
+        pairs: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
+        super().__init__(encoder=encoder, examples=pairs, max_length=options.max_tokens, source=source, details=details)
         self._pair_options = options
         self._references = dict(references)
         self._signatures: dict[str, str] = {}
         self._sides = {
             split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
-            for split, examples in examples.items()
+            for split, examples in pairs.items()
         }
 
     def model_kwargs(self) -> dict[str, Any]:

@@ -20,17 +20,8 @@ class TextScores:
 def score_texts(hypotheses: Sequence[str], references: Sequence[str], *, bleu_tokens: str = "13a") -> TextScores:
     """Return corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) of ``hypotheses``, in 0..100.
 
-    Status: exact, by sacrebleu (Post 2018). One reference per hypothesis, in the same order.
-
-    Args:
-        hypotheses, references: as many texts.
-        bleu_tokens: how BLEU cuts words: 13a for running text, none for text that is tokenised, char for characters.
-
-    Raises:
-        DataError: another number of references, or none at all.
-        ConfigError: `sacrebleu` is not installed.
-
-    Cost: some 5,000 sentences a second. Not for a single sentence: BLEU is a corpus score.
+    Status: exact, by sacrebleu (Post 2018). One reference a hypothesis, in the same order. ``bleu_tokens`` says how
+    BLEU cuts words: 13a for running text, none for text that is tokenised, char for characters. Not for one sentence.
 
     >>> scored = score_texts(["the cat sat on the mat"], ["the cat sat on a mat"])
     >>> round(scored.scores["bleu"], 2), scored.signatures["bleu"].split("|version")[0]

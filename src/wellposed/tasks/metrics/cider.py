@@ -26,26 +26,14 @@ def cider(
     """Return per pair the mean over n = 1..4 of the cosine of tf-idf weighted n-gram counts.
 
     The weight of an n-gram is its count times ``log(pairs / max(1, references that hold it))``. ``"cider"`` is eq. 1-3
-    of Vedantam et al. (2015): words are stemmed (Porter), the cosine is plain. ``"cider_d"`` is their CIDEr-D, which
-    the coco-caption code and the suite of Sharma et al. (2017) print as "CIDEr": no stemming, the hypothesis' weights
-    clipped to the reference's in the product, times ``exp(-(difference in length)^2 / (2 6^2))``, times 10.
+    of Vedantam et al. (2015): words are stemmed (Porter), the cosine is plain, values are in [0, 1]. ``"cider_d"`` is
+    their CIDEr-D, which the coco-caption code and the suite of Sharma et al. (2017) print as "CIDEr": no stemming, the
+    hypothesis' weights clipped to the reference's in the product, times ``exp(-(difference in length)^2 / (2 6^2))``,
+    times 10.
 
-    Status: exact. One reference a hypothesis.
-
-    Args:
-        hypotheses: words of each hypothesis.
-        references: words of each reference, in the same order. They also fix the weights, so a value belongs to a
-            set: the same pair scores differently in another one, and a set of one pair scores 0, as every weight is 0.
-        variant: which of the two.
-
-    Returns:
-        One value a pair, in [0, 1] for ``"cider"``, [0, 10] for ``"cider_d"``; their mean is the score of the set.
-        Orders n for which a sentence has no n-gram of positive weight count as 0, as in the authors' code.
-
-    Raises:
-        ShapeError: the two have different lengths.
-
-    Cost: linear in the number of words.
+    Status: exact. One reference a hypothesis, both as words. The references also fix the weights, so a value belongs
+    to a set: the same pair scores differently in another one, and a set of one pair scores 0, as every weight is 0.
+    Orders n for which a sentence has no n-gram of positive weight count as 0, as in the authors' code.
 
     >>> said = ["a cat sat on the mat".split(), "he can swim very well".split()]
     >>> cider(said, said), cider(said, said, variant="cider_d")

@@ -57,7 +57,7 @@ def dialogue_scores(
     BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (tokenizer 13a, lower case, its default
     smoothing; signatures in ``details``). METEOR, ROUGE-L (beta 1.2), CIDEr and the three of word vectors are means
     over pairs on the words of `words_of`; see `meteor`, `rouge_l`, `cider`, `embedding_scores`. ``sentence_cosine``
-    stands in the place of SkipThought. ``cider_d``, a tenth number, is what the paper's evaluation suite calls CIDEr.
+    replaces SkipThought. ``cider_d``, a tenth number, is what the paper's evaluation suite calls CIDEr.
 
     Status: exact; each differs from the paper's suite as its own page says (METEOR is not METEOR 1.5, SkipThought is
     replaced), so that rows of one table compare with each other and not with the paper's.

@@ -1,4 +1,4 @@
-"""Cosine of sentence embeddings of a user's encoder, in the place of SkipThought, whose weights nobody maintains."""
+"""Cosine of sentence embeddings of a user's encoder; it replaces SkipThought, whose weights nobody maintains."""
 
 from __future__ import annotations
 
@@ -18,20 +18,9 @@ SentenceEncoder = Callable[[Sequence[str]], Any]
 def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: SentenceEncoder) -> float:
     """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
 
-    Status: exact for the encoder given; its values belong to that encoder and compare with no other's, in particular
-    not with the SkipThought column of Zhang et al. (2021, Table 4), in whose place it stands.
-
-    Args:
-        hypotheses, references: sentences, as many of each. An empty one counts as cosine 0.
-        encode: any function from n sentences to an (n, width) array, for instance `hf_sentence_encoder`.
-
-    Returns:
-        A mean in [-1, 1]; 0 for no pairs.
-
-    Raises:
-        ShapeError: the encoder returns something else than one row a sentence.
-
-    Cost: one call of the encoder on all non-empty sentences.
+    Status: exact for the encoder given, a function from n sentences to an (n, width) array. Values of two encoders do
+    not compare, in particular not with the SkipThought column of Zhang et al. (2021, Table 4), which this replaces. An
+    empty sentence counts as cosine 0.
 
     >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
     0.5
@@ -55,15 +44,7 @@ def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode
 def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 128) -> SentenceEncoder:
     """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
 
-    Args:
-        name: folder with a model and its tokenizer, or a hub name.
-        batch_size: sentences in a forward pass.
-        max_length: a longer sentence keeps its first tokens.
-
-    Raises:
-        ConfigError: the model or its tokenizer cannot be loaded.
-
-    Cost: one forward pass a batch, without gradients, on the CPU.
+    ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens.
     """
     try:
         import torch

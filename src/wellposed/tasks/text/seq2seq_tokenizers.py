@@ -74,11 +74,7 @@ class PairEncoder:
 
 
 def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> PairEncoder:
-    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages.
-
-    Raises:
-        ConfigError: a vocabulary smaller than the special tokens and the characters of the texts.
-    """
+    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")
