@@ -14,9 +14,11 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
+from wellposed.cli.imports import ImportedFiles
 from wellposed.errors import ConfigError, DataError, unknown_name
+from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
-from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed.training.config import ConstrainOptions, ModelOptions, PenaltyOptions, RunConfig, TrainOptions, read_toml
 
 Flat = tyro.conf.arg(name="")
 
@@ -31,6 +33,8 @@ class FileArguments:
     """Start from a named configuration."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
+    imports: ImportedFiles = ()
+    """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -63,21 +67,17 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
         found = NAMED.get(preset)()
         return _of_task(found, task, f"preset {preset!r}")
     if config_file:
-        return _of_task(read_config(Path(config_file)), task, config_file)
+        config = _of_task(read_config(Path(config_file)), task, config_file)
+        import_again(config.imports, where=config_file)
+        return config
     return RunConfig(task=task)
 
 
 def read_config(path: Path) -> RunConfig:
     """Read a ``config.toml``; a missing file or a syntax error names the file and line."""
-    import tomllib
-
     if not path.is_file():
         raise DataError(f"{path}: no such configuration file; a run folder holds one as config.toml")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from error
-    return RunConfig.from_dict(values, where=str(path))
+    return RunConfig.from_dict(read_toml(path), where=str(path))
 
 
 def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str) -> tuple[RunConfig, Any]:
@@ -119,6 +119,7 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         model=parsed.model,
         penalty=parsed.penalty,
         constrain=parsed.constrain,
+        imports={**base.imports, **imported_files()},
     )
     if parsed.files.print_config:
         _print_config(run)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.prediction.lines import LineSource, line_writer
 from wellposed.errors import ConfigError, DataError
 
@@ -49,6 +50,8 @@ class PredictArguments:
     """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
     n_best: int = 1
     """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
+    imports: ImportedFiles = ()
+    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
     long: Literal["refuse", "truncate", "split"] = "refuse"
     """What happens to lines longer than the positions of a translation model: an error, their start, or in parts."""
 

@@ -17,7 +17,7 @@ from wellposed.registry import Registry
 from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig
 
 Variant = Callable[..., RunConfig]
-VARIANTS: Registry[Variant] = Registry("variant")
+VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
 
 
 def apply_variant(spec: str, base: RunConfig) -> RunConfig:
