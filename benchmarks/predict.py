@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from wellposed.cli.lines import LineSource
 from wellposed.cli.load import load_model, load_tokenizer
-from wellposed.cli.predict_translate import Translator, build_decoding, translate_lines
+from wellposed.cli.prediction.lines import LineSource
+from wellposed.cli.prediction.translation import Translator, build_decoding, translate_lines
 from wellposed.tasks.kinds.generate import generate_keywords
 
 ROUNDS = 3

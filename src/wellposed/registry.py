@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from wellposed.errors import ConfigError, unknown_name
+from wellposed.plugins import load_entry_points
 
 T = TypeVar("T")
 
@@ -13,7 +14,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """A table from names to objects of one kind; an unknown name is a `ConfigError` that lists the nearest three.
 
-    A new attention, family, task or variant is one new file and one ``register`` line.
+    A new attention, family, task or variant is one new file and one ``register`` line, in this package, in a file that
+    `wellposed.plugins.import_file` runs, or in an installed package with an entry point in the group ``entry_points``.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -26,8 +28,9 @@ class Registry(Generic[T]):
     wellposed.errors.ConfigError: unknown shape 'circel'; nearest: circle
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, entry_points: str = "") -> None:
         self.kind = kind
+        self._entry_points = entry_points
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -43,16 +46,24 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the object registered as ``name``, or raise `ConfigError` naming the nearest three."""
-        if name not in self._entries:
-            raise unknown_name(self.kind, name, self._entries)
-        return self._entries[name]
+        entries = self._all()
+        if name not in entries:
+            raise unknown_name(self.kind, name, entries)
+        return entries[name]
 
     def names(self) -> tuple[str, ...]:
         """Return every registered name in the order of registration."""
-        return tuple(self._entries)
+        return tuple(self._all())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._all()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._all())
+
+    def _all(self) -> dict[str, T]:
+        """Return every entry, those of installed packages included."""
+        if self._entry_points:
+            group, self._entry_points = self._entry_points, ""
+            load_entry_points(group)
+        return self._entries

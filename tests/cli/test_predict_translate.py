@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from wellposed.cli import main, predict_translate
-from wellposed.cli.lines import LineSource, line_writer
-from wellposed.cli.predict_translate import split_text
+from wellposed.cli import main
+from wellposed.cli.prediction import translation
+from wellposed.cli.prediction.lines import LineSource, line_writer
+from wellposed.cli.prediction.translation import split_text
 from wellposed.errors import DataError
 
 WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four", "acht": "eight"}
@@ -58,7 +59,7 @@ def some_lines(count: int) -> list[str]:
 
 def test_lines_keep_their_number_and_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line of a file of several chunks is what the line gives alone; blank lines stay blank."""
-    monkeypatch.setattr(predict_translate, "CHUNK_BATCHES", 3)
+    monkeypatch.setattr(translation, "CHUNK_BATCHES", 3)
     lines = some_lines(25)
     code, out = predict(folder, "\n".join(lines) + "\n")
     assert code == 0

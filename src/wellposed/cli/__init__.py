@@ -58,6 +58,10 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_OK
     if words[0] not in COMMANDS:
         raise unknown_name("command", words[0], COMMANDS)
+    if any(word.partition("=")[0] == "--import" for word in words):
+        from wellposed.cli.imports import import_named_files
+
+        import_named_files(words)
     command = importlib.import_module(f"wellposed.cli._{words[0]}")
     return command.run(words[1:])
 

@@ -14,7 +14,9 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
+from wellposed.cli.imports import ImportedFiles
 from wellposed.errors import ConfigError, DataError, unknown_name
+from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
 from wellposed.training.config import (
     ConstrainOptions,
@@ -23,6 +25,7 @@ from wellposed.training.config import (
     RunConfig,
     StartOptions,
     TrainOptions,
+    read_toml,
 )
 
 Flat = tyro.conf.arg(name="")
@@ -58,6 +61,8 @@ class FileArguments:
     """Start from a named configuration."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
+    imports: ImportedFiles = ()
+    """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -95,7 +100,9 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
         found = NAMED.get(preset)()
         return _of_task(found, task, f"preset {preset!r}")
     if config_file:
-        return _of_task(read_config(Path(config_file)), task, config_file)
+        config = _of_task(read_config(Path(config_file)), task, config_file)
+        import_again(config.imports, where=config_file)
+        return config
     return RunConfig(task=task)
 
 
@@ -116,15 +123,9 @@ def start_config(task: str, name: str, *, from_scratch: bool) -> RunConfig:
 
 def read_config(path: Path) -> RunConfig:
     """Read a ``config.toml``; a missing file or a syntax error names the file and line."""
-    import tomllib
-
     if not path.is_file():
         raise DataError(f"{path}: no such configuration file; a run folder holds one as config.toml")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from error
-    return RunConfig.from_dict(values, where=str(path))
+    return RunConfig.from_dict(read_toml(path), where=str(path))
 
 
 def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str) -> tuple[RunConfig, Any]:
@@ -169,6 +170,7 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         penalty=parsed.penalty,
         constrain=parsed.constrain,
         start=StartOptions(**{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}),
+        imports={**base.imports, **imported_files()},
     )
     if parsed.files.print_config:
         _print_config(run)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from wellposed.cli.imports import ImportedFiles
 from wellposed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class CertifyArguments:
     """Examples in one batch."""
     out: Path | None = None
     """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
+    imports: ImportedFiles = ()
+    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
 

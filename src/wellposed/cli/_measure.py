@@ -9,6 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from wellposed.cli.imports import ImportedFiles
+
 
 @dataclass(frozen=True)
 class MeasureArguments:
@@ -18,6 +20,8 @@ class MeasureArguments:
     """A run folder, a saved Hugging Face model, or the name of a hub model."""
     text: str | None = None
     """Also run the model on this text: activation norms and attention entropy."""
+    imports: ImportedFiles = ()
+    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
     out: Path | None = None
     """Folder for measurement.csv, measurement.json and measurement.svg."""
 

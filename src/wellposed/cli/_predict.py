@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from wellposed.cli.lines import LineSource
-from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.prediction.lines import LineSource, line_writer
+from wellposed.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,6 +50,8 @@ class PredictArguments:
     """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
     n_best: int = 1
     """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
+    imports: ImportedFiles = ()
+    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
     long: Literal["refuse", "truncate", "split"] = "refuse"
     """What happens to lines longer than the positions of a translation model: an error, their start, or in parts."""
 
@@ -65,15 +68,19 @@ def run(words: Sequence[str]) -> int:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
     if model.can_generate():
-        lines: Iterable[str] = [_continuation(model, tokenizer, _text(options), options)]
+        from wellposed.cli.prediction.continuation import continue_text
+
+        count = options.max_new_tokens or MAX_NEW_TOKENS
+        sampling = {"max_new_tokens": count, "temperature": options.temperature, "seed": options.seed}
+        lines: Iterable[str] = [continue_text(model, tokenizer, _text(options), **sampling)]
     else:
-        lines = _labels(model, tokenizer, _lines(options), options.batch_size)
-    if options.output is None:
-        for line in lines:
-            print(line)
-        return 0
-    options.output.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    print(f"written: {options.output}", file=sys.stderr)
+        from wellposed.cli.prediction.labels import label_lines
+
+        lines = label_lines(model, tokenizer, _lines(options), options.batch_size)
+    with line_writer(options.output) as file:
+        file.writelines(f"{line}\n" for line in lines)
+    if options.output is not None:
+        print(f"written: {options.output}", file=sys.stderr)
     return 0
 
 
@@ -96,7 +103,7 @@ def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str
 
 
 def _translate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments) -> int:
-    from wellposed.cli.predict_translate import Translator, build_decoding, translate_lines
+    from wellposed.cli.prediction.translation import Translator, build_decoding, translate_lines
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
     if options.n_best > 1 and options.long == "split":
@@ -136,80 +143,3 @@ def _lines(options: PredictArguments) -> list[str]:
     if options.input is not None and not any(map(str.strip, lines)):
         raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
     return lines
-
-
-def _continuation(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: PredictArguments
-) -> str:
-    import torch
-
-    if not text:
-        raise ConfigError(
-            "wellposed predict: --text is empty; a language model needs at least one character to continue"
-        )
-    torch.manual_seed(options.seed)
-    ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else {"do_sample": False}
-    )
-    wanted = ids.shape[1] + (options.max_new_tokens or MAX_NEW_TOKENS)
-    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or wanted
-    while ids.shape[1] < wanted:
-        # The model sees at most `positions` tokens: past them it goes on from the last half of what it can see.
-        window = ids if ids.shape[1] < positions else ids[:, -max(1, positions // 2) :]
-        count = min(wanted - ids.shape[1], positions - window.shape[1])
-        with torch.inference_mode():
-            out = model.generate(  # type: ignore[operator]
-                input_ids=window, attention_mask=torch.ones_like(window), max_new_tokens=count, **sampling
-            )
-        added = out[:, window.shape[1] :]
-        ids = torch.cat([ids, added], dim=1)
-        if added.shape[1] < count:  # an end-of-text token
-            break
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
-
-
-def _labels(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], batch_size: int
-) -> Iterable[str]:
-    import torch
-
-    pairs = type(model).__name__.endswith("PairClassification")
-    limit = int(model.config.max_position_embeddings)
-    names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
-    for start in range(0, len(lines), batch_size):
-        rows = lines[start : start + batch_size]
-        texts = (
-            [_both_texts(row, start + offset + 1) for offset, row in enumerate(rows)] if pairs else [[r] for r in rows]
-        )
-        given = {}
-        for side, suffix in zip(zip(*texts, strict=True), ("", "_pair"), strict=False):
-            encoded = _encoded(tokenizer, side, limit, start)
-            given |= {f"input_ids{suffix}": encoded["input_ids"], f"attention_mask{suffix}": encoded["attention_mask"]}
-        with torch.inference_mode():
-            logits = model(**given).logits
-        for probabilities in logits.float().softmax(-1):
-            best = int(probabilities.argmax())
-            yield f"{names.get(best, best)}\t{float(probabilities[best]):.4f}"
-
-
-def _both_texts(line: str, number: int) -> list[str]:
-    """Return the two texts of a line, which a tab separates."""
-    texts = line.split("\t")
-    if len(texts) != 2:
-        raise DataError(
-            f"line {number}: {len(texts)} texts, expected two with a tab between: the model compares a pair"
-        )
-    return texts
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, start: int) -> Any:
-    """Return padded ids and mask, or refuse a text that the model has no positions for."""
-    encoded = tokenizer(list(texts), padding=True, return_tensors="pt")
-    for offset, row in enumerate(encoded["attention_mask"]):
-        length = int(row.sum())
-        if length == 0 or length > limit:
-            raise ShapeError(
-                f"line {start + offset + 1}: {length} tokens, expected 1 to {limit} (the positions of the model)"
-            )
-    return encoded

@@ -71,11 +71,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _verified(name: str, *, weights: bool) -> str:
     """Return the folder to load from, once its files are those that were saved."""
     from wellposed.training import verify_final, verify_run_file
+    from wellposed.training.run_folder import CONFIG, import_recorded
 
     folder = model_folder(name)
     verify_final(Path(folder), weights=weights)
     if Path(folder) != Path(name):
-        verify_run_file(Path(name) / "config.toml")
+        verify_run_file(Path(name) / CONFIG)
+        if (Path(name) / CONFIG).is_file():
+            import_recorded(Path(name))
     return folder
 
 

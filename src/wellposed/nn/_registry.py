@@ -16,7 +16,7 @@ from wellposed.registry import Registry
 LayerBuilder = Callable[[Any], nn.Module]
 """`build(config) -> module`; every layer of a stack is built alike."""
 
-ATTENTIONS = Registry[LayerBuilder]("attention")
+ATTENTIONS = Registry[LayerBuilder]("attention", entry_points="wellposed.attentions")
 """Self-attentions: `forward(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor`.
 
 `x` is (batch, tokens, width). `key_padding_mask` is a `PaddingMask`: give it to `attention_mask`. Read from the

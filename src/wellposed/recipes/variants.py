@@ -18,7 +18,7 @@ from wellposed.registry import Registry
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 
 Variant = Callable[..., RunConfig]
-VARIANTS: Registry[Variant] = Registry("variant")
+VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
 
 
 def apply_variant(spec: str, base: RunConfig) -> RunConfig:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
+from wellposed.finite_json import to_json
 from wellposed.measurement import write_csv
+from wellposed.options import flat_options
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
+from wellposed.report._tables import task_table
 from wellposed.statistics import (
     PairedComparison,
     SeedResults,
@@ -84,7 +87,7 @@ class Comparison:
 
     def table(self) -> str:
         """Return one table per task and the list of runs that do not count, as text for a terminal."""
-        parts = [*(_task_table(task) for task in self.tasks), *self.remarks()]
+        parts = [*(task_table(task) for task in self.tasks), *self.remarks()]
         if self.excluded:
             rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
             parts.append(text_table("Not counted", ["run", "status", "why"], rows, left=3))
@@ -126,8 +129,7 @@ class Comparison:
         excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"schema_version": 1, "results": self.records(), "excluded": excluded, "remarks": self.remarks()}
-        text = json.dumps(content, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_bytes(to_json(content, indent=2))
         return path
 
 
@@ -163,7 +165,7 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
 
 def compare_runs(found: FoundRuns) -> Comparison:
     """Return the comparison of runs that are already read."""
-    groups = _by_label(found.runs, lambda run: run.task, lambda run: _task_settings(run.result["config"]))
+    groups = _by_label(found.runs, lambda run: run.task, _task_settings)
     judged = {name: any(run.failure is None for run in runs) for name, runs in groups.items()}
     return Comparison(
         tuple(_compare_task(name, runs) for name, runs in groups.items() if judged[name]),
@@ -174,42 +176,33 @@ def compare_runs(found: FoundRuns) -> Comparison:
 
 def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     runs = [run for run in found if run.failure is None]
-    headline = runs[0].headline
+    headline, directions = runs[0].headline, runs[0].result["higher_is_better"]
     if any(run.headline != headline for run in runs):
         raise DataError(f"runs of task {name} report different headline metrics; compare runs of one version")
     metric = next(m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values)
-    higher = bool(runs[0].result["higher_is_better"].get(headline, True))
+    higher = bool(directions.get(headline, True))
     reference = {k: float(v) for k, v in (runs[0].result.get("reference") or {}).items() if v is not None}
     # A score of generated text has no reference; whether such a task is learnt is read off the loss.
     judged = "loss" if reference_value(headline, reference) is None and "loss" in reference else headline
     expected = reference_value(judged, reference)
     known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
-    more_is_learned = bool(runs[0].result["higher_is_better"].get(judged, True))
-    groups = _by_label(found, lambda run: run.variant, lambda run: _variant_settings(run.result["config"]))
-    ordered = {
-        variant: sorted((run for run in group if run.failure is None), key=lambda run: run.seed)
-        for variant, group in groups.items()
-    }
-    results, notes = [], []
-    first: SeedResults | None = None
-    for variant, group in ordered.items():
-        metrics = (
-            {m: _summary(m, group) for m in group[0].values if all(m in run.values for run in group)} if group else {}
-        )
-        if group and metric not in metrics:
-            raise DataError(f"{group[0].folder / 'result.json'}: lacks {metric!r}, which other runs of {name} report")
-        failures = {run.seed: run.failure for run in groups[variant] if run.failure is not None}
-        mine = SeedResults(variant, {run.seed: run.values[metric] for run in group}, failures)
-        comparison = None if first is None else compare_seeds(mine, first, higher_is_better=higher)
-        first = first or mine
-        if comparison and not comparison.obstacle and comparison.pairs < max(len(first.values), len(group)):
+    results, notes, finished = [], [], []
+    baseline: SeedResults | None = None
+    for variant, group in _by_label(found, lambda run: run.variant, _variant_settings).items():
+        mine = _finished(group)
+        seeds = _seed_results(variant, group, metric)
+        comparison = None if baseline is None else compare_seeds(seeds, baseline, higher_is_better=higher)
+        baseline = baseline or seeds
+        if comparison and not comparison.obstacle and comparison.pairs < max(len(baseline.values), len(mine)):
             notes.append(f"{variant} is tested on the {comparison.pairs} seeds it shares with the first variant")
+        metrics = {m: _summary(m, mine) for m in mine[0].values if all(m in run.values for run in mine)} if mine else {}
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
-            learned = mean > expected if more_is_learned else mean < expected
-        seeds = tuple(run.seed for run in group)
-        results.append(VariantResult(variant, seeds, metrics, learned, comparison, tuple(sorted(failures))))
+            learned = mean > expected if directions.get(judged, True) else mean < expected
+        failed = tuple(sorted(seeds.failures))
+        results.append(VariantResult(variant, tuple(seeds.values), metrics, learned, comparison, failed))
+        finished.append(tuple(mine))
     return TaskComparison(
         task=name,
         metric=metric,
@@ -218,9 +211,21 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         reference_metric=known,
         reference_value=expected,
         variants=tuple(_corrected(results)),
-        runs=tuple(tuple(group) for group in ordered.values()),
+        runs=tuple(finished),
         notes=tuple(notes),
     )
+
+
+def _finished(group: Sequence[Run]) -> list[Run]:
+    return sorted((run for run in group if run.failure is None), key=lambda run: run.seed)
+
+
+def _seed_results(variant: str, group: Sequence[Run], metric: str) -> SeedResults:
+    lacking = [run.folder / "result.json" for run in _finished(group) if metric not in run.values]
+    if lacking:
+        raise DataError(f"{lacking[0]}: lacks {metric!r}, which other runs of {group[0].task} report")
+    failures = {run.seed: run.failure for run in group if run.failure is not None}
+    return SeedResults(variant, {run.seed: run.values[metric] for run in _finished(group)}, failures)
 
 
 def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
@@ -257,61 +262,17 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
     return named
 
 
-def _task_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return flatten(config.get("task_options") or {})
+def _task_settings(run: Run) -> dict[str, Any]:
+    return flat_options(run.result["config"].get("task_options") or {})
 
 
-def _variant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    settings = flatten({key: value for key, value in config.items() if key not in ("task", "task_options", "variant")})
+def _variant_settings(run: Run) -> dict[str, Any]:
+    config, apart = run.result["config"], ("task", "task_options", "variant")
+    settings = flat_options({key: value for key, value in config.items() if key not in apart})
     settings.pop("train.seed", None)
     return settings
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options as one level, with dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _test_columns(c: PairedComparison | None) -> dict[str, Any]:
     names = ("mean_difference", "p_value", "p_holm", "verdict")
     return {name: getattr(c, name) if c else None for name in names}
-
-
-def _task_table(task: TaskComparison) -> str:
-    reference = ""
-    if task.reference_value is not None:
-        reference = f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
-    direction = "higher is better" if task.higher_is_better else "lower is better"
-    others = [m for m in task.metrics if m != task.metric and m.endswith(",test")]
-    columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]
-    rows = [
-        [
-            result.variant,
-            f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
-            if result.failed
-            else str(len(result.seeds)),
-            *(str(result.metrics[m]) if m in result.metrics else "-" for m in (task.metric, *others)),
-            {True: "yes", False: "NO", None: "-"}[result.learned],
-            *_difference_cells(result.comparison),
-        ]
-        for result in task.variants
-    ]
-    title = f"{task.task}: {task.metric}, mean ± standard error ({direction}{reference})"
-    return "\n".join([text_table(title, columns, rows), *conclusions(task)])
-
-
-def conclusions(task: TaskComparison) -> list[str]:
-    """Return one sentence per variant against the first, then what a reader must know about the comparison."""
-    first = task.variants[0].variant
-    verdicts = [f"{r.variant} against {first}: {r.comparison.verdict}" for r in task.variants if r.comparison]
-    return [*verdicts, *(f"note: {note}" for note in task.notes)]
-
-
-def _difference_cells(c: PairedComparison | None) -> list[str]:
-    if c is None:
-        return ["-", "-", "-"]
-    difference = "-" if c.mean_difference is None else f"{c.mean_difference:+.4g}"
-    return [difference, format_number(c.p_value, 3), format_number(c.p_holm, 3)]

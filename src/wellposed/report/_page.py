@@ -12,10 +12,12 @@ from typing import Any
 
 from wellposed.errors import missing_extra
 from wellposed.measurement import WEIGHT_COLUMNS, write_csv
-from wellposed.report._aggregate import TaskComparison, compare_runs, conclusions, flatten
+from wellposed.options import flat_options
+from wellposed.report._aggregate import TaskComparison, compare_runs
 from wellposed.report._curves import task_curves
 from wellposed.report._plots import curves_figure, mean_rows, orthogonality_figure, spectra_figure, weights_error
 from wellposed.report._runs import Run, find_runs, load_details
+from wellposed.report._tables import conclusions
 from wellposed.text_table import format_number
 
 
@@ -219,7 +221,7 @@ def _training(variant: str, group: Sequence[Run]) -> dict[str, Any]:
 
 def _differences(runs: Sequence[Sequence[Run]]) -> list[tuple[str, Sequence[str]]]:
     """Settings in which variants differ, one value per variant."""
-    configs = [flatten(group[0].result["config"]) for group in runs]
+    configs = [flat_options(group[0].result["config"]) for group in runs]
     names = sorted({name for config in configs for name in config} - {"variant", "train.seed"})
     values = [(name, [str(config.get(name, "not set")) for config in configs]) for name in names]
     return [(name, row) for name, row in values if len(set(row)) > 1]
@@ -227,14 +229,14 @@ def _differences(runs: Sequence[Sequence[Run]]) -> list[tuple[str, Sequence[str]
 
 def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
     """Description of the data; a setting in which runs differ shows all its values."""
-    described = [flatten(run.result.get("data") or {}) for group in runs for run in group]
+    described = [flat_options(run.result.get("data") or {}) for group in runs for run in group]
     names = list(dict.fromkeys(name for description in described for name in description))
     return [(name, " | ".join(dict.fromkeys(_shown(d.get(name, "-")) for d in described))) for name in names]
 
 
 def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Every entry once; where runs differ, each value with the runs it belongs to."""
-    described = [(run, flatten(_environment(run))) for run in runs]
+    described = [(run, flat_options(_environment(run))) for run in runs]
     table = []
     for name in dict.fromkeys(name for _, values in described for name in values):
         groups: dict[str, list[Run]] = {}

@@ -143,7 +143,7 @@ class TaskSpec:
     summary: str
 
 
-TASKS: Registry[TaskSpec] = Registry("task")
+TASKS: Registry[TaskSpec] = Registry("task", entry_points="wellposed.tasks")
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:

@@ -146,11 +146,7 @@ def _report_headline(task: Task, metrics: Collection[str]) -> str:
 
 
 def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
-    """Return for each metric whether higher is better.
-
-    A task states the direction of its headline, which its other metrics share (bits beside nats, F1 beside accuracy).
-    Where a report has another headline, the scores of generated text are better when higher.
-    """
+    """Return for each metric whether higher is better: as for the task's headline; always for generated text."""
     plain = task.headline if task.report_headline else None
     return {
         metric: metric != "loss" and (task.higher_is_better if plain in (None, metric) else True)

@@ -10,7 +10,7 @@ from torch import nn
 from wellposed.errors import CheckpointError, RoleNotFoundError
 from wellposed.training import _manifest, checkpoints, durable_files
 from wellposed.training.build import build_run_model
-from wellposed.training.run_folder import read_config
+from wellposed.training.run_folder import import_recorded, read_config
 from wellposed.training.tensors import encode, model_tensors
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
         ``(model, tokenizer)``.
 
     Raises:
-        ConfigError: not a run folder.
+        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this user's list.
         CheckpointError: no complete checkpoint, or files that do not load.
         DataError: an unfinished run whose data is gone.
 
@@ -99,6 +99,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     """
     run_dir = Path(run_dir)
     config = read_config(run_dir)
+    import_recorded(run_dir)
     final = run_dir / FINAL
     if final.is_dir():
         return _load_final(final)

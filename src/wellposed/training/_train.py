@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,19 +11,18 @@ from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import build_task
-from wellposed.training import _manifest, run_folder
-from wellposed.training._result import RunResult, describe_result, read_result, write_result
+from wellposed.training import run_folder
+from wellposed.training._result import RunResult, read_result
 from wellposed.training.build import ModelFactory, build_run_model
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
 from wellposed.training.epochs import counted_in_steps
-from wellposed.training.finish import cancel, fail, finish
+from wellposed.training.finish import cancel, fail, fail_before_start, finish
 from wellposed.training.loop import fit
 from wellposed.training.metrics import MetricsFile
 from wellposed.training.progress import Progress
 from wellposed.training.run import Run
 from wellposed.training.signals import Cancelled, StopRequest
-from wellposed.training.state import TrainerState
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -118,8 +116,8 @@ def train(
                 return _train_to_the_end(run)
     except ConvergenceError as error:
         # The weights or their constraint could not be made: such a run has failed, as one whose loss is not finite.
-        return _failed_at_start(
-            config, out, task, resume=resume, command=command, message=str(error), write=accelerator.is_main_process
+        return fail_before_start(
+            config, out, task, error, resume=resume, command=command, write=accelerator.is_main_process
         )
     except OSError as error:
         if error.errno not in DISK_PROBLEMS:
@@ -141,27 +139,3 @@ def _train_to_the_end(run: Run) -> RunResult:
         return cancel(run)
     except (Divergence, ConvergenceError) as error:
         return fail(run, error)
-
-
-def _failed_at_start(
-    config: RunConfig, out: Path, task: Task, *, resume: str, command: list[str] | None, message: str, write: bool
-) -> RunResult:
-    environment = run_folder.environment(command)
-    values = describe_result(
-        status="failed",
-        config=config,
-        task=task,
-        state=TrainerState(),
-        evaluations={},
-        environment=environment,
-        parameters=0,
-        message=message,
-    )
-    result = RunResult("failed", out, values, message)
-    if write:
-        logging.getLogger("wellposed.training").warning("%s: failed: %s", out, message)
-        run_folder.enter_run_folder(out, config, resume)
-        _manifest.remove(out)
-        run_folder.write_environment(out, environment, 0)
-        write_result(result)
-    return result

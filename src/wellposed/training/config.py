@@ -7,8 +7,10 @@ A variant is a function from one `RunConfig` to another. Descriptions under the 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import ConfigError
@@ -174,6 +176,8 @@ class RunConfig:
     train: TrainOptions = TrainOptions()
     constrain: ConstrainOptions = ConstrainOptions()
     start: StartOptions = StartOptions()
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """Path and SHA-256 of every Python file that was imported for this run."""
 
     def __post_init__(self) -> None:
         if self.start.model and self.model != ModelOptions():
@@ -187,7 +191,8 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
-        return {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
+        values = {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
+        return values if self.imports else {name: value for name, value in values.items() if name != "imports"}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
@@ -204,6 +209,18 @@ class RunConfig:
                 "write the file again with `wellposed train TASK --print-config`"
             )
         return build_options(cls, values, where=where)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML; the message has the line.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:

@@ -58,23 +58,23 @@ def find_blame(model: nn.Module, compute_losses: Callable[[], Mapping[str, torch
         more = f" and {len(weights) - MAX_LISTED} more" if len(weights) > MAX_LISTED else ""
         owner = weights[0].rpartition(".")[0] or ROOT
         return Blame(owner, f"weights hold NaN or infinite values: {', '.join(weights[:MAX_LISTED])}{more}")
-    watch = _Watch(model)
+    watcher = _FiniteWatcher(model)
     try:
         model.zero_grad(set_to_none=True)
         losses = compute_losses()
-        if watch.blame is not None:
-            return watch.blame
+        if watcher.blame is not None:
+            return watcher.blame
         for name, loss in losses.items():
             if not _finite(loss):
                 return Blame(name, f"every activation is finite, but this term is {float(loss.detach())}")
         sum(losses.values(), torch.zeros((), device=next(model.parameters()).device)).backward()
-        return watch.backward_blame(model)
+        return watcher.backward_blame(model)
     finally:
-        watch.remove()
+        watcher.remove()
         model.zero_grad(set_to_none=True)
 
 
-class _Watch:
+class _FiniteWatcher:
     """Hooks on every module that note the first non-finite activation and the first non-finite gradient."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from wellposed.errors import CheckpointError, ConvergenceError
@@ -11,12 +13,15 @@ from wellposed.training import _manifest, checkpoints, run_folder
 from wellposed.training._result import RunResult, Status, describe_result, write_result
 from wellposed.training._save import save_final
 from wellposed.training.average import choose_weights
+from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
 from wellposed.training.evaluate import Evaluation
 from wellposed.training.loop import evaluate_split, validate
 from wellposed.training.signals import Cancelled
+from wellposed.training.state import TrainerState
 
 if TYPE_CHECKING:
+    from wellposed.tasks import Task
     from wellposed.training.run import Run
 
 GENERATE_BATCH = 64
@@ -56,6 +61,38 @@ def fail(run: Run, error: Divergence | ConvergenceError) -> RunResult:
     run.progress.say(f"stopped: {error}", warn=True)
     divergence = error if isinstance(error, Divergence) else None
     return end(run, "failed", run.best_evaluation(), str(error), divergence)
+
+
+def fail_before_start(
+    config: RunConfig,
+    out: Path,
+    task: Task,
+    error: ConvergenceError,
+    *,
+    resume: str,
+    command: list[str] | None,
+    write: bool,
+) -> RunResult:
+    """End a run whose model or constraint could not be made; one process of them writes the folder."""
+    environment = run_folder.environment(command)
+    values = describe_result(
+        status="failed",
+        config=config,
+        task=task,
+        state=TrainerState(),
+        evaluations={},
+        environment=environment,
+        parameters=0,
+        message=str(error),
+    )
+    result = RunResult("failed", out, values, str(error))
+    if write:
+        logging.getLogger("wellposed.training").warning("%s: failed: %s", out, error)
+        run_folder.enter_run_folder(out, config, resume)
+        _manifest.remove(out)
+        run_folder.write_environment(out, environment, 0)
+        write_result(result)
+    return result
 
 
 def load_best_weights(run: Run) -> str:

@@ -7,8 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, listed
 from wellposed.finite_json import to_json
+from wellposed.plugins import import_again
 from wellposed.training import checkpoints, durable_files
-from wellposed.training.config import RunConfig, config_difference
+from wellposed.training.config import RunConfig, config_difference, read_toml
 from wellposed.version import __version__
 
 CONFIG = "config.toml"
@@ -31,14 +31,26 @@ def read_config(run_folder: Path) -> RunConfig:
     Raises:
         ConfigError: there is no ``config.toml``, or it cannot be read (all problems named).
     """
+    return RunConfig.from_dict(_read_values(run_folder), where=str(run_folder / CONFIG))
+
+
+def import_recorded(run_folder: Path) -> None:
+    """Import the Python files that a run was made with, see `wellposed.plugins.import_again`; most have none.
+
+    Raises:
+        ConfigError: there is no ``config.toml``, it cannot be read, or a file may not be imported.
+    """
+    files = _read_values(run_folder).get("imports", {})
+    if not isinstance(files, Mapping):
+        raise ConfigError(f"{run_folder / CONFIG}: imports = {files!r}, expected a table of files and SHA-256")
+    import_again(files, where=str(run_folder))
+
+
+def _read_values(run_folder: Path) -> dict[str, Any]:
     path = run_folder / CONFIG
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{run_folder}: not a run folder (no {CONFIG})") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return RunConfig.from_dict(values, where=str(path))
+    if not path.exists():
+        raise ConfigError(f"{run_folder}: not a run folder (no {CONFIG})")
+    return read_toml(path)
 
 
 def write_config(run_folder: Path, config: RunConfig) -> None:

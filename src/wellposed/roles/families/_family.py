@@ -19,7 +19,7 @@ class Family:
     feedforward: Callable[[LocatedModule], FeedForwardRole | None]
 
 
-FAMILIES = Registry[Family]("model family")
+FAMILIES = Registry[Family]("model family", entry_points="wellposed.families")
 
 
 def attention_named(query: str, key: str, value: str, output: str) -> Callable[[LocatedModule], AttentionRole | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.cli.lines import LineProgress, LineSource, line_writer
+from wellposed.cli.prediction.lines import LineProgress, LineSource, line_writer
 from wellposed.errors import ConfigError, DataError, listed
 
 if TYPE_CHECKING:

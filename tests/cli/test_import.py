@@ -1,0 +1,164 @@
+"""A task, a variant, an attention and a model family from outside the package: from a file, and from a package."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tomllib
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli import main
+from wellposed.errors import ConfigError
+from wellposed.plugins import import_again
+
+PLUGIN = '''
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wellposed.nn import ATTENTIONS
+from wellposed.recipes.variants import VARIANTS
+from wellposed.roles import FAMILIES
+from wellposed.tasks import TASKS, TaskSpec, TextClassificationOptions, TextClassificationTask
+
+
+@dataclass(frozen=True)
+class FilmOptions:
+    max_length: int = 6
+    """Longest text."""
+
+
+class FilmTask(TextClassificationTask):
+    """Films, good or bad."""
+
+    name = "films"
+
+    def __init__(self, options):
+        rows = str(Path(__file__).with_name("rows.tsv"))
+        super().__init__(TextClassificationOptions(data=rows, max_length=options.max_length))
+
+
+TASKS.register("films")(TaskSpec("films", FilmOptions, FilmTask, "films, good or bad"))
+ATTENTIONS.register("mine")(ATTENTIONS.get("dot_product"))
+FAMILIES.register("mine")(FAMILIES.get(FAMILIES.names()[0]))
+
+
+@VARIANTS.register("mine")
+def mine(base):
+    """My attention."""
+    return replace(base, model=replace(base.model, attention="mine"))
+'''
+TINY = ["--steps", "2", "--eval-every", "2", "--batch-size", "8", "--model.hidden-size", "8", "--quiet"]
+TINY += ["--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+
+
+def wellposed(home: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a fresh process with its own list of imported files."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(home)}
+    command = [sys.executable, "-m", "wellposed", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the plug-in `my.py`, its rows and a comparison of its variant on its task."""
+    folder = tmp_path_factory.mktemp("plugged")
+    rng = random.Random(0)
+    rows = [(label, f"a {word} film {rng.choice('xyz')}") for label, word in (("pos", "good"), ("neg", "bad"))] * 40
+    (folder / "rows.tsv").write_text("label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8")
+    (folder / "my.py").write_text(PLUGIN, encoding="utf-8")
+    words = ["compare", "films", "--variants", "post_ln,mine", "--import", folder / "my.py", "--out", folder / "runs"]
+    done = wellposed(folder / "home", *words, *TINY)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_run_records_what_it_imported(folder: Path) -> None:
+    config = tomllib.loads((folder / "runs" / "mine" / "seed-0" / "config.toml").read_text(encoding="utf-8"))
+    file = folder / "my.py"
+    assert (config["task"], config["model"]["attention"]) == ("films", "mine")
+    assert config["imports"] == {str(file.resolve()): sha256(file.read_bytes()).hexdigest()}
+
+
+def test_a_fresh_process_imports_it_again_and_labels_lines(folder: Path) -> None:
+    done = wellposed(folder / "home", "predict", folder / "runs" / "mine" / "seed-0", "--text", "a good film x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\t")[0] in ("pos", "neg")
+
+
+def test_a_folder_from_elsewhere_runs_no_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["predict", str(folder / "runs" / "mine" / "seed-0"), "--text", "a good film"]) == 2
+    message = capsys.readouterr().err
+    assert f"if you trust it, give --import {folder.resolve() / 'my.py'}" in message
+    assert "attention" not in message
+    assert "wellposed_import" not in " ".join(sys.modules)
+
+
+def test_a_file_that_changed_or_went_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
+    file = tmp_path / "changed.py"
+    shutil.copy(folder / "my.py", file)
+    with pytest.raises(ConfigError) as caught:
+        import_again({str(file): "0" * 64, str(tmp_path / "gone.py"): "0" * 64}, where="runs/a")
+    message = str(caught.value)
+    assert message.startswith("runs/a was made with code from outside wellposed:")
+    assert f"{file}: has changed since" in message
+    assert f"{tmp_path / 'gone.py'}: no such file" in message
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def", "SyntaxError"),
+        ("from wellposed.tasks import TASKS\nTASKS.register('listops')(None)", "task 'listops' is registered twice"),
+    ],
+)
+def test_a_file_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str, says: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = tmp_path / "my.py"
+    file.write_text(source, encoding="utf-8")
+    assert main(["train", "listops", "--import", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert f"--import {file}: {says}" in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "wellposed").exists()
+
+
+def test_an_installed_package_brings_its_names_by_entry_points(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "my.py", tmp_path / "mine.py")
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    groups = ("tasks", "variants", "attentions", "families")
+    (info / "entry_points.txt").write_text("".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups))
+    code = (
+        "import json; from wellposed.tasks import TASKS; found = ['films' in TASKS];"
+        "from wellposed.nn import ATTENTIONS; from wellposed.recipes.variants import VARIANTS;"
+        "from wellposed.roles import FAMILIES;"
+        "print(json.dumps([*found, *('mine' in table for table in (VARIANTS, ATTENTIONS, FAMILIES))]))"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def run() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True] * 4
+    (tmp_path / "mine.py").write_text("import nothing_of_this_name")
+    assert "entry point mine = mine of mine in wellposed.tasks: ModuleNotFoundError" in run().stderr
