@@ -64,10 +64,6 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 # Circles that are being taken apart; a name leaves this list when its files no longer import each other.
-KNOWN = ("wellposed.tasks.",)
-
-
 def test_our_packages_have_no_circle() -> None:
     done = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, check=False)
-    groups = [line.partition(": ")[2].split(", ") for line in done.stdout.splitlines() if "import each other" in line]
-    assert [group for group in groups if not all(name.startswith(KNOWN) for name in group)] == []
+    assert done.returncode == 0, done.stdout

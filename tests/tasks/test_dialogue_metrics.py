@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.tasks.metrics.cider import cider
-from wellposed.tasks.metrics.dialogue import DIALOGUE_METRICS, VECTOR_METRICS, dialogue_scores, words_of
+from wellposed.tasks.metrics.dialogue import dialogue_scores, words_of
 from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores, read_word_vectors
 from wellposed.tasks.metrics.meteor import align, meteor
+from wellposed.tasks.metrics.names import DIALOGUE_METRICS, VECTOR_METRICS
 from wellposed.tasks.metrics.rouge import longest_common_subsequence, rouge_l
 from wellposed.tasks.metrics.sentence import hf_sentence_encoder, sentence_cosine
 from wellposed.tasks.metrics.stem import porter_stem

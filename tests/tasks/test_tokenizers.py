@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError
+from wellposed.tasks.text.encoders import build_encoder
 from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
@@ -20,7 +21,6 @@ from wellposed.tasks.text.tokenizers import (
     CharacterEncoder,
     TextEncoder,
     WordEncoder,
-    build_encoder,
     split_words,
 )
 

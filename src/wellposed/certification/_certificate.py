@@ -236,8 +236,7 @@ class Certificate:
         ]
         rows.append((_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope()))
         table = aligned(rows, "l")
-        return f"{table}
-{self.reason}" if self.reason else table
+        return f"{table}\n{self.reason}" if self.reason else table
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""

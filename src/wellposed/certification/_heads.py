@@ -60,22 +60,23 @@ def split_rows(projection: Affine, num_heads: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Query, key, value (H, D, d) and output (H, d, E) with biases; no bound depends on that of keys."""
+    """Query, key, value (H, D, d) and output (H, d, E) with biases; that of keys matters where keys are rotated alone."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     output: Tensor
     query_bias: Tensor
+    key_bias: Tensor
     value_bias: Tensor
     output_bias: Tensor
 
     @classmethod
     def of(cls, query: Affine, key: Affine, value: Affine, output: Affine, heads: int) -> AttentionWeights:
         """Cut four projections into heads."""
-        (q, bq), (k, _), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
+        (q, bq), (k, bk), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
         o, bo = split_rows(output, heads)
-        return cls(q, k, v, o, bq, bv, bo)
+        return cls(q, k, v, o, bq, bk, bv, bo)
 
     @property
     def head_dim(self) -> int:

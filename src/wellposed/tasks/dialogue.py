@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.dialogues import load_dialogues, read_synonyms, repeated
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask, check_pair_options
-from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS
+from wellposed.tasks.metrics.names import SENTENCE_METRIC, VECTOR_METRICS
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
 if TYPE_CHECKING:

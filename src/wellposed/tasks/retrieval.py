@@ -71,7 +71,7 @@ class RetrievalTask(ClassificationTask):
     kind: ClassVar[Kind] = "sequence_pair_classification"
 
     def __init__(self, options: RetrievalOptions) -> None:
-        from wellposed.tasks.text.tokenizers import build_encoder
+        from wellposed.tasks.text.encoders import build_encoder
 
         require_positive("retrieval", options, "num_train", "num_valid", "num_test", "max_length", "max_words")
         self.options = options

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from wellposed.options import build_options
 from wellposed.registry import Registry
+from wellposed.tasks.kinds.objectives import IGNORED_LABEL, causal_cross_entropy_sum, cross_entropy_sum
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,7 +23,6 @@ Kind: TypeAlias = Literal["causal_lm", "sequence_classification", "seq2seq_lm", 
 Split: TypeAlias = Literal["train", "valid", "test"]
 Example: TypeAlias = "dict[str, list[int]]"
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
-IGNORED_LABEL = -100
 
 
 class Task(ABC):
@@ -83,8 +83,6 @@ class Task(ABC):
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Return the summed float32 cross entropy in nats and the number of predictions; a causal shift is inside."""
-        from wellposed.tasks.kinds.objectives import causal_cross_entropy_sum, cross_entropy_sum
-
         loss = causal_cross_entropy_sum if self.kind == "causal_lm" else cross_entropy_sum
         return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 

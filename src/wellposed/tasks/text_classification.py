@@ -57,7 +57,7 @@ class TextClassificationTask(ClassificationTask):
     name: ClassVar[str] = "text_classification"
 
     def __init__(self, options: TextClassificationOptions) -> None:
-        from wellposed.tasks.text.tokenizers import build_encoder
+        from wellposed.tasks.text.encoders import build_encoder
 
         require_positive("text_classification", options, "max_length", "max_words")
         self.options = options

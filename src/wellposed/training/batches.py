@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.task import IGNORED_LABEL
+from wellposed.tasks.kinds.objectives import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from wellposed.tasks.task import IGNORED_LABEL, Example
+from wellposed.tasks.kinds.objectives import IGNORED_LABEL
+from wellposed.tasks.task import Example
 
 if TYPE_CHECKING:
     from torch import Tensor

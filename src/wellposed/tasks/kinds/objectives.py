@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from wellposed.tasks.task import IGNORED_LABEL
+IGNORED_LABEL = -100
+"""Label of a position that nothing is predicted at."""
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ShapeError
+from wellposed.tasks.metrics.names import SENTENCE_METRIC, VECTOR_METRICS
 
 if TYPE_CHECKING:
     from wellposed.tasks.metrics.embedding import WordVectors
-
-OVERLAP_METRICS = ("bleu_1", "bleu_4", "meteor", "rouge_l", "cider")
-"""Need no file."""
-VECTOR_METRICS = ("embedding_average", "vector_extrema", "greedy_matching")
-"""Need word vectors."""
-SENTENCE_METRIC = "sentence_cosine"
-"""Needs a sentence encoder."""
-DIALOGUE_METRICS = (*OVERLAP_METRICS, SENTENCE_METRIC, *VECTOR_METRICS)
 
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.files import missing_file
-from wellposed.tasks.metrics.dialogue import VECTOR_METRICS
+from wellposed.tasks.metrics.names import VECTOR_METRICS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

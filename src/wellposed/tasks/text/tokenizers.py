@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError, missing_extra
+from wellposed.errors import missing_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -183,21 +183,6 @@ class _CountingIds(dict[str, int]):
     def __missing__(self, word: str) -> int:
         self.unknown[word] += 1
         return UNK_ID
-
-
-def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
-    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the train texts alone."""
-    if tokenizer == "byte":
-        return ByteEncoder()
-    if tokenizer == "character":
-        return CharacterEncoder(set().union(*map(set, train_texts)))
-    if tokenizer == "word":
-        return WordEncoder.from_texts(train_texts, max_words=max_words)
-    if tokenizer.startswith("hf:") and tokenizer != "hf:":
-        from wellposed.tasks.text.pretrained import PretrainedEncoder
-
-        return PretrainedEncoder(tokenizer.removeprefix("hf:"))
-    raise ConfigError(f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH")
 
 
 # str.split() also splits at these; the tokenizers library, which follows Unicode White_Space, does not.
