@@ -28,7 +28,7 @@ from wellposed.training.optimizer import build_optimizer, set_learning_rate
 from wellposed.training.progress import Progress
 from wellposed.training.signals import Cancelled, StopRequest
 from wellposed.training.state import TrainerState, Window
-from wellposed.training.step import StepNumbers, autocast, compute_gradients, sum_over_processes
+from wellposed.training.step import StepNumbers, autocast, compute_gradients, scaled, sum_over_processes
 from wellposed.training.tensors import gather_bytes, restore_torch_states, torch_states
 
 if TYPE_CHECKING:
@@ -361,6 +361,7 @@ class Run:
         batch = to_device(batch, self.accelerator.device)
         with autocast(self.accelerator.device, self.options):
             logits, auxiliary = forward_with_auxiliary(self.model, batch)
+            logits = scaled(logits, self.options)
             loss, _ = self.task.loss_sum(logits, batch, label_smoothing=self.options.label_smoothing)
         penalty = self._penalty_of_step()
         extra = None if penalty is None else penalty()
