@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-from wellposed.option_checks import INSIDE_0_1, POSITIVE, RATE, SIZE, one_of, option, out_of_range
+from wellposed.option_checks import ABOVE_ONE, COUNT, INSIDE_0_1, POSITIVE, RATE, SIZE, one_of, option, out_of_range
 from wellposed.options import refuse
 
 Options = TypeVar("Options", bound="PartOptions")
@@ -101,8 +101,8 @@ class SharedOptions:
     """Registered architecture."""
     hidden_size: int = option(128, SIZE)
     """Width D of a token."""
-    num_hidden_layers: int = option(2, SIZE)
-    """Number of blocks."""
+    num_hidden_layers: int = option(2, COUNT)
+    """Number of blocks; 0 is the control without any, a bag of tokens."""
     tie_word_embeddings: bool = True
     """Share the token embedding with the output layer of a language model."""
     dropout: float = option(0.0, RATE)
@@ -136,14 +136,14 @@ class TokenOptions(PartOptions):
 class TransformerOptions(PartOptions):
     """The parts of a Transformer."""
 
-    activation: Literal["relu", "gelu"] = "gelu"
-    """Feed-forward nonlinearity."""
     attention: str = "dot_product"
     """Registered attention."""
+    feedforward: str = "mlp"
+    """Registered feed-forward."""
     norm: Literal["pre", "post", "none"] = "post"
     """Where LayerNorm stands."""
     residual: str = "plain"
-    """Registered residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0."""
+    """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a learnt."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     attention_dropout: float = option(0.0, RATE)
@@ -154,6 +154,17 @@ class TransformerOptions(PartOptions):
     """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
     share_embeddings: bool = True
     """One token embedding for source and target of an encoder-decoder."""
+    unit_embeddings: bool = False
+    """Token vectors of norm 1, which are then not multiplied by sqrt(D)."""
+
+
+@read_by(architecture="wellposed", feedforward="mlp")
+@dataclass(frozen=True)
+class MLPOptions(PartOptions):
+    """What the feed-forward with a scalar nonlinearity reads."""
+
+    activation: Literal["relu", "gelu"] = "gelu"
+    """Feed-forward nonlinearity."""
 
 
 @read_by(position="sinusoidal")
@@ -205,6 +216,26 @@ class CosineOptions(PartOptions):
     """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
 
 
+@read_by(attention="ball")
+@dataclass(frozen=True)
+class BallOptions(PartOptions):
+    """What attention on the unit ball reads."""
+
+    ball_temperature: float = option(2.0, POSITIVE)
+    """Temperature of every head of attention ball at the start; it is learnt between 0 and ball_max_temperature."""
+    ball_max_temperature: float = option(10.0, POSITIVE)
+    """No head of attention ball has a larger temperature."""
+
+
+@read_by(residual="budget")
+@dataclass(frozen=True)
+class BudgetOptions(PartOptions):
+    """What a residual with a share of a Lipschitz budget reads."""
+
+    budget: float = option(2.0, ABOVE_ONE)
+    """L of residual budget: all residuals together multiply distances by at most L, if no branch multiplies any."""
+
+
 @read_by(architecture="transject")
 @dataclass(frozen=True)
 class TransJectOptions(PartOptions):
@@ -220,7 +251,16 @@ class TransJectOptions(PartOptions):
 
 @dataclass(frozen=True)
 class ModelOptions(
-    TransJectOptions, CosineOptions, ContractiveOptions, TransformerOptions, TokenOptions, HeadOptions, SharedOptions
+    TransJectOptions,
+    BudgetOptions,
+    BallOptions,
+    CosineOptions,
+    ContractiveOptions,
+    MLPOptions,
+    TransformerOptions,
+    TokenOptions,
+    HeadOptions,
+    SharedOptions,
 ):
     """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
 

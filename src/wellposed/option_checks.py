@@ -36,6 +36,11 @@ def one_of(*values: object) -> Check:
     return f"{', '.join(words[:-1])} or {words[-1]}", lambda value: value in values and not isinstance(value, bool)
 
 
+COUNT: Check = (
+    "an integer >= 0",
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+)
+ABOVE_ONE: Check = ("a finite number > 1", lambda value: _is_number(value) and 1 < value < math.inf)
 SIZE: Check = ("an integer >= 1", is_size)
 RATE: Check = ("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
 INSIDE_0_1: Check = ("a number in (0, 1)", lambda value: _is_number(value) and 0 < value < 1)

@@ -51,11 +51,11 @@ def test_residuals_and_norm_placements_by_hand():
         ("pre", lambda a, f: (1 + gain * a) * (1 + gain * f)),
         ("post", lambda a, f: (1 + a) * gain * (1 + f) * gain),
     ):
-        block = Block(_config(norm=norm), 0).eval()
+        block = Block(_config(norm=norm)).eval()
         attention = certify(block.attention, seq_len=9).total
         feedforward = certify(block.feedforward, seq_len=9).total
         assert certify(block, seq_len=9).total == pytest.approx(expected(attention, feedforward), rel=1e-9)
-    block = Block(_config(residual="rezero"), 0).eval()
+    block = Block(_config(residual="rezero")).eval()
     assert certify(block, seq_len=9).total == 1.0
     block.attention_residual.scale.data.fill_(-0.5)
     assert certify(block, seq_len=9).total == pytest.approx(1 + 0.5 * attention_of(block), rel=1e-9)
@@ -66,7 +66,7 @@ def attention_of(block: Block) -> float:
 
 
 def test_a_branch_scaled_by_zero_needs_no_bound():
-    block = Block(_config(residual="rezero", attention="dot_product"), 0).eval()
+    block = Block(_config(residual="rezero", attention="dot_product")).eval()
     certificate = certify(block, seq_len=4)
     assert certificate.total == 1.0
     assert certificate.label == "certified"
@@ -179,7 +179,7 @@ def test_zero_weights_give_a_finite_certificate(attention):
 
     if attention not in ATTENTIONS:
         pytest.skip(f"attention {attention} is not registered")
-    block = Block(_config(attention=attention), 0).eval()
+    block = Block(_config(attention=attention)).eval()
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.zero_()

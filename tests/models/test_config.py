@@ -37,9 +37,15 @@ CHANGES = [
     ("intermediate_size", 20),
     ("activation", "relu"),
     ("attention", "other-for-this-test"),
+    ("attention", "ball"),
+    ("feedforward", "maxmin"),
     ("norm", "pre"),
     ("norm", "none"),
     ("residual", "rezero"),
+    ("residual", "convex"),
+    ("residual", "budget"),
+    ("num_hidden_layers", 0),
+    ("unit_embeddings", True),
     ("qk_norm", True),
     ("position", "sinusoidal"),
     ("scale_embeddings", False),
@@ -85,7 +91,6 @@ def test_every_option_changes_the_result(option, value):
 
 def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
     elsewhere = {
-        "feedforward",  # one is registered
         "tie_word_embeddings",  # test_saving
         "pad_token_id",
         "bos_token_id",
@@ -101,6 +106,9 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         "query_width",  # test_l2_options
         "l2_init_scale",  # test_l2_options
         "cosine_eps",  # test_l2_options
+        "ball_temperature",  # test_lipschitz
+        "ball_max_temperature",  # test_lipschitz
+        "budget",  # test_lipschitz
     }
     own = {*WellposedConfig.__annotations__, *WellposedConfig.part_options()} - {"window_for_this_test"}
     assert own == ({option for option, _ in CHANGES} - {"num_labels"}) | elsewhere
@@ -133,7 +141,7 @@ def test_all_bad_values_are_in_one_message():
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers: received 0; expected an integer >= 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: received -1; expected an integer >= 0"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers: received 2.0"),
         ({"num_attention_heads": True}, "num_attention_heads: received True"),
         ({"attention_dropout": -0.1}, "attention_dropout: received -0.1"),

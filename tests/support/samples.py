@@ -86,8 +86,8 @@ def _attention(
                   takes_causal=True)  # fmt: skip
 
 
-def _block(kind: Callable[[Any, int], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
-    return _plain(lambda width: kind(_config(width, **options), 0), needs_ball=needs_ball, takes_mask=True,
+def _block(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
+    return _plain(lambda width: kind(_config(width, **options)), needs_ball=needs_ball, takes_mask=True,
                   takes_causal=True)  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
 
 
 def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> Block:
-    block = Block(_config(width, norm="none"), 0)
+    block = Block(_config(width, norm="none"))
     block.attention, block.feedforward = BallAttention(width, 2, **options), MaxMinFeedForward(width, 2 * width)
     block.attention_residual, block.feedforward_residual = residual(), residual()
     return block
@@ -272,7 +272,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         *(_stack(is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
         *(_stack(is_causal=index % 2 == 0, needs_ball=True, **options) for index, options in enumerate(_BALL)),
     ],
-    DecoderBlock: [_plain(lambda width: DecoderBlock(_config(width), 0), certifiable=False, two_inputs=True)],
+    DecoderBlock: [_plain(lambda width: DecoderBlock(_config(width)), certifiable=False, two_inputs=True)],
     InvertibleResidual: [
         *(_plain(lambda width, norm=norm: InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
                  takes_causal=True) for norm in ALL_NORMS),  # type: ignore[misc]

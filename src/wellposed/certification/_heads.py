@@ -60,7 +60,7 @@ def split_rows(projection: Affine, num_heads: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Query, key, value (H, D, d) and output (H, d, E) with biases; that of keys matters where keys are rotated alone."""
+    """Query, key, value (H, D, d) and output (H, d, E) with biases; rotated keys need theirs."""
 
     query: Tensor
     key: Tensor

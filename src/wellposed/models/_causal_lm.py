@@ -111,4 +111,5 @@ def as_causal(config: ConfigKind, where: str) -> ConfigKind:
         raise ConfigError(f"{where}: received is_causal=False; a language model is causal, leave it None")
     config = copy.copy(config)
     config.is_causal = True
+    config.use_cache = config.use_cache and config.num_hidden_layers > 0
     return config

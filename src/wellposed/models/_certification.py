@@ -21,7 +21,7 @@ from wellposed.models._sequence_classification import WellposedForSequenceClassi
 from wellposed.models._transject import TransJectModel
 from wellposed.models._transject_heads import TransJectForSequenceClassification
 from wellposed.models._wellposed import WellposedModel
-from wellposed.nn import DecoderBlock
+from wellposed.nn import DecoderBlock, UnitEmbedding
 
 
 def embedding_radius(model: nn.Module) -> float:
@@ -33,7 +33,10 @@ def embedding_radius(model: nn.Module) -> float:
     >>> embedding_radius(WellposedModel(WellposedConfig(hidden_size=8, num_attention_heads=2))) > 0
     True
     """
-    weight = model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    table = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    if isinstance(table, UnitEmbedding):
+        return 1.0
+    weight = table.weight
     return float(weight.detach().double().norm(dim=-1).max())
 
 

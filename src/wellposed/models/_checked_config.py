@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from wellposed.errors import ConfigError, listed, nearest_names
-from wellposed.option_checks import RATE, SIZE, Check, is_size, out_of_range
+from wellposed.option_checks import COUNT, RATE, SIZE, Check, is_size, out_of_range
 from wellposed.registry import Registry
 
 # What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
@@ -71,6 +71,11 @@ class CheckedConfig(PreTrainedConfig):
 def size_problems(config: object, names: Iterable[str]) -> list[str]:
     """Return one line for each of the fields ``names`` that is no integer of at least 1."""
     return _problems(config, names, SIZE)
+
+
+def count_problems(config: object, names: Iterable[str]) -> list[str]:
+    """Return one line for each of the fields ``names`` that is no integer of at least 0."""
+    return _problems(config, names, COUNT)
 
 
 def rate_problems(config: object, names: Iterable[str]) -> list[str]:

@@ -10,6 +10,7 @@ from wellposed.errors import ConfigError, NotLipschitzError
 from wellposed.model_options import options_of, options_read, unread_options
 from wellposed.models._checked_config import (
     CheckedConfig,
+    count_problems,
     label_problems,
     name_problems,
     rate_problems,
@@ -37,7 +38,6 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
     "hidden_size",
-    "num_hidden_layers",
     "num_attention_heads",
     "intermediate_size",
 )
@@ -52,12 +52,12 @@ class WellposedConfig(CheckedConfig):
         vocab_size: number of tokens.
         max_position_embeddings: longest sequence, in tokens.
         hidden_size: width D of a token.
-        num_hidden_layers: number of blocks.
+        num_hidden_layers: number of blocks; 0 is the control without any.
         num_attention_heads: number of heads; divides D.
         intermediate_size: width of the feed-forward layer; 4 D where None.
-        activation: relu or gelu.
         attention: registered attention.
         feedforward: registered feed-forward.
+        unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by sqrt(D).
         norm: where LayerNorm stands: pre, post or none.
         residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0.
         qk_norm: normalise queries and keys per head.
@@ -105,7 +105,6 @@ class WellposedConfig(CheckedConfig):
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
     intermediate_size: int | None = None
-    activation: str = "gelu"
     attention: str = "dot_product"
     feedforward: str = "mlp"
     norm: str = "post"
@@ -113,6 +112,7 @@ class WellposedConfig(CheckedConfig):
     qk_norm: bool = False
     position: str = "learned"
     scale_embeddings: bool = True
+    unit_embeddings: bool = False
     tie_word_embeddings: bool = True
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -161,6 +161,7 @@ class WellposedConfig(CheckedConfig):
         unusable = super().problems()
         return [
             *size_problems(self, _SIZES),
+            *count_problems(self, ("num_hidden_layers",)),
             *rate_problems(self, _PROBABILITIES),
             *name_problems(self, _NAMED),
             *_decoder_problems(self),

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
-from wellposed.nn import POSITIONS, SinusoidalPositions
+from wellposed.nn import POSITIONS, SinusoidalPositions, UnitEmbedding
 
 
 class Embeddings(nn.Module):
-    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout.
+    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout; E of norm 1 with `unit_embeddings`.
 
     Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after the factor, as there.
     `position_scale` is a further factor on sines; see `WellposedConfig`.
@@ -31,11 +31,12 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: Any, *, own_tokens: bool = True, position_scale: float = 1.0) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocab_size, config.hidden_size) if own_tokens else None
+        table = UnitEmbedding if config.unit_embeddings else nn.Embedding
+        self.token = table(config.vocab_size, config.hidden_size) if own_tokens else None
         self.position = POSITIONS.get(config.position)(config)
         if isinstance(self.position, SinusoidalPositions):
             self.position.rescale(position_scale)
-        self.scale = math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embeddings and not config.unit_embeddings else 1.0
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

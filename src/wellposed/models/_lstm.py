@@ -10,11 +10,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from wellposed.errors import ShapeError
 from wellposed.models._build import ARCHITECTURES, Architecture
+from wellposed.models._checked_config import size_problems
 from wellposed.models._config import WellposedConfig
 
 _NOT_FOR_LSTM = (
     "attention", "attention_dropout", "qk_norm", "residual", "norm", "position", "feedforward", "activation", "pooling",
     "init", "num_decoder_layers", "share_embeddings", "cross_attention",
+    "unit_embeddings",
 )  # fmt: skip
 
 
@@ -34,12 +36,13 @@ class LSTMConfig(WellposedConfig):
 
     def check(self, problems: list[str] | None = None) -> None:
         """Raise `ConfigError` naming every value that no LSTM can be built from."""
-        fields = type(self).__dataclass_fields__
+        fields = {**type(self).__dataclass_fields__, **self.part_options()}
         refused = [
             f"{name}: received {getattr(self, name)!r}; an LSTM has none, leave {fields[name].default!r}"
             for name in _NOT_FOR_LSTM
             if getattr(self, name) != fields[name].default
         ]
+        refused += size_problems(self, ("num_hidden_layers",))
         super().check([*(problems or []), *refused])
 
 

@@ -58,7 +58,13 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
 
 
 def check_cache(
-    where: str, past_key_values: object, use_cache: bool | None, *, is_causal: bool, recomputes: Callable[[], bool]
+    where: str,
+    past_key_values: object,
+    use_cache: bool | None,
+    *,
+    is_causal: bool,
+    recomputes: Callable[[], bool],
+    has_blocks: bool = True,
 ) -> bool:
     """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot be.
 
@@ -68,6 +74,7 @@ def check_cache(
         use_cache: whether one was asked for.
         is_causal: whether tokens are kept from later ones.
         recomputes: whether the backward pass of this call would run layers again.
+        has_blocks: whether there is a layer that could keep anything.
     """
     if past_key_values is None and not use_cache:
         return False
@@ -76,6 +83,8 @@ def check_cache(
         reason = "past_key_values were given together with use_cache=False; give one of them"
     elif not is_causal:
         reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
+    elif not has_blocks:
+        reason = "the model has no blocks, so nothing would be kept; call it with use_cache=False"
     elif torch.is_grad_enabled() and recomputes():
         reason = "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or eval()"
     if reason is not None:

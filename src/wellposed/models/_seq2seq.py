@@ -349,6 +349,11 @@ def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
     """Return a copy that says what it is, or the one that does; raise `ConfigError` where it says otherwise."""
     if config.is_causal:
         raise ConfigError(f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave None")
+    if config.decoder_depth < 1:
+        raise ConfigError(
+            f"{where}: num_hidden_layers=0 without num_decoder_layers: a decoder without blocks reads no source; give "
+            "num_decoder_layers >= 1"
+        )
     if config.is_encoder_decoder:
         return config
     config = copy.copy(config)

@@ -128,7 +128,14 @@ class WellposedBody(WellposedPreTrainedModel):
     def check_cache(self, past_key_values: Cache | None, use_cache: bool | None) -> bool:
         """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot be."""
         where = type(self).__name__
-        return check_cache(where, past_key_values, use_cache, is_causal=self.is_causal, recomputes=self._recomputes)
+        return check_cache(
+            where,
+            past_key_values,
+            use_cache,
+            is_causal=self.is_causal,
+            recomputes=self._recomputes,
+            has_blocks=len(self.layers) > 0,
+        )
 
     def _recomputes(self) -> bool:
         blocks = [cast(Block, layer) for layer in self.layers]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
+from wellposed.model_options import BudgetOptions
+from wellposed.nn._registry import RESIDUALS
 from wellposed.nn.sizes import check_sizes
 
 
@@ -127,3 +130,21 @@ class BudgetResidual(_DividedBranch):
 
     def extra_repr(self) -> str:
         return f"budget={self.budget:g}, blocks={self.blocks}, {super().extra_repr()}"
+
+
+def _count(config: Any) -> int:
+    """The residuals of a model: two in a block, three in one of a decoder that reads an encoder."""
+    decoder = 3 * config.decoder_depth if getattr(config, "is_encoder_decoder", False) else 0
+    return 2 * getattr(config, "num_hidden_layers", 1) + decoder
+
+
+@RESIDUALS.register("convex")
+def build_convex(config: Any) -> ConvexResidual:
+    """Build a mean of skip and branch; at the start all n of a model together keep `(1 - 1/(n + 1))^n > 1/e` of x."""
+    return ConvexResidual(1 / (_count(config) + 1))
+
+
+@RESIDUALS.register("budget")
+def build_budget(config: Any) -> BudgetResidual:
+    """Build a sum whose branch has an equal share of the budget of the whole model."""
+    return BudgetResidual(BudgetOptions.of(config).budget, _count(config))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.model_options import MLPOptions
 from wellposed.nn._registry import FEEDFORWARDS
 from wellposed.registry import Registry
 
@@ -58,4 +59,4 @@ class MLP(nn.Module):
 @FEEDFORWARDS.register("mlp")
 def build_mlp(config: Any) -> MLP:
     """Build the two-layer network."""
-    return MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
+    return MLP(config.hidden_size, config.intermediate_size, activation=MLPOptions.of(config).activation)

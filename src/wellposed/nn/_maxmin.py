@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError
+from wellposed.nn._registry import FEEDFORWARDS
 from wellposed.nn.sizes import check_sizes
 
 
@@ -69,3 +72,9 @@ class MaxMinFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., embed_dim) to (..., embed_dim)."""
         return self.down_proj(self.activation(self.up_proj(x)))
+
+
+@FEEDFORWARDS.register("maxmin")
+def build_maxmin(config: Any) -> MaxMinFeedForward:
+    """Build the feed-forward of sorted pairs."""
+    return MaxMinFeedForward(config.hidden_size, config.intermediate_size)

@@ -140,7 +140,7 @@ class TransformerStack(nn.Module):
 def build_layers(config: Any, block: Callable[[Any], Block], count: int) -> tuple[nn.ModuleList, nn.Module]:
     """Return ``count`` blocks, and the norm behind the last: `x -> x` where the norm placement asks for none."""
     layers = [block(config) for _ in range(count)]
-    needs_norm = layers[-1].feedforward_norm.final_norm
+    needs_norm = bool(layers) and layers[-1].feedforward_norm.final_norm
     norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
     return nn.ModuleList(layers), norm
 

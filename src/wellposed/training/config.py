@@ -123,6 +123,8 @@ class TrainOptions:
     """Gradient clipping by global norm; 0 switches it off."""
     label_smoothing: float = 0.0
     """Label smoothing of the training loss."""
+    temperature: float = 1.0
+    """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the forward pass under autocast."""
     eval_every: int = 200

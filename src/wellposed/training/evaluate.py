@@ -15,7 +15,7 @@ from torch import nn
 
 from wellposed.training.batches import Batch, forward, to_device
 from wellposed.training.config import TrainOptions
-from wellposed.training.step import autocast, sum_over_processes
+from wellposed.training.step import autocast, scaled, sum_over_processes
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -102,7 +102,7 @@ def _batch_sums(
     accelerator: Accelerator, model: nn.Module, task: Task, batch: Batch, options: TrainOptions
 ) -> dict[str, tuple[float, float]]:
     with autocast(accelerator.device, options):
-        logits = forward(model, batch)
+        logits = scaled(forward(model, batch), options)
         loss_sum, count = task.loss_sum(logits, batch)
     return {**task.metric_sums(logits, batch), "loss": (float(loss_sum), float(count))}
 

@@ -17,7 +17,7 @@ from wellposed.training.evaluate import Evaluation, evaluate
 from wellposed.training.optimizer import set_learning_rate
 from wellposed.training.signals import Cancelled
 from wellposed.training.state import Window
-from wellposed.training.step import StepNumbers, autocast, compute_gradients
+from wellposed.training.step import StepNumbers, autocast, compute_gradients, scaled
 from wellposed.training.tensors import restore_torch_states, torch_states
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ def _losses(run: Run, batch: Batch) -> dict[str, torch.Tensor]:
     batch = to_device(batch, run.accelerator.device)
     with autocast(run.accelerator.device, run.options):
         logits, auxiliary = forward_with_auxiliary(run.model, batch)
+        logits = scaled(logits, run.options)
         loss, _ = run.task.loss_sum(logits, batch, label_smoothing=run.options.label_smoothing)
     penalty = _penalty_of_step(run)
     extra = None if penalty is None else penalty()

@@ -37,6 +37,7 @@ TRAIN_RULES: dict[str, Rule] = {
     "adam_epsilon": NOT_NEGATIVE,
     "max_grad_norm": NOT_NEGATIVE,
     "label_smoothing": BELOW_ONE,
+    "temperature": POSITIVE,
     "eval_every": AT_LEAST_ONE,
     "eval_batches": AT_LEAST_ONE,
     "patience": AT_LEAST_ONE,

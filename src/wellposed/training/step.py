@@ -49,6 +49,11 @@ class StepNumbers:
         return all(map(math.isfinite, (self.loss_sum, self.penalty, self.grad_norm, self.auxiliary or 0.0)))
 
 
+def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
+    """Return what losses and metrics read: the logits times the temperature."""
+    return logits if options.temperature == 1 else options.temperature * logits
+
+
 def autocast(device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
     """Return the context of a forward pass: bf16 autocast where asked, nothing otherwise."""
     if options.precision == "bf16":
@@ -95,6 +100,7 @@ def compute_gradients(
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
                 logits, auxiliary = forward_with_auxiliary(model, batch)
+                logits = scaled(logits, options)
                 batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
             loss = batch_sum * per_target
             if penalty is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError
+from wellposed.model_options import BallOptions
 from wellposed.nn._ball_projection import project_to_ball
+from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
 
 
@@ -126,3 +129,28 @@ class BallCrossAttention(MemoryAttention, _BallAttention):
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
     torch.Size([3, 5, 8])
     """
+
+
+def _options(config: Any) -> dict[str, Any]:
+    name = "attention 'ball'"
+    if config.attention_dropout:
+        raise ConfigError(
+            f"{name} with attention_dropout={config.attention_dropout}: it drops no weights, which would leave the "
+            "bound; leave it 0, and give dropout, which acts on whole branches"
+        )
+    if config.qk_norm:
+        raise ConfigError(f"{name} with qk_norm=True: LayerNorm has no useful Lipschitz bound; set qk_norm=False")
+    given = BallOptions.of(config)
+    return {"temperature": given.ball_temperature, "max_temperature": given.ball_max_temperature}
+
+
+@ATTENTIONS.register("ball")
+def build_ball(config: Any) -> BallAttention:
+    """Build attention on the unit ball."""
+    return BallAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+
+
+@CROSS_ATTENTIONS.register("ball")
+def build_ball_cross(config: Any) -> BallCrossAttention:
+    """Build attention on the unit ball to a memory."""
+    return BallCrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))

@@ -1,0 +1,205 @@
+"""The Lipschitz variant: its parts are registered, training keeps its weights in their set, and no attack beats it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wellposed as wp
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, build_model, embedding_radius, input_vectors, model_keywords
+from wellposed.nn import BallAttention, BallCrossAttention, BudgetResidual, ConvexResidual, MaxMinFeedForward, NoNorm
+from wellposed.recipes.variants import apply_variant
+from wellposed.tasks import build_task
+from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
+from wellposed.training.build import build_constraint
+from wellposed.training.certified_accuracy import certified_accuracy
+
+SIZES = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2)
+BASE = RunConfig("listops", model=SIZES)
+VOCABULARY: dict[str, Any] = {
+    "vocab_size": 11, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+# Each held matrix is orthogonal to 1e-5, so its norm is below 1 + 1e-5; a path holds four of each block, and the head.
+OFF = (1 + 1e-5) ** 10
+IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
+
+
+def model_of(spec: str, kind: str = "sequence_classification", **sizes: Any) -> tuple[Any, Any]:
+    """Return a model of the variant, a few steps into training, and what holds its weights."""
+    config = apply_variant(spec, replace(BASE, model=replace(SIZES, **sizes)))
+    torch.manual_seed(0)
+    model: Any = build_model("wellposed", kind, **VOCABULARY, **model_keywords(config.model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    handle = build_constraint(config.constrain, model, optimizer)
+    given = {"input_ids": IDS, "labels": IDS if kind.endswith("lm") else torch.tensor([0, 1])}
+    if "pair" in kind:
+        given["input_ids_pair"] = IDS.flip(0)
+    for _ in range(5):
+        model(**given).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), handle
+
+
+def certified_part(model: Any, kind: str) -> Any:
+    """Return what has a certificate: pairs meet in a product and a decoder reads two sequences, so their encoders."""
+    return {"sequence_pair_classification": lambda: model.model, "seq2seq_lm": lambda: model.model.encoder}.get(
+        kind, lambda: model
+    )()
+
+
+@pytest.mark.parametrize("budget", [1.0, 3.0])
+@pytest.mark.parametrize("kind", ["sequence_classification", "sequence_pair_classification", "causal_lm", "seq2seq_lm"])
+def test_every_kind_of_model_keeps_its_budget_after_steps_of_training(kind: str, budget: float) -> None:
+    model, handle = model_of(f"lipschitz:{budget}", kind)
+    assert handle.error().worst <= 1e-5
+    part = certified_part(model, kind)
+    certificate = wp.certify(part, seq_len=4).require()
+    assert 0.3 < certificate.total <= budget * OFF
+    found = wp.lipschitz_lower_bound(part, (4, 16), restarts=2, steps=8)
+    assert 0.01 < found.ratio(certificate) <= 1 + 1e-6
+
+
+def test_the_parts_are_those_of_the_design() -> None:
+    model, _ = model_of("lipschitz")
+    block = model.model.layers[0]
+    assert isinstance(block.attention, BallAttention)
+    assert isinstance(block.feedforward, MaxMinFeedForward)
+    assert isinstance(block.attention_norm, NoNorm)
+    assert isinstance(block.attention_residual, ConvexResidual)
+    assert isinstance(model_of("lipschitz:2")[0].model.layers[0].attention_residual, BudgetResidual)
+    assert isinstance(
+        model_of("lipschitz", "seq2seq_lm")[0].model.decoder.layers[0].cross_attention, BallCrossAttention
+    )
+    lengths = input_vectors(model, IDS).norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    assert embedding_radius(model) == 1.0
+
+
+def test_weights_pushed_out_of_their_set_are_counted() -> None:
+    model, _ = model_of("lipschitz")
+    total = wp.certify(model, seq_len=4).total
+    with torch.no_grad():
+        model.model.layers[0].feedforward.up_proj.weight.mul_(100)
+    assert wp.certify(model, seq_len=4).total > 5 * total
+
+
+def test_the_control_without_blocks_is_a_bag_of_unit_vectors() -> None:
+    model, _ = model_of("lipschitz", num_hidden_layers=0)
+    expected = input_vectors(model, IDS) + model.model.embeddings.position(torch.arange(4))
+    torch.testing.assert_close(model(input_ids=IDS).logits, model.classifier(expected.mean(1)))
+    assert wp.certify(model, seq_len=4).total <= OFF
+    pair, _ = model_of("lipschitz", "sequence_pair_classification", num_hidden_layers=0)
+    assert wp.certify(pair.model, seq_len=4).total == 1.0
+
+
+def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
+    model, _ = model_of("lipschitz", "causal_lm", num_hidden_layers=0)
+    ids = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    for length in (4, 5, 6):
+        assert torch.equal(model(input_ids=ids[:, :length]).logits[:, -1].argmax(-1), ids[:, length])
+    with pytest.raises(ConfigError, match="the model has no blocks"):
+        model(input_ids=IDS, use_cache=True)
+    with pytest.raises(ConfigError, match="a decoder without blocks reads no source"):
+        model_of("lipschitz", "seq2seq_lm", num_hidden_layers=0)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "0.5", "inf", "nan"])
+def test_a_budget_that_no_residual_keeps_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"lipschitz: budget = {float(value)}, expected a finite number, 1 or more"):
+        apply_variant(f"lipschitz:{value}", BASE)
+
+
+def test_the_temperature_of_the_base_is_kept() -> None:
+    assert apply_variant("lipschitz", BASE).train.temperature == 10.0
+    base = replace(BASE, train=TrainOptions(temperature=20.0))
+    assert apply_variant("lipschitz", base).train.temperature == 20.0
+    with pytest.raises(ConfigError, match="temperature = 0"):
+        TrainOptions(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"attention": "ball", "ball_temperature": 0.0},
+            "ball_temperature: received 0.0; expected a finite",
+        ),
+        ({"attention": "ball", "ball_max_temperature": math.inf}, "ball_max_temperature: received inf"),
+        ({"ball_temperature": 1.0}, "ball_temperature: received 1.0, which only attention 'ball' reads"),
+        ({"residual": "budget", "budget": 1.0}, "budget: received 1.0; expected a finite number > 1"),
+        ({"residual": "convex", "budget": 3.0}, "budget: received 3.0, which only residual 'budget' reads"),
+        ({"feedforward": "maxmin", "activation": "relu"}, "activation: received 'relu', which only feedforward 'mlp'"),
+    ],
+)
+def test_options_out_of_range_or_unread_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WellposedConfig(**options)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"attention_dropout": 0.1}, "attention 'ball' with attention_dropout=0.1"),
+        ({"qk_norm": True}, "attention 'ball' with qk_norm=True"),
+        ({"ball_temperature": 11.0}, "0 < temperature < max_temperature"),
+    ],
+)
+def test_what_the_bound_does_not_cover_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_model("wellposed", "causal_lm", attention="ball", **options)
+
+
+def test_the_temperatures_of_the_configuration_reach_the_heads() -> None:
+    model: Any = build_model(
+        "wellposed", "causal_lm", attention="ball", ball_temperature=0.5, ball_max_temperature=1.5, num_hidden_layers=1
+    )
+    temperature, _ = model.model.layers[0].attention.head_scales()
+    torch.testing.assert_close(temperature, torch.full((4,), 0.5))
+    assert model.model.layers[0].attention.max_temperature == 1.5
+
+
+def test_a_model_comes_back_from_disk(tmp_path: Path) -> None:
+    model, _ = model_of("lipschitz:2")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert again.config.to_dict()["budget"] == 2.0
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lipschitz")
+    words = {"good": "fine great lovely", "bad": "awful dull poor"}
+    rows = [f"{label}\t{text.split()[i % 3]} film {i % 7}" for i in range(60) for label, text in words.items()]
+    (folder / "train.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
+    base = RunConfig(
+        "text_classification",
+        {"data": str(folder / "train.tsv"), "max_length": 8},
+        model=replace(SIZES, hidden_size=8),
+        train=TrainOptions(steps=60, batch_size=16, learning_rate=0.004, eval_every=60),
+    )
+    result = train(apply_variant("lipschitz:2", base), folder / "run", progress=False, command=[])
+    assert result.status == "success", result.message
+    return folder / "run"
+
+
+def test_a_trained_run_keeps_its_budget_and_no_attack_turns_a_certified_example(run_folder: Path) -> None:
+    model, _ = load_run_model(run_folder)
+    certificate = wp.certify(model, seq_len=8).require()
+    assert 0.3 < certificate.total <= 2 * OFF
+    assert wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20).ratio(certificate) <= 1 + 1e-6
+    task = build_task("text_classification", {"data": str(run_folder.parent / "train.tsv"), "max_length": 8})
+    examples = task.dataset("test")
+    batch = task.collate([examples[index] for index in range(len(examples))])
+    curve = certified_accuracy(model, [batch], certificate, radii=[0.05, 0.2, 0.4], attack_steps=20)
+    assert curve.rows[0].certified >= 0.9
+    for row in curve.rows:
+        assert row.certified <= row.attacked
