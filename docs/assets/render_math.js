@@ -16,4 +16,14 @@ for (const element of document.querySelectorAll(".arithmatex")) {
     ],
     macros,
   });
+  // A full stop or a bracket stays in the line of the short formula before it.
+  const after = element.nextSibling;
+  const marks = after instanceof Text ? after.data.match(/^[.,;:)]+/) : null;
+  if (marks && element.querySelectorAll(".base").length <= 2) {
+    const together = document.createElement("span");
+    together.className = "formula-and-mark";
+    element.replaceWith(together);
+    together.append(element, marks[0]);
+    after.data = after.data.slice(marks[0].length);
+  }
 }
