@@ -205,7 +205,7 @@ def numbers(panels: list[Panel]) -> list[dict[str, Any]]:
 def draw(panels: list[dict[str, Any]], path: Path) -> None:
     """Write ``panels`` side by side, as SVG without a background: bounds as lines, attacks as dots."""
     with figure_style():
-        figure = new_figure(4.6 * len(panels), 4.2)
+        figure = new_figure(max(4.8, 3.8 * len(panels)), 4)
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             for colour, curve in zip(COLOURS, panel["curves"], strict=False):
                 axes.plot(panel["tokens"], curve["bound"], color=colour, label=f"bound: {curve['label']}")
@@ -222,7 +222,7 @@ def draw(panels: list[dict[str, Any]], path: Path) -> None:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
             axes.grid(visible=True, color=GREY, alpha=0.25, linewidth=0.5)
-            axes.legend(fontsize=7.5, ncols=2, loc="upper left", bbox_to_anchor=(-0.1, -0.18))
+            axes.legend(fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(-0.1, -0.18))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = path.read_text("utf-8").replace(INK, GREY)
     path.write_text(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE), "utf-8")
