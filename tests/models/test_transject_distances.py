@@ -64,7 +64,7 @@ def stretch(states: Tensor, start: Tensor) -> Tensor:
 
 
 def bounds(model: Any) -> tuple[list[float], list[float]]:
-    """Return the least and the largest factor after each layer (theory.md, B8, statement A)."""
+    """Return the least and the largest factor after each layer (theory note B8, statement A)."""
     lower, upper = [1.0], [1.0]
     for layer in blocks(model):
         size = abs(float(torch.tanh(layer.residual.weight.detach().double()))) / len(blocks(model))

@@ -1,0 +1,132 @@
+"""The theory pages: formulas that will be rendered, anchors that docstrings name, pictures that show the library."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "theory"
+PAGES = sorted(FOLDER.glob("*.md"))
+TOOL = runpy.run_path(str(ROOT / "tools" / "theory_pictures.py"))
+PICTURES = TOOL["pictures"]()
+
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+FORMULA = re.compile(r"\\\((?:(?!\\\().)+?\\\)|\\\[(?:(?!\\\[).)+?\\\]", re.DOTALL)
+COMMAND = re.compile(r"\\[A-Za-z]+")
+ANCHOR = re.compile(r"^#+ .*\{ #([\w-]+) \}$", re.MULTILINE)
+NOTED = re.compile(r"theory notes?\s+(B\d+'?(?:(?:, | to | and )B\d+)*)")
+
+
+def prose(page: Path) -> str:
+    """The text of a page without code."""
+    return CODE.sub("", page.read_text("utf-8"))
+
+
+def unrendered(text: str) -> list[str]:
+    """Mathematics outside the delimiters of arithmatex."""
+    return re.findall(r"\\[A-Za-z]+|\\[()\[\]]|\w\^\{|\$", FORMULA.sub("", text))
+
+
+def named(noted: str) -> list[str]:
+    """The notes of ``B1``, of ``B1, B3`` and of ``B1 to B4``."""
+    numbers = [int(number) for number in re.findall(r"B(\d+)", noted)]
+    if " to " in noted:
+        numbers = list(range(numbers[0], numbers[-1] + 1))
+    return [f"B{number}" for number in numbers]
+
+
+def files(*folders: str) -> Iterable[Path]:
+    for folder in folders:
+        yield from (path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_formula_is_left_as_text(page: Path) -> None:
+    text = prose(page)
+    assert unrendered(text) == []
+    assert [line for line in text.splitlines() if line.startswith("#") and "\\" in line] == [], "the menu shows it raw"
+    rows = [line for line in text.splitlines() if line.lstrip().startswith("|")]
+    assert [formula for row in rows for formula in FORMULA.findall(row) if "|" in formula] == [], "it ends the cell"
+    for block in re.findall(r"^ *\\\[.+?\\\]$", text, re.DOTALL | re.MULTILINE):
+        assert "\n\n" not in block
+        assert re.search(r"\n\s*\n" + re.escape(block) + r"(\n\s*\n|\s*$)", text), f"blank lines around {block}"
+
+
+def test_a_formula_outside_its_delimiters_is_found() -> None:
+    assert unrendered(r"where \(c \le 1\) and (\text{tok})") == [r"\text"]
+    assert unrendered(r"a line \(that is never closed, and \(c\)") == [r"\("]
+    assert unrendered("where N^{1/4} and $x$") == ["N^{", "$", "$"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_is_one_that_the_site_can_render(page: Path) -> None:
+    assets = ROOT / "docs" / "assets"
+    known = (assets / "katex" / "katex.min.js").read_text("utf-8") + (assets / "render_math.js").read_text("utf-8")
+    used = {command for formula in FORMULA.findall(prose(page)) for command in COMMAND.findall(formula)}
+    environments = {rf"\{word}" for word in ("begin", "end")}
+    unknown = [command for command in sorted(used - environments) if f'"\\{command}"' not in known]
+    assert unknown == []
+
+
+def test_every_note_that_is_named_has_its_anchor() -> None:
+    anchors = [anchor for page in PAGES for anchor in ANCHOR.findall(page.read_text("utf-8"))]
+    assert sorted(set(anchors)) == sorted(anchors)
+    assert {f"B{number}" for number in range(1, 14)} | {f"L{number}" for number in range(1, 7)} <= set(anchors)
+    missing = [
+        f"{path.relative_to(ROOT)}: {note}"
+        for path in files("src", "tests", "docs")
+        for noted in NOTED.findall(re.sub(r"\s+", " ", path.read_text("utf-8")))
+        for note in named(noted)
+        if note not in anchors
+    ]
+    assert missing == []
+    assert named("B1 to B4") == ["B1", "B2", "B3", "B4"]
+
+
+def test_every_link_to_a_note_leads_to_its_anchor() -> None:
+    broken = []
+    for path in files("docs"):
+        for target, anchor in re.findall(r"\]\(([\w./-]+\.md)#([BL]\d[\w-]*)\)", path.read_text("utf-8")):
+            page = path.parent / target
+            if not page.is_file() or anchor not in ANCHOR.findall(page.read_text("utf-8")):
+                broken.append(f"{path.relative_to(ROOT)}: {target}#{anchor}")
+    assert broken == []
+
+
+def test_every_picture_is_drawn_and_shown() -> None:
+    drawn = {path.stem for path in (FOLDER / "pictures").glob("*.svg")}
+    numbered = {path.stem for path in (FOLDER / "pictures").glob("*.json")}
+    shown = {name for page in PAGES for name in re.findall(r"\]\(pictures/([\w-]+)\.svg\)", page.read_text("utf-8"))}
+    assert drawn == numbered == shown == set(PICTURES)
+
+
+@pytest.mark.parametrize("name", sorted(PICTURES))
+def test_a_picture_shows_the_bounds_of_today_above_the_attacks(name: str) -> None:
+    saved = json.loads((FOLDER / "pictures" / f"{name}.json").read_text("utf-8"))
+    drawing = (FOLDER / "pictures" / f"{name}.svg").read_text("utf-8")
+    for panel, expected in zip(saved, PICTURES[name], strict=True):
+        assert panel["title"] == expected.title
+        assert panel["tokens"] == list(TOOL["TOKENS"])
+        for curve, today in zip(panel["curves"], expected.curves, strict=True):
+            assert curve["label"] == today.label
+            assert f"bound: {today.label}" in drawing
+            assert curve["bound"] == pytest.approx([today.bound(n) for n in TOOL["TOKENS"]], rel=1e-6)
+            assert (curve["attack"] is None) == (today.attack is None)
+            if today.attack is not None:
+                ratios = [attack / bound for attack, bound in zip(curve["attack"], curve["bound"], strict=True)]
+                assert all(0 < ratio <= 1 + 1e-9 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("name", sorted(PICTURES))
+def test_the_attack_of_a_picture_can_be_repeated(name: str) -> None:
+    saved = json.loads((FOLDER / "pictures" / f"{name}.json").read_text("utf-8"))[0]
+    number = next(n for n, curve in enumerate(PICTURES[name][0].curves) if curve.attack is not None)
+    found = PICTURES[name][0].curves[number].attack(TOOL["TOKENS"][0], None)
+    # The ascent is deterministic but for the rounding of another machine.
+    assert found.value == pytest.approx(saved["curves"][number]["attack"][0], rel=1e-2)

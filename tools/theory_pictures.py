@@ -1,0 +1,235 @@
+"""Draw docs/theory/pictures: every bound of one attention layer against the number of tokens, with the best attack.
+
+    python tools/theory_pictures.py
+
+The layers have one head and identity weights. Bounds are those of `wellposed.certify` and
+`wellposed.linalg.kim_bracket`; each attack is a Jacobian norm in float64 that `wellposed.lipschitz_lower_bound`
+reached, from random inputs and from the worst input of half as many tokens, each taken twice. The numbers lie beside
+each picture as JSON. A minute on one core.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wellposed as wp
+from wellposed.certification import LowerBound
+from wellposed.charts import COLOURS
+from wellposed.linalg import MaskKind, Norm, kim_bracket, phi_inverse
+from wellposed.measurement.figures import INK, figure_style, new_figure
+from wellposed.nn.attention.masks import AttentionMask
+
+TARGET = Path(__file__).parents[1] / "docs" / "theory" / "pictures"
+TOKENS = (2, 4, 8, 16, 32, 64)
+RESTARTS, STEPS = 8, 80
+# Read on white and on black.
+GREY = "#808080"
+NAMED: tuple[tuple[Norm, str], ...] = (("tok", "tok"), (2, "F"))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A bound against the number of tokens and, where a layer was attacked, what it bounds."""
+
+    label: str
+    bound: Callable[[int], float]
+    attack: Callable[[int, Tensor | None], LowerBound] | None = None
+    """From the number of tokens and, where there is one, the worst input of half as many."""
+
+    def attacks(self) -> list[float] | None:
+        """Return the best slope found at each number of `TOKENS`."""
+        if self.attack is None:
+            return None
+        found: list[LowerBound] = []
+        for tokens in TOKENS:
+            found.append(self.attack(tokens, found[-1].input if found else None))
+        return [each.value for each in found]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves of one norm."""
+
+    title: str
+    curves: tuple[Curve, ...]
+
+
+def measured(
+    label: str,
+    layer: nn.Module,
+    width: int,
+    norm: Norm,
+    *,
+    mask: MaskKind = "full",
+    radius: float | None = None,
+    starts: Callable[[int], Tensor] | None = None,
+) -> Curve:
+    """Return the certificate of ``layer`` and the attack on it."""
+
+    def bound(tokens: int) -> float:
+        return wp.certify(layer, seq_len=tokens, norm=norm, mask=mask, radius=radius, cross_check=False).total
+
+    def attack(tokens: int, smaller: Tensor | None) -> LowerBound:
+        begin = [random_starts(tokens, width)]
+        if starts is not None:
+            begin.insert(0, starts(tokens))
+        if smaller is not None:
+            begin.insert(0, smaller.repeat_interleave(2, 0)[None])
+        return wp.lipschitz_lower_bound(
+            layer, (tokens, width), norm=norm, restarts=RESTARTS, steps=STEPS, radius=radius,
+            start=torch.cat(begin)[:RESTARTS],
+            forward_kwargs={"key_padding_mask": star(tokens)} if mask == "any" else {"is_causal": mask == "causal"},
+        )  # fmt: skip
+
+    return Curve(label, bound, attack)
+
+
+def random_starts(tokens: int, width: int) -> Tensor:
+    """Normal numbers, from small to large."""
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = torch.logspace(-1, 1, RESTARTS, dtype=torch.float64)[:, None, None]
+    return sizes * torch.randn(RESTARTS, tokens, width, dtype=torch.float64, generator=generator)
+
+
+def two_sided(tokens: int) -> Tensor:
+    """One token at 0, half the others at each of +-sqrt(1 + c): close to the worst input of L2 attention (B1)."""
+    signs = torch.ones(tokens, 1, dtype=torch.float64)
+    signs[: (tokens + 1) // 2] = -1
+    signs[0] = 0
+    return (math.sqrt(1 + phi_inverse(tokens - 1.0)) * signs)[None]
+
+
+def star(tokens: int) -> AttentionMask:
+    """Each token sees itself and the first one, so that averaging alone can cost about sqrt(N) / 2 in norm 2 (B3)."""
+    allowed = torch.eye(tokens, dtype=torch.bool)
+    allowed[:, 0] = True
+    return AttentionMask(allowed[None, None], is_causal=False)
+
+
+def with_identity_weights(layer: nn.Module) -> nn.Module:
+    """Return ``layer`` in float64 with every matrix the identity; scales and temperatures stay."""
+    for parameter in layer.double().requires_grad_(False).parameters():
+        if parameter.ndim > 1:
+            parameter.copy_(torch.eye(parameter.shape[-1], dtype=torch.float64).expand_as(parameter))
+    return layer.eval()
+
+
+def l2_layer(width: int) -> nn.Module:
+    """Tied L2 attention with values as in the paper, so that ``R = I / sqrt d``."""
+    return with_identity_weights(wp.nn.L2SelfAttention(width, 1, bias=False))
+
+
+def pictures() -> dict[str, list[Panel]]:
+    """Return the panels of every picture by its name."""
+    narrow, wide = l2_layer(1), l2_layer(4)
+    dot = with_identity_weights(wp.nn.DotProductAttention(2, 1, bias=False))
+    cosines = {
+        tau: with_identity_weights(wp.nn.CosineSelfAttention(2, 1, eps=0.1, tau=tau, bias=False)) for tau in (1.0, 10.0)
+    }
+    balls = {
+        t: with_identity_weights(wp.nn.BallAttention(2, 1, temperature=t, unit_lipschitz=False)) for t in (1.0, 3.0)
+    }
+    masks: tuple[tuple[MaskKind, str], ...] = (("any", "any mask"), ("causal", "causal"), ("full", "full"))
+    return {
+        "l2-inf": [
+            Panel(
+                "L2 attention, norm inf, d = 4",
+                (
+                    Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm="inf", head_dim=4)),
+                    measured("B1", wide, 4, "inf"),
+                ),
+            )
+        ],
+        "l2-tok": [Panel("L2 attention, norm tok, d = 1", (measured("B3", narrow, 1, "tok", starts=two_sided),))],
+        "l2-f": [
+            Panel(
+                "L2 attention, norm F, d = 1",
+                (
+                    Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm=2, head_dim=1)),
+                    *(measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided) for mask, name in masks),
+                ),
+            )
+        ],
+        "dot-product": [
+            Panel(
+                f"Dot product, |x| <= R, norm {shown}, d = 2",
+                tuple(measured(f"B5, R = {r:g}", dot, 2, norm, radius=r) for r in (2.0, 1.0)),
+            )
+            for norm, shown in NAMED
+        ],
+        "cosine": [
+            Panel(
+                f"Cosine, eps = 0.1, norm {shown}, d = 2",
+                tuple(measured(f"B6, tau = {tau:g}", cosines[tau], 2, norm) for tau in (10.0, 1.0)),
+            )
+            for norm, shown in NAMED
+        ],
+        "ball": [
+            Panel(
+                f"Ball attention, norm {shown}, d = 2",
+                tuple(measured(f"B12, t = {t:g}", balls[t], 2, norm) for t in (3.0, 1.0)),
+            )
+            for norm, shown in NAMED
+        ],
+    }
+
+
+def numbers(panels: list[Panel]) -> list[dict[str, Any]]:
+    """Return what a picture shows, computed now."""
+    return [
+        {
+            "title": panel.title,
+            "tokens": list(TOKENS),
+            "curves": [
+                {
+                    "label": curve.label,
+                    "bound": [curve.bound(n) for n in TOKENS],
+                    "attack": curve.attacks(),
+                }
+                for curve in panel.curves
+            ],
+        }
+        for panel in panels
+    ]
+
+
+def draw(panels: list[dict[str, Any]], path: Path) -> None:
+    """Write ``panels`` side by side, as SVG without a background: bounds as lines, attacks as dots."""
+    with figure_style():
+        figure = new_figure(max(4.8, 3.8 * len(panels)), 4)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for colour, curve in zip(COLOURS, panel["curves"], strict=False):
+                axes.plot(panel["tokens"], curve["bound"], color=colour, label=f"bound: {curve['label']}")
+                if curve["attack"] is not None:
+                    axes.plot(
+                        panel["tokens"], curve["attack"], color=colour, linestyle=":", marker="o", markersize=3.5,
+                        label=f"attack: {curve['label']}",
+                    )  # fmt: skip
+            axes.set_title(panel["title"], loc="left")
+            axes.set_xlabel("tokens N")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(panel["tokens"], [str(n) for n in panel["tokens"]])
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+            axes.grid(visible=True, color=GREY, alpha=0.25, linewidth=0.5)
+            axes.legend(fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(-0.1, -0.18))
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = path.read_text("utf-8").replace(INK, GREY)
+    path.write_text(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE), "utf-8")
+
+
+if __name__ == "__main__":
+    for name, panels in pictures().items():
+        shown = numbers(panels)
+        draw(shown, TARGET / f"{name}.svg")
+        (TARGET / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n", "utf-8")
