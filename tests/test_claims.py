@@ -37,23 +37,29 @@ def own() -> nn.Module:
     return WellposedForSequenceClassification(config).eval()
 
 
-@pytest.mark.parametrize("build", [plain, own, lambda: L2SelfAttention(8, 2).eval()])
-def test_what_is_said_to_have_a_certificate_has_one(build) -> None:
-    assert math.isfinite(wp.certify(build(), seq_len=4).total)
-
-
 def bert() -> nn.Module:
     from transformers import BertConfig, BertModel
 
     return BertModel(BertConfig(**SMALL)).eval()
 
 
+def t5() -> nn.Module:
+    from transformers import T5Config, T5Model
+
+    return T5Model(T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)).eval()
+
+
+@pytest.mark.parametrize("build", [plain, own, bert, lambda: L2SelfAttention(8, 2).eval()])
+def test_what_is_said_to_have_a_certificate_has_one(build) -> None:
+    assert math.isfinite(wp.certify(build(), seq_len=4).total)
+
+
 @pytest.mark.parametrize(
     ("build", "name"),
     [
-        (lambda: nn.MultiheadAttention(8, 2, batch_first=True), "MultiheadAttention"),
-        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "TransformerEncoderLayer"),
-        (bert, "BertModel"),
+        (lambda: nn.LSTM(8, 8, batch_first=True), "LSTM"),
+        (lambda: nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), "TransformerDecoderLayer"),
+        (t5, "T5Model"),
     ],
 )
 def test_what_is_said_to_have_none_is_named(build, name: str) -> None:

@@ -82,7 +82,7 @@ def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> lis
     for kind, names in chosen.items():
         read = {option for name in names for option in options_read(kind, name)}
         for name, item in options_of(kind).items():
-            if name not in read and getattr(config, name) != item.default:
+            if name not in read and getattr(config, name, item.default) != item.default:
                 able = [reader for reader in readers(kind) if name in options_read(kind, reader)]
                 missing.setdefault(name, []).append(f"{kind} {' or '.join(map(repr, able))}")
                 defaults[name] = item.default

@@ -62,6 +62,6 @@ def out_of_range(values: object, items: Collection[Field[Any]]) -> Iterator[tupl
     """Yield name, value and what was expected, for each of the fields ``items`` that fails its check."""
     for item in items:
         expected, holds = item.metadata.get("check", ("", lambda _: True))
-        value = getattr(values, item.name)
+        value = getattr(values, item.name, item.default)  # it may be declared later than ``values`` was made
         if not (holds(value) or (value is None and item.default is None)):
             yield item.name, value, expected
