@@ -157,7 +157,7 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
 def _restart(layer: nn.Module, attach: Callable[[nn.Module], Any]) -> None:
     # Without a base the map starts near the identity.
     with torch.no_grad():
-        layer.weight.copy_(torch.eye(*layer.weight.shape))  # pyright: ignore
+        layer.weight.copy_(torch.eye(*layer.weight.shape))
     attach(layer)
 
 
@@ -165,7 +165,7 @@ def _orthogonium(options: Any) -> Callable[[nn.Module], Any]:
     def attach(layer: nn.Module) -> None:
         from torch.nn.utils import parametrize
 
-        shape = (1, *layer.weight.shape)  # pyright: ignore
+        shape = (1, *layer.weight.shape)
         parametrize.register_parametrization(
             layer,
             "weight",

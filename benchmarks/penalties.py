@@ -58,7 +58,7 @@ def main() -> None:
     roles = find_roles(model)
 
     def ours(**extra: object) -> OrthogonalityPenalty:
-        return OrthogonalityPenalty(model, attention=1e-8, feedforward=1e-8, **extra)  # type: ignore[arg-type]
+        return OrthogonalityPenalty(model, attention=1e-8, feedforward=1e-8, **extra)
 
     sparse = ours(every=10)
     variants: dict[str, Cost] = {

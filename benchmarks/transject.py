@@ -148,7 +148,7 @@ def training_row(batch: int, length: int, rounds: int) -> None:
     for _ in range(rounds + 1):
         start = time.process_time()
         model.zero_grad()
-        loss = (model(x).last_hidden_state - goal).square().mean() + model.reconstruction_loss(x)  # pyright: ignore
+        loss = (model(x).last_hidden_state - goal).square().mean() + model.reconstruction_loss(x)
         loss.backward()
         for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
             other.grad = None if mine.grad is None else mine.grad.clone()

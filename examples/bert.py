@@ -21,7 +21,7 @@ arguments = TrainingArguments(
 
 # The five lines.
 penalty = wp.OrthogonalityPenalty(model, **mcgrath2024(key=True, query=True, strength=1e-2))
-trainer = Trainer(model, arguments, train_dataset=rows, compute_loss_func=penalized_loss(model, penalty))  # type: ignore[arg-type]
+trainer = Trainer(model, arguments, train_dataset=rows, compute_loss_func=penalized_loss(model, penalty))
 ConditionCallback(penalty).attach(trainer)
 trainer.train()
 penalty.remove()

@@ -88,7 +88,7 @@ def test_nested_options_are_flattened_with_dotted_names() -> None:
 
 
 def test_a_run_may_have_an_optional_choice() -> None:
-    assert SizedRun.from_dict({"task": "listops", "size": "small"}).size == "small"  # type: ignore[attr-defined]
+    assert SizedRun.from_dict({"task": "listops", "size": "small"}).size == "small"
     with pytest.raises(ConfigError, match="size = 'huge', expected 'small' or 'large' or nothing"):
         SizedRun.from_dict({"task": "listops", "size": "huge"})
 

@@ -16,7 +16,7 @@ from wellposed.presets import mcgrath2024, zhang2021
     [("I", {"affinity"}), ("II", {"affinity", "attention"}), ("III", {"affinity", "attention", "feedforward"})],
 )
 def test_zhang2021_adds_one_term_at_a_time(variant: str, terms: set[str]) -> None:
-    keywords = zhang2021(variant, 1e-6)  # type: ignore[arg-type]
+    keywords = zhang2021(variant, 1e-6)
     assert {name for name, value in keywords.items() if value == 1e-6} == terms
     assert keywords["form"] == "gram_squared"
     assert keywords["attention_mode"] == "joint"
@@ -33,7 +33,7 @@ def test_mcgrath2024_chooses_key_and_query() -> None:
 
 def test_errors() -> None:
     with pytest.raises(ConfigError, match="nearest: III, II, I"):
-        zhang2021("IIII")  # type: ignore[arg-type]
+        zhang2021("IIII")
     with pytest.raises(ConfigError, match="positive"):
         zhang2021("I", 0.0)
     with pytest.raises(ConfigError, match="positive"):

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.support.sample import ALL_NORMS, Sample, output_of
+from tests.support.samples import ACTIVATIONS, SAMPLES
 from torch import Tensor, nn
 
 from wellposed.linalg import MaskKind, Norm
 from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
-
-from ..support.sample import ALL_NORMS, Sample, output_of
-from ..support.samples import ACTIVATIONS, SAMPLES
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 Part = tuple[type[nn.Module], Sample]

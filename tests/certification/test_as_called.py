@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.support.sample import Sample, output_of
+from tests.support.samples import SAMPLES
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from wellposed.certification import certifiable_classes, certify
 from wellposed.errors import NotLipschitzError, UnsoundBoundError
-
-from ..support.sample import Sample, output_of
-from ..support.samples import SAMPLES
 
 LARGE = 1e6
 TOKENS = 5

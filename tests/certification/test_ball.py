@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.sample import ALL_NORMS
+from tests.support.samples import SAMPLES
 from torch import Tensor, nn
 
 from wellposed.certification import ball_cross_attention_bounds, certify, lipschitz_lower_bound
@@ -22,9 +24,6 @@ from wellposed.nn import (
     MaxMinFeedForward,
     UnitEmbedding,
 )
-
-from ..support.sample import ALL_NORMS
-from ..support.samples import SAMPLES
 
 ROUNDING = 1 + 1e-9
 MARGIN = 5e-6

@@ -7,14 +7,13 @@ import math
 
 import pytest
 import torch
+from tests.support.samples import SAMPLES
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from wellposed.certification import LayerBound, certify, inherit_rule, register_rule
 from wellposed.errors import NotLipschitzError, UnsoundBoundError
 from wellposed.nn import AdditiveCoupling, L2SelfAttention
-
-from ..support.samples import SAMPLES
 
 CASES = [
     pytest.param(sample, sample.norms[index % len(sample.norms)], id=f"{kind.__name__}-{index}")

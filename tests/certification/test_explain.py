@@ -8,11 +8,10 @@ import re
 
 import pytest
 import torch
+from tests.support import families
 from torch import nn
 
 from wellposed.certification import certify
-
-from ..support import families
 
 GELU = 1.128905
 

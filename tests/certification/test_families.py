@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from ..support.families import FAMILIES, table
+from tests.support.families import FAMILIES, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import hugging_face as hf
+from tests.support.sample import ALL_NORMS, Sample, awake
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
@@ -30,9 +32,6 @@ from wellposed.certification import (
     patch_grid,
 )
 from wellposed.nn import DotProductAttention
-
-from ..support import hugging_face as hf
-from ..support.sample import ALL_NORMS, Sample, awake
 
 WIDTH, TOKENS = 8, 5
 MODELS = [

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+from tests.support.sample import MAX_TOKENS, Sample, output_of
+from tests.support.samples import SAMPLES
 from torch import nn
 
 from wellposed.certification import certify
-
-from ..support.sample import MAX_TOKENS, Sample, output_of
-from ..support.samples import SAMPLES
 
 CASES = [
     pytest.param(kind, sample, id=f"{kind.__name__}-{index}")

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+from tests.support.samples import SAMPLES
 from torch import nn
 
 from wellposed.certification import LayerBound, certify, register_rule
 from wellposed.nn import L2SelfAttention, ReZeroResidual, TransformerStack
-
-from ..support.samples import SAMPLES
 
 
 @pytest.mark.parametrize("norm", ["tok", "inf", 2])

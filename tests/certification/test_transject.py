@@ -21,7 +21,7 @@ def make(alpha: float = 0.9, **options: Any) -> TransJectStack:
     stack = TransJectStack(D, L, **options).double().eval()
     with torch.no_grad():
         for layer in stack.layers:
-            layer.residual.weight.fill_(math.atanh(alpha))  # pyright: ignore
+            layer.residual.weight.fill_(math.atanh(alpha))
     return stack
 
 
@@ -69,7 +69,7 @@ def test_fixed_spectrum_and_one_expert_multiply_token_by_token() -> None:
     sigma = float(stack.get_parameter("spectrum.weight").detach().tanh().abs().max())
     expected = ((1 + 0.45 * sigma) * 1.45) ** 2
     for norm in ("tok", 2):
-        assert certify(stack, seq_len=N, norm=norm).total == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
+        assert certify(stack, seq_len=N, norm=norm).total == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_maximum_costs_sqrt_d_and_says_so() -> None:
@@ -91,7 +91,7 @@ def test_padded_outputs_are_left_out_and_the_table_says_so(options: dict[str, An
     stack = make(alpha=0.97, **options)
     for layer in stack.layers:
         if "num_experts" in options:
-            layer.attention.gate.weight.data.mul_(4)  # pyright: ignore
+            layer.attention.gate.weight.data.mul_(4)
     certificate = certify(stack, seq_len=2, norm=norm)
     x, moved = torch.randn(1, 2, D, dtype=torch.float64), torch.zeros(1, 2, D, dtype=torch.float64)
     x[0, 1] *= 1e4
@@ -143,7 +143,7 @@ def test_active_dropout_has_no_certificate() -> None:
 def test_a_basis_far_from_orthogonal_is_named() -> None:
     stack = make(spectrum_norm="trace")
     with torch.no_grad():
-        stack.spectrum.basis.weight.mul_(2)  # pyright: ignore
+        stack.spectrum.basis.weight.mul_(2)
     with pytest.raises(NotLipschitzError, match=r"\*\.basis"):
         certify(stack, seq_len=N).require()
 
@@ -192,7 +192,7 @@ def test_token_distances_stay_within_bounds_on_ascended_pairs(options: dict[str,
 def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound() -> None:
     stack = make(alpha=0.99)
     with torch.no_grad():
-        stack.layers[0].feedforward.up_proj.weight.mul_(3)  # pyright: ignore
+        stack.layers[0].feedforward.up_proj.weight.mul_(3)
     assert token_distance_bounds(stack)[0][0] == 0
 
 
@@ -206,7 +206,7 @@ class Adapter(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.base.weight  # pyright: ignore[reportReturnType]
+        return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.update(x)
@@ -221,7 +221,7 @@ def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str)
     if how == "adapter":
         setattr(stack.get_submodule(parent), name, Adapter(wrapped))
     else:
-        wrapped.forward = lambda x: 100 * x  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped.forward = lambda x: 100 * x
     reason = "whose weights do not say what it computes" if how == "adapter" else "its forward was replaced"
     with pytest.raises(NotLipschitzError, match=rf"{part}.*{reason}"):
         token_distance_bounds(stack)

@@ -7,11 +7,10 @@ import warnings
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, isometry_error, problem, train
 from torch import nn
 
 from wellposed.constrain import Constraint, ConstraintWarning, constrain_
-
-from .problems import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, isometry_error, problem, train
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, OPTIMIZERS, Mixed, errors, train
 from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.constrain import ConstraintWarning, constrain_
-
-from .problems import NAMES, OPTIMIZERS, Mixed, errors, train
 
 
 def saved_and_loaded(pair: Any) -> Any:

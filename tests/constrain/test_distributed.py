@@ -13,7 +13,7 @@ import torch
 
 @pytest.mark.slow
 def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("distributed_worker.py")
+    script = Path(__file__).parents[1] / "support" / "constrain_worker.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
     )

@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.constrained import isometry_error
 from torch import Tensor, nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.linalg import isometry_error as fast_error
-
-from .problems import isometry_error
 
 EDITS: dict[str, Callable[[nn.Linear], object]] = {
     "data.mul_": lambda layer: layer.weight.data.mul_(1.5),

@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
+from tests.support.constrained import isometry_error
 from torch import Tensor, nn
 
 from wellposed.constrain import Constraint, constrain_
-
-from .problems import isometry_error
 
 VOCAB, DIM = 40, 6
 

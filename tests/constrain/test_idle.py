@@ -6,11 +6,10 @@ import warnings
 
 import pytest
 import torch
+from tests.support.constrained import Mixed, problem, train
 from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
-
-from .problems import Mixed, problem, train
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
@@ -18,7 +17,7 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind: str) -> 
     model = Mixed()
     constrain_(model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), where="square")
     flags = {"foreach": kind == "foreach", "fused": kind == "fused"}
-    other = torch.optim.AdamW(model.parameters(), lr=1e-3, **flags)  # pyright: ignore[reportArgumentType]
+    other = torch.optim.AdamW(model.parameters(), lr=1e-3, **flags)
     train(model, other, 3)
     with pytest.warns(ConstraintWarning, match=r"took no step: another optimizer(.|\n)*square\.weight"):
         train(model, other, 1)

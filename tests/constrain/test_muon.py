@@ -7,12 +7,11 @@ import io
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, Mixed, problem, train
 from torch import nn
 
 from wellposed.constrain import ConstraintWarning, MuonAndAdamW, constrain_
 from wellposed.errors import ConfigError
-
-from .problems import NAMES, Mixed, problem, train
 
 
 def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
@@ -38,7 +37,7 @@ def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
 
 def test_embeddings_and_what_is_tied_to_them_go_to_adamw() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
-    model["head"].weight = model["words"].weight  # pyright: ignore[reportArgumentType]
+    model["head"].weight = model["words"].weight
     optimizer = MuonAndAdamW(model)
     held = {group["method"]: [tuple(entry.shape) for entry in group["params"]] for group in optimizer.param_groups[:1]}
     assert held == {"muon": [(4, 4)]}

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.constrained import isometry_error
 from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError
-
-from .problems import isometry_error
 
 TAKEN: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.constrained import isometry_error
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from wellposed.constrain import orthogonal
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-
-from .problems import isometry_error
 
 SHAPES = [(6, 6), (9, 4), (4, 9)]
 
@@ -22,7 +21,7 @@ def nearest(weight: Tensor) -> Tensor:
 
 def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    x = torch.randn(32, layer.in_features)  # pyright: ignore[reportArgumentType]
+    x = torch.randn(32, layer.in_features)
     (layer(x) - x.sum(-1, keepdim=True).sin()).square().mean().backward()
     optimizer.step()
 
@@ -51,7 +50,7 @@ def test_both_components_are_reached_and_an_assigned_weight_is_projected(shape: 
         layer.weight = target.float()
         assert torch.allclose(layer.weight.double(), target, atol=2e-6)
     layer.weight = torch.randn(shape)
-    assert isometry_error(layer.weight) <= 1e-5  # pyright: ignore[reportArgumentType]
+    assert isometry_error(layer.weight) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -77,15 +76,15 @@ def test_state_dict_round_trip_and_plain_checkpoint(shape: tuple[int, int]) -> N
 
     plain = nn.Sequential(nn.Linear(shape[1], shape[0]))
     fresh.load_state_dict(plain.state_dict())
-    assert torch.allclose(fresh[0].weight.double(), nearest(plain[0].weight), atol=2e-6)  # pyright: ignore
-    assert torch.equal(fresh[0].bias, plain[0].bias)  # pyright: ignore[reportArgumentType]
+    assert torch.allclose(fresh[0].weight.double(), nearest(plain[0].weight), atol=2e-6)
+    assert torch.equal(fresh[0].bias, plain[0].bias)
 
     expected = layer(x)
     baked = parametrize.remove_parametrizations(layer, "weight")
     assert set(baked.state_dict()) == {"bias", "weight"}
     assert torch.allclose(baked(x), expected, atol=1e-6)
     baked.load_state_dict(plain[0].state_dict())
-    assert torch.equal(baked.weight, plain[0].weight)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(baked.weight, plain[0].weight)
 
 
 def test_without_base_it_is_the_bare_cayley_map() -> None:
@@ -111,10 +110,10 @@ def test_without_base_it_is_the_bare_cayley_map() -> None:
 def test_bfloat16_is_computed_in_float32() -> None:
     layer = orthogonal(nn.Linear(16, 16).to(torch.bfloat16))
     assert layer.weight.dtype == torch.bfloat16
-    assert isometry_error(layer.weight) <= 4e-3  # pyright: ignore[reportArgumentType]
+    assert isometry_error(layer.weight) <= 4e-3
     full = orthogonal(nn.Linear(16, 16))
     with torch.autocast("cpu", torch.bfloat16):
-        assert isometry_error(full.weight) <= 1e-5  # pyright: ignore[reportArgumentType]
+        assert isometry_error(full.weight) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -129,7 +128,7 @@ def test_compiles_whole(shape: tuple[int, int]) -> None:
     expected = original.grad.clone()
     original.grad = None
     run(x).backward()
-    assert torch.allclose(original.grad, expected, atol=1e-6)  # pyright: ignore
+    assert torch.allclose(original.grad, expected, atol=1e-6)
 
 
 def test_bad_input() -> None:
@@ -143,4 +142,4 @@ def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="received Tensor"):
         orthogonal(layer)
     with pytest.raises(ShapeError, match=r"\(3, 3\)"):
-        layer.parametrizations.weight[0].solve(torch.zeros(2, 3))  # pyright: ignore
+        layer.parametrizations.weight[0].solve(torch.zeros(2, 3))

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, isometry_error, problem, train
 from torch import nn
 
 from wellposed.constrain import constrain_
 from wellposed.errors import ConvergenceError
-
-from .problems import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, isometry_error, problem, train
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])

@@ -6,12 +6,11 @@ import copy
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, WIDTH, Mixed, sgd
 from torch import nn
 
 from wellposed.constrain import constrain_
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
-
-from .problems import NAMES, WIDTH, Mixed, sgd
 
 
 class TestWhere:
@@ -29,7 +28,7 @@ class TestWhere:
     )
     def test_forms(self, where: object, expected: set[str]) -> None:
         model = Mixed()
-        handle = constrain_(model, sgd(model), where=where)  # pyright: ignore[reportArgumentType]
+        handle = constrain_(model, sgd(model), where=where)
         assert {path.removesuffix(".weight") for path in handle.paths} == expected
 
     def test_no_match_lists_near_names(self) -> None:
@@ -43,7 +42,7 @@ class TestWhere:
         model = Mixed()
         for bad in ([], 3, [3], "re:("):
             with pytest.raises(ConfigError, match="where="):
-                constrain_(model, sgd(model), where=bad)  # pyright: ignore[reportArgumentType]
+                constrain_(model, sgd(model), where=bad)
 
 
 class TestErrors:
@@ -60,12 +59,12 @@ class TestErrors:
         with pytest.raises(ShapeError, match=r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"):
             constrain_(model, sgd(model), where=nn.Embedding)
         with pytest.raises(ConfigError, match=r"embeddings must be 'refuse' or 'fit', received 'rows'"):
-            constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")  # pyright: ignore[reportArgumentType]
+            constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")
         assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
 
     def test_embedding_tied_to_a_head(self) -> None:
         model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
-        model["head"].weight = model["tokens"].weight  # pyright: ignore[reportArgumentType]
+        model["head"].weight = model["tokens"].weight
         with pytest.raises(ShapeError, match=r"head\.weight: an embedding of 20 vectors"):
             constrain_(model, sgd(model), where="head")
 
@@ -135,13 +134,13 @@ class TestErrors:
         with pytest.raises(ConfigError, match="LBFGS"):
             constrain_(model, torch.optim.LBFGS(model.parameters()), where="square")
         with pytest.raises(ConfigError, match="received str"):
-            constrain_(model, "adam", where="square")  # pyright: ignore[reportArgumentType]
+            constrain_(model, "adam", where="square")
 
     def test_bad_options(self) -> None:
         model = Mixed()
         for options in ({"gain": 0.0}, {"gain": -1.0}, {"weight_decay": "drop"}):
             with pytest.raises(ConfigError):
-                constrain_(model, sgd(model), where="square", **options)  # pyright: ignore[reportArgumentType]
+                constrain_(model, sgd(model), where="square", **options)
 
     def test_nothing_happens_before_every_check_passed(self) -> None:
         model = Mixed()

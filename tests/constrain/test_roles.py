@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.constrained import isometry_error
 from torch import Tensor, nn
 
 from wellposed.constrain import MuonAndAdamW, Set, constrain_, parameter_groups, select_weights
 from wellposed.errors import ConfigError, RoleNotFoundError
-
-from .problems import isometry_error
 
 transformers = pytest.importorskip("transformers")
 
@@ -249,8 +248,8 @@ class TestParameterGroups:
         decayed, free = parameter_groups(model, 0.1, roles=("query", "feedforward_in"))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-        shrunk = {names[id(parameter)] for parameter in decayed["params"]}  # pyright: ignore[reportGeneralTypeIssues]
-        kept = {names[id(parameter)] for parameter in free["params"]}  # pyright: ignore[reportGeneralTypeIssues]
+        shrunk = {names[id(parameter)] for parameter in decayed["params"]}
+        kept = {names[id(parameter)] for parameter in free["params"]}
         assert shrunk | kept == set(names.values())
         assert not shrunk & kept
         assert {name for name in kept if model.get_parameter(name).ndim == 2} == {
@@ -274,7 +273,7 @@ class Adapted(nn.Module):
         self.base_layer = base.requires_grad_(False)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-        nn.init.zeros_(self.lora_B["default"].weight)  # pyright: ignore[reportArgumentType]
+        nn.init.zeros_(self.lora_B["default"].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
@@ -297,7 +296,7 @@ class TestAdapters:
         model = adapted_bert()
         for selection in ({"roles": "query"}, {"where": "*.query"}):
             with pytest.raises(ConfigError, match=r"query\.base_layer\.weight: frozen.*adapters=True"):
-                constrain_(model, sgd(model), **selection)  # pyright: ignore[reportArgumentType]
+                constrain_(model, sgd(model), **selection)
 
     def test_the_factors_are_held_instead(self) -> None:
         model = adapted_bert()

@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wellposed as wp
 from wellposed.constrain import MuonAndAdamW, Set, constrain_
 from wellposed.errors import ConfigError, ConvergenceError
-
-from .problems import NAMES, OPTIMIZERS, WIDTH, Mixed, train
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 7), (7, 1)]
 
@@ -230,7 +229,7 @@ class TestOptions:
     def test_an_unknown_set_lists_the_known_ones(self) -> None:
         model = Mixed()
         with pytest.raises(ConfigError, match=r"set \(to=\) 'spectrum'; nearest: spectral"):
-            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", to="spectrum")  # pyright: ignore[reportArgumentType]
+            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", to="spectrum")
 
     @pytest.mark.parametrize(
         "options",
@@ -245,7 +244,7 @@ class TestOptions:
     def test_an_option_of_another_set_is_refused(self, options: dict[str, object]) -> None:
         model = Mixed()
         with pytest.raises(ConfigError, match=r"to='"):
-            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", **options)  # pyright: ignore[reportArgumentType]
+            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", **options)
 
     def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together(self) -> None:
         model = Mixed(WIDTH)

@@ -8,13 +8,12 @@ import math
 
 import pytest
 import torch
+from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, problem, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConvergenceError
-
-from .problems import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, problem, train
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])

@@ -202,7 +202,7 @@ def test_errors() -> None:
     with pytest.raises(ShapeError, match="do not divide"):
         affinity_penalty(query, key[:, :3])
     with pytest.raises(ConfigError, match="estimator"):
-        affinity_penalty(query, key, estimator="probe")  # type: ignore[arg-type]
+        affinity_penalty(query, key, estimator="probe")
     with pytest.raises(ConfigError, match="num_probes"):
         affinity_penalty(query, key, estimator="probes", num_probes=0)
     with pytest.raises(ConfigError, match="float16"):

@@ -203,9 +203,9 @@ def test_errors_of_arguments() -> None:
     with pytest.raises(ShapeError, match="none"):
         gram_penalty([])
     with pytest.raises(ConfigError, match="side"):
-        gram_penalty(torch.eye(2), side="left")  # type: ignore[arg-type]
+        gram_penalty(torch.eye(2), side="left")
     with pytest.raises(ConfigError, match="method"):
-        qr_penalty(torch.eye(2), "givens")  # type: ignore[arg-type]
+        qr_penalty(torch.eye(2), "givens")
     with pytest.raises(ConvergenceError, match="rank deficient"):
         qr_penalty(torch.zeros(3, 2), "gram_schmidt")
     with pytest.raises(ConvergenceError, match="rank deficient"):

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+from tests.support.initialized import batch_for, bert, gpt2
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, DataError, RoleNotFoundError
 from wellposed.initialize import dt_fixup_
-
-from .zoo import batch_for, bert, gpt2
 
 
 class OnTop(nn.Module):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.initialized import PLAIN, SPECIAL, seq2seq
 from torch import Tensor
 
 from wellposed.initialize import t_fixup_
 from wellposed.models import WellposedConfig, WellposedForSeq2SeqLM
-
-from .zoo import PLAIN, SPECIAL, seq2seq
 
 IWSLT = {
     "vocab_size": 1000, "hidden_size": 512, "num_attention_heads": 4, "intermediate_size": 1024, "activation": "relu",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.initialized import bart, batch_for, bert
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.initialize import remove_norms_, signal_propagation, step_change, t_fixup_
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
-
-from .zoo import bart, batch_for, bert
 
 
 def encoder(layers: int, width: int = 512, inner: int = 1024) -> nn.TransformerEncoder:

@@ -6,14 +6,13 @@ import copy
 
 import pytest
 import torch
+from tests.support.initialized import ALL, ENCODER_DECODER, ENCODER_ONLY, SPECIAL, D, bart, batch_for, bert, gpt2, ours
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
 from wellposed.initialize import remove_norms_, t_fixup_
 from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed.roles import find_roles
-
-from .zoo import ALL, ENCODER_DECODER, ENCODER_ONLY, SPECIAL, D, bart, batch_for, bert, gpt2, ours
 
 SCALED = {"value", "output", "feedforward_in", "feedforward_out"}
 

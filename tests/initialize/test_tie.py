@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tests.roles.zoo import HEADS, PLAIN, SPECIAL, ZOO, D
+from tests.support.zoo import HEADS, PLAIN, SPECIAL, ZOO, D
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tests.roles.zoo import PLAIN, ZOO, D, V
+from tests.support.zoo import PLAIN, ZOO, D, V
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 

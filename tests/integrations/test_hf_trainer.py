@@ -79,8 +79,8 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     trainer = Trainer(
         model=model,
         args=arguments(tmp_path, max_steps=12, logging_steps=4),
-        train_dataset=examples(),  # type: ignore[arg-type]
-        eval_dataset=examples(8),  # type: ignore[arg-type]
+        train_dataset=examples(),
+        eval_dataset=examples(8),
         compute_loss_func=penalized_loss(model, penalty),
         callbacks=[callback],
     )
@@ -133,7 +133,7 @@ def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(tmp_path: P
             gradient_accumulation_steps=accumulation,
             max_grad_norm=0.5,
         ),
-        train_dataset=rows,  # type: ignore[arg-type]
+        train_dataset=rows,
         compute_loss_func=penalized_loss(model, penalty),
         callbacks=[gradients],
     )
@@ -159,7 +159,7 @@ def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
     trainer = Trainer(
         model=model,
         args=arguments(tmp_path),
-        eval_dataset=rows,  # type: ignore[arg-type]
+        eval_dataset=rows,
         compute_loss_func=penalized_loss(model, penalty),
     )
     loss = trainer.evaluate()["eval_loss"]
@@ -180,7 +180,7 @@ def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
     trainer = Trainer(
         model=model,
         args=arguments(tmp_path, max_steps=2),
-        train_dataset=examples(),  # type: ignore[arg-type]
+        train_dataset=examples(),
         callbacks=[Tracker()],
     )
     ConditionCallback().attach(trainer)
@@ -194,7 +194,7 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
     trainer = Trainer(
         model=model,
         args=arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=3, gradient_accumulation_steps=2),
-        train_dataset=examples(64),  # type: ignore[arg-type]
+        train_dataset=examples(64),
         compute_loss_func=penalized_loss(model, penalty),
         callbacks=[ConditionCallback(penalty)],
     )

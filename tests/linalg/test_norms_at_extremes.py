@@ -149,7 +149,7 @@ def test_the_cholesky_norm_falls_back_where_lanczos_misses_the_top(monkeypatch: 
 
 
 # Settings under which float32 products are not float32 products: what each writes, and where.
-matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 SETTINGS = {
     "highest": lambda: torch.set_float32_matmul_precision("highest"),
     "high": lambda: torch.set_float32_matmul_precision("high"),
@@ -162,7 +162,7 @@ SETTINGS = {
 
 
 def precisions() -> list[str]:
-    return [torch.backends.fp32_precision, *(backend.fp32_precision for backend in matmul)]  # type: ignore[attr-defined]
+    return [torch.backends.fp32_precision, *(backend.fp32_precision for backend in matmul)]
 
 
 @pytest.fixture(params=[*SETTINGS, "autocast"])
@@ -174,7 +174,7 @@ def setting(request: pytest.FixtureRequest) -> Iterator[str]:
         SETTINGS[request.param]()
     with torch.autocast("cpu", torch.bfloat16, enabled=request.param == "autocast"):
         yield request.param
-    torch.backends.fp32_precision = kept[0]  # type: ignore[attr-defined]
+    torch.backends.fp32_precision = kept[0]
     for backend, value in zip(matmul, kept[1:], strict=True):
         backend.fp32_precision = value
 
@@ -205,13 +205,13 @@ def test_full_precision_leaves_inherited_settings_inheriting():
     for backend in matmul:
         backend.fp32_precision = "none"
     try:
-        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        torch.backends.fp32_precision = "tf32"
         with full_precision():
             assert precisions()[1:] == ["ieee", "ieee"]
-        torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        torch.backends.fp32_precision = "ieee"
         assert precisions() == ["ieee", "ieee", "ieee"]
     finally:
-        torch.backends.fp32_precision = kept[0]  # type: ignore[attr-defined]
+        torch.backends.fp32_precision = kept[0]
         for backend, value in zip(matmul, kept[1:], strict=True):
             backend.fp32_precision = value
 

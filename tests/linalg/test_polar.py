@@ -32,9 +32,9 @@ def spread(rows: int, columns: int, low: float, high: float) -> Tensor:
 @pytest.mark.parametrize("low", [0.95, 0.05])
 def test_every_method_finds_the_polar_factor(method: str, shape: tuple[int, int], low: float) -> None:
     weight = spread(*shape, low, 1.05)
-    found = polar(weight, method=method)  # pyright: ignore[reportArgumentType]
+    found = polar(weight, method=method)
     assert torch.allclose(found, slow_polar(weight), atol=1e-10)
-    found = polar(weight.float(), method=method)  # pyright: ignore[reportArgumentType]
+    found = polar(weight.float(), method=method)
     assert float(isometry_error(found)) <= 2e-6
     assert torch.allclose(found.double(), slow_polar(weight), atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_bad_input() -> None:
     with pytest.raises(ShapeError, match="bfloat16"):
         newton_schulz_(torch.eye(3, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match="qr"):
-        polar(torch.eye(2), method="qr")  # pyright: ignore[reportArgumentType]
+        polar(torch.eye(2), method="qr")
     with pytest.raises(ConvergenceError, match="finite"):
         polar(torch.full((2, 2), float("nan")))
     with pytest.raises(ConvergenceError, match="sqrt 3"):

@@ -166,7 +166,7 @@ def test_states_of_a_hugging_face_model() -> None:
 def test_bad_input() -> None:
     x = torch.randn(1, 3, 2)
     with pytest.raises(ConfigError, match="metric"):
-        activation_factor([x, x], metric="manhattan")  # type: ignore[arg-type]
+        activation_factor([x, x], metric="manhattan")
     with pytest.raises(ConfigError, match="pairs = 0"):
         activation_factor([x, x], pairs=0)
     with pytest.raises(ConfigError, match="two real tokens"):

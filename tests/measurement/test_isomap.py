@@ -68,7 +68,7 @@ def test_bad_input() -> None:
         isomap(states, TOKENS, chosen=["zebra"])
     for neighbors in (True, 2.0):
         with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected a whole number"):
-            isomap(states, TOKENS, neighbors=neighbors)  # type: ignore[arg-type]
+            isomap(states, TOKENS, neighbors=neighbors)
     with pytest.raises(ShapeError, match="at least three"):
         isomap([torch.randn(1, 2, 4)] * 2, TOKENS[:2], neighbors=1)
     flat = torch.ones(1, 20, 4)

@@ -53,7 +53,7 @@ def test_every_role_of_every_layer_against_numpy() -> None:
     measurement = measure(model)
     found = [(row["layer"], row["role"]) for row in measurement.rows]
     assert sorted(found) == sorted((layer, role) for layer in (0, 1) for role in ROLES)
-    for index, layer in enumerate(model.layers):  # type: ignore[union-attr,arg-type]
+    for index, layer in enumerate(model.layers):
         for role, weight in weights_of(layer).items():
             (row,) = measurement.find(layer=index, role=role)
             values = np.linalg.svd(weight, compute_uv=False)
@@ -169,8 +169,8 @@ def test_attention_and_norms_of_a_torch_layer_with_padding() -> None:
     padding = torch.zeros(2, 6, dtype=torch.bool)
     padding[1, 4:] = True
     measurement = measure(model, {"src": x, "src_key_padding_mask": padding})
-    layer = model.layers[0]  # type: ignore[index]
-    entropy, output = slow_attention(layer, x, padding)  # type: ignore[arg-type]
+    layer = model.layers[0]
+    entropy, output = slow_attention(layer, x, padding)
     real = ~padding
     attention, whole = measurement.activations
     assert (attention["path"], attention["kind"], attention["layer"]) == ("layers.0.self_attn", "attention", 0)
@@ -219,7 +219,7 @@ def test_orthogonality_error_of_affinities_against_loops(lengths: tuple[int, int
     model = encoder(1).eval()
     x = torch.randn(2, 6, WIDTH)
     padding = torch.arange(6) >= torch.tensor(lengths)[:, None]
-    query, key, size = *attention_inputs(model.layers[0], x), WIDTH // HEADS  # type: ignore[index,arg-type]
+    query, key, size = *attention_inputs(model.layers[0], x), WIDTH // HEADS
     expected = []
     for head in range(HEADS):
         part = slice(head * size, (head + 1) * size)
@@ -330,7 +330,7 @@ class HiddenModel(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict({"self_attn": Hidden()})])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0]["self_attn"](x)  # type: ignore[index]
+        return self.layers[0]["self_attn"](x)
 
 
 def test_attention_that_cannot_be_seen_is_said() -> None:
@@ -345,8 +345,8 @@ def test_attention_that_cannot_be_seen_is_said() -> None:
 def test_all_broken_weights_are_named() -> None:
     model = encoder()
     with torch.no_grad():
-        model.layers[0].linear1.weight[0, 0] = math.nan  # type: ignore[index,union-attr]
-        model.layers[1].self_attn.in_proj_weight[0, 0] = math.inf  # type: ignore[index,union-attr]
+        model.layers[0].linear1.weight[0, 0] = math.nan
+        model.layers[1].self_attn.in_proj_weight[0, 0] = math.inf
     with pytest.raises(
         ConvergenceError, match=r"layers\.1\.self_attn\.in_proj_weight[\s\S]*layers\.0\.linear1\.weight"
     ):
@@ -363,4 +363,4 @@ def test_other_bad_input() -> None:
 @pytest.mark.slow
 def test_a_compiled_model_is_measured_as_the_model_it_compiles() -> None:
     model = encoder(1)
-    assert measure(torch.compile(model)).rows == measure(model).rows  # type: ignore[arg-type]
+    assert measure(torch.compile(model)).rows == measure(model).rows

@@ -86,7 +86,7 @@ def test_bad_input() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     for every in (0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="every is"):
-            Monitor(model, every=every)  # type: ignore[arg-type]
+            Monitor(model, every=every)
     monitor = Monitor(model)
     with torch.no_grad():
         model.linear1.weight[0, 0] = torch.nan

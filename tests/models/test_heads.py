@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.transject import IDS, MASK
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
@@ -22,8 +23,6 @@ from wellposed.models import (
     WellposedForSequenceClassification,
     WellposedForSequencePairClassification,
 )
-
-from .transject import IDS, MASK
 
 SIZES: dict[str, Any] = {"vocab_size": 13, "hidden_size": 8, "num_labels": 3}
 CONFIGS: dict[str, Any] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.transject import IDS, MASK
 from torch import Tensor
 
 from wellposed.errors import ConfigError
@@ -18,8 +19,6 @@ from wellposed.models import (
     WellposedForCausalLM,
 )
 from wellposed.nn import TransJectBlock, TransJectCache, TransJectStack
-
-from .transject import IDS, MASK
 
 LABELS = torch.tensor([2, 0])
 PAIR = {"input_ids_pair": IDS.flip(0), "attention_mask_pair": MASK.flip(0)}

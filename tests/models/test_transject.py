@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.support.transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake, blocks
 from torch import Tensor, nn
 
 import wellposed.nn
@@ -19,8 +20,6 @@ from wellposed.models import (
     build_model,
 )
 
-from .transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake, blocks
-
 
 def test_the_whole_model_against_the_formula_in_float64() -> None:
     torch.manual_seed(2)
@@ -31,12 +30,12 @@ def test_the_whole_model_against_the_formula_in_float64() -> None:
         positions = wellposed.nn.SinusoidalPositions(12, 8).table.double()
         x = torch.stack([torch.cat((table[IDS[row, i]], positions[i])) for i in range(length)])
         basis = model.stack.spectrum.basis.weight
-        energy = torch.stack([sum((x[i] @ basis[k]) ** 2 for i in range(length)) for k in range(16)])  # type: ignore
+        energy = torch.stack([sum((x[i] @ basis[k]) ** 2 for i in range(length)) for k in range(16)])
         sigma = energy / (energy.max() + 1e-6)
         for layer in blocks(model):
             r = torch.tanh(layer.residual.weight) / 3
             branches = [
-                nn.functional.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)  # type: ignore
+                nn.functional.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)
                 for expert in layer.attention.experts
             ]
             gate = layer.attention.gate.weight[0]

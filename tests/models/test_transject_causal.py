@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.transject import IDS, SETTINGS, SIZES, awake
 
 from wellposed.errors import ConfigError
 from wellposed.models import TransJectConfig, TransJectForCausalLM
-
-from .transject import IDS, SETTINGS, SIZES, awake
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.transject import IDS, MASK
 
 from wellposed.certification import certify
 from wellposed.models import TransJectConfig, TransJectForSequenceClassification, input_vectors
 from wellposed.training.certified_accuracy import certified_accuracy
 
-from .transject import IDS, MASK
-
 
 def classifier(**options: object) -> TransJectForSequenceClassification:
     torch.manual_seed(0)
     sizes = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 2, "num_labels": 3, "spectrum_norm": "trace"}
-    model = TransJectForSequenceClassification(TransJectConfig(**{**sizes, "residual": "sigmoid", **options}))  # type: ignore[arg-type]
+    model = TransJectForSequenceClassification(TransJectConfig(**{**sizes, "residual": "sigmoid", **options}))
     return model.double().eval()
 
 
@@ -32,7 +31,7 @@ def test_input_vectors_give_what_the_ids_give() -> None:
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_no_ascent_beats_the_certificate(options: dict[str, object], norm: object) -> None:
     model = classifier(**options)
-    total = certify(model, seq_len=5, norm=norm).total  # type: ignore[arg-type]
+    total = certify(model, seq_len=5, norm=norm).total
     start = input_vectors(model, IDS[:1]).detach()
     step = torch.full_like(start, 1e-3).requires_grad_()
     optimizer = torch.optim.Adam([step], lr=1e-2)

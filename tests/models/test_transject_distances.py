@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.transject import IDS, MASK, SETTINGS, SIZES, awake, blocks
 from torch import Tensor, nn
 
 from wellposed.constrain import constrain_
@@ -15,8 +16,6 @@ from wellposed.models import (
     TransJectForSequenceClassification,
     TransJectModel,
 )
-
-from .transject import IDS, MASK, SETTINGS, SIZES, awake, blocks
 
 
 def orthogonality_error(model: nn.Module) -> float:

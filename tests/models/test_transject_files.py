@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from wellposed.models import (
@@ -19,8 +20,6 @@ from wellposed.models import (
     TransJectForSequencePairClassification,
     TransJectModel,
 )
-
-from .transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake
 
 KINDS: list[tuple[Any, Any]] = [
     (TransJectModel, AutoModel),

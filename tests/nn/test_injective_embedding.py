@@ -14,7 +14,7 @@ from wellposed.nn import InjectiveEmbedding
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
 def test_distinct_pairs_get_distinct_vectors(position: str) -> None:
     torch.manual_seed(0)
-    module = InjectiveEmbedding(7, 8, position=position, max_positions=30)  # type: ignore[arg-type]
+    module = InjectiveEmbedding(7, 8, position=position, max_positions=30)
     ids = torch.arange(7)[:, None].expand(7, 30)
     vectors = module(ids).reshape(-1, 8).double()
     distances = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)
@@ -67,7 +67,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="vocab_size is 0"):
         InjectiveEmbedding(0, 8)
     with pytest.raises(ConfigError, match="nearest: sinusoidal"):
-        InjectiveEmbedding(5, 8, position="sinusoid")  # type: ignore[arg-type]
+        InjectiveEmbedding(5, 8, position="sinusoid")
     with pytest.raises(ShapeError, match="max_position_embeddings >= 5"):
         InjectiveEmbedding(5, 8, position="learned", max_positions=4)(torch.zeros(1, 5, dtype=torch.long))
     with pytest.raises(ShapeError, match=r"expected \(batch, tokens\)"):

@@ -77,7 +77,7 @@ def ratio(w: float, dtype: torch.dtype, width: int, **options: Any) -> tuple[flo
     torch.manual_seed(width)
     stack = TransJectStack(width, 6, num_experts=2, **options).eval()
     for layer in stack.layers:
-        layer.residual.weight.fill_(w)  # pyright: ignore
+        layer.residual.weight.fill_(w)
     stack = stack.to(dtype)
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     out = stack(torch.randn(2, 6, width).to(dtype), key_padding_mask=padding)
@@ -186,7 +186,7 @@ def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width: int) -> Non
     stack = TransJectStack(width, 3, num_experts=2, residual="sigmoid")
     x = torch.randn(2, 16, width)
     out = stack(x)
-    halves = stack.layers[1].sublayers(out.sigma, out.gates[1])  # pyright: ignore
+    halves = stack.layers[1].sublayers(out.sigma, out.gates[1])
     eps = torch.finfo(torch.float32).eps
     for block in (attention, *halves):
         for size in (0.01, 1.0, 10.0):
@@ -206,7 +206,7 @@ def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width: int) -> Non
 def test_a_coupling_has_no_bound() -> None:
     stack = ReversibleSequential([AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)), Squeeze()])
     x = torch.randn(1, 3, 8)
-    assert math.isinf(stack.blocks[0].inverse(x)[1].error_bound)  # pyright: ignore
+    assert math.isinf(stack.blocks[0].inverse(x)[1].error_bound)
     assert math.isinf(stack.inverse(x)[1].error_bound)
 
 
@@ -214,10 +214,10 @@ class Squeeze(InvertibleResidual):
     def __init__(self) -> None:
         super().__init__(nn.Identity(), lipschitz=0.0)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def inverse(self, y: Tensor, **options: Any) -> Any:  # type: ignore[override]
+    def inverse(self, y: Tensor, **options: Any) -> Any:
         return y, Inversion(0, 0.0, 0.0, 0.0, "tok")
 
 

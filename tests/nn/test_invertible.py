@@ -180,7 +180,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ConvergenceError, match="max_iter=2"):
         block.inverse(draw(1, 4, 16), max_iter=2)
     with pytest.raises(ConfigError, match="accelerate"):
-        block.inverse(draw(1, 4, 16), accelerate="newton")  # type: ignore[arg-type]
+        block.inverse(draw(1, 4, 16), accelerate="newton")
     with pytest.raises(ConfigError, match="tol"):
         block.inverse(draw(1, 4, 16), tol=0.0)
     broken = InvertibleResidual(Scaled(nn.Identity(), math.nan), lipschitz=0.5)

@@ -315,8 +315,8 @@ def test_bad_options_are_named() -> None:
     with pytest.raises(ConfigError, match="init_scale"):
         L2SelfAttention(8, 2, init_scale=-1.0)
     with pytest.raises(ConfigError, match="nearest"):
-        L2SelfAttention(8, 2, values="papers")  # type: ignore[arg-type]
+        L2SelfAttention(8, 2, values="papers")
     with pytest.raises(ConfigError, match="unknown norm"):
-        L2SelfAttention(8, 2, norm="max")  # type: ignore[arg-type]
+        L2SelfAttention(8, 2, norm="max")
     with pytest.raises(ShapeError, match="padding"):
         build()(tokens(), key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))

@@ -85,7 +85,7 @@ def test_no_random_jacobian_exceeds_the_bound(options: dict[str, Any], heads: in
         n = 3 + seed
         x = attacked_input(layer, n, generator)
         # Random masks that keep the diagonal are drawn too, so norm 2 needs the bound for any mask.
-        bounds = {norm: layer.lipschitz_bound(n, norm=norm, mask="any") for norm in NORMS}  # type: ignore[arg-type]
+        bounds = {norm: layer.lipschitz_bound(n, norm=norm, mask="any") for norm in NORMS}
         for mask in masks(n, generator):
             matrix = layer_jacobian(layer, x, **mask)
             for norm in NORMS:
@@ -220,8 +220,8 @@ def test_sequences_above_the_certified_length() -> None:
 def test_options_that_leave_no_certificate() -> None:
     for options in ({"tied": False}, {"values": "plain"}, {"dropout": 0.1}):
         with pytest.raises(NotLipschitzError, match=":"):
-            L2SelfAttention(4, 2, contractive=0.9, **options)  # type: ignore[arg-type]
-        layer = L2SelfAttention(4, 2, **options)  # type: ignore[arg-type]
+            L2SelfAttention(4, 2, contractive=0.9, **options)
+        layer = L2SelfAttention(4, 2, **options)
         assert layer.certificate_refusal()
         with pytest.raises(NotLipschitzError, match=":"):
             layer.lipschitz_bound(4)
@@ -238,7 +238,7 @@ def test_a_cache_or_another_norm_needs_one_fixed_scale() -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         layer.lipschitz_bound(4, norm=2)
     with pytest.raises(ConfigError, match="max_tokens"):
-        layer(torch.randn(1, 1, 4), is_causal=True, cache=object())  # type: ignore[arg-type]
+        layer(torch.randn(1, 1, 4), is_causal=True, cache=object())
 
 
 # Theory note B4: slopes of the refused forms at M = 1, 10, 100, each an explicit function of its tokens.

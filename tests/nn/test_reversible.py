@@ -161,13 +161,13 @@ def test_without_gradients_nothing_is_stored() -> None:
 class Biased(InvertibleResidual):
     """Claims an inverse that is a little off."""
 
-    def inverse(self, y: Tensor, **options: Any) -> Any:  # type: ignore[override]
+    def inverse(self, y: Tensor, **options: Any) -> Any:
         x, report = super().inverse(y, **options)
         return x + 0.01, report
 
 
 def test_a_wrong_inverse_is_noticed() -> None:
-    blocks = [Biased(block.f) for block in residual_blocks(2)]  # type: ignore[arg-type]
+    blocks = [Biased(block.f) for block in residual_blocks(2)]
     x = draw(2, N, D).requires_grad_()
     with pytest.raises(ConvergenceError, match=r"off by 0\.0\d+ of its size"):
         ReversibleSequential(blocks)(x).sum().backward()

@@ -42,11 +42,11 @@ def make(*, start: float = 1.2, dtype: torch.dtype = torch.float64, width: int =
     stack = TransJectStack(width, L, **options).to(dtype).eval()
     with torch.no_grad():
         for index, layer in enumerate(stack.layers):
-            layer.residual.weight.fill_(start - index / 2)  # pyright: ignore
+            layer.residual.weight.fill_(start - index / 2)
             if hasattr(layer.attention, "gate"):
-                layer.attention.gate.weight.mul_(4)  # pyright: ignore
+                layer.attention.gate.weight.mul_(4)
             if hasattr(layer.attention, "logits"):
-                layer.attention.logits.normal_()  # pyright: ignore
+                layer.attention.logits.normal_()
     return stack
 
 
@@ -113,8 +113,8 @@ def test_blocks_of_rows_equal_the_modules_in_float32(kind: dict[str, Any], shape
 def test_hooks_are_called_without_gradients_too() -> None:
     stack, x = make(num_experts=2), tokens(1, N, D)
     seen: list[str] = []
-    stack.layers[1].attention.experts[1].register_forward_hook(lambda *_: seen.append("expert"))  # pyright: ignore
-    stack.layers[2].feedforward.up_proj.register_forward_hook(lambda *_: seen.append("up"))  # pyright: ignore
+    stack.layers[1].attention.experts[1].register_forward_hook(lambda *_: seen.append("expert"))
+    stack.layers[2].feedforward.up_proj.register_forward_hook(lambda *_: seen.append("up"))
     with torch.no_grad():
         stack(x)
     assert seen == ["expert", "up"]
@@ -253,7 +253,7 @@ def test_inverse_refuses_what_is_no_bijection() -> None:
     with pytest.raises(ConfigError, match="gates of 1 layers; expected 3"):
         stack.inverse(x, out.sigma, out.gates[:1])
     with torch.no_grad():
-        stack.layers[0].feedforward.up_proj.weight.mul_(9)  # pyright: ignore
+        stack.layers[0].feedforward.up_proj.weight.mul_(9)
     with pytest.raises(NotContractiveError):
         stack.inverse(x, out.sigma, out.gates)
     dropping = TransJectStack(D, L, dropout=0.1)
@@ -287,7 +287,7 @@ def test_orthogonal_through_training_save_and_load() -> None:
     losses = []
     for _ in range(60):
         optimizer.zero_grad()
-        loss = (stack(x).last_hidden_state - goal).square().mean() + 0.1 * stack.reconstruction_loss(x)  # pyright: ignore
+        loss = (stack(x).last_hidden_state - goal).square().mean() + 0.1 * stack.reconstruction_loss(x)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -345,12 +345,12 @@ def test_batched_experts_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
 
     mixture, x = make(num_experts=3).layers[0].attention, tokens(2, N, D)
     sigma = torch.rand(2, D, dtype=torch.float64)
-    loop = mixture.expert_outputs(x, sigma)  # pyright: ignore
+    loop = mixture.expert_outputs(x, sigma)
     calls: list[int] = []
     real = experts.gram_attention
     monkeypatch.setattr(experts, "gram_attention", lambda *a: (calls.append(1), real(*a))[1])
     monkeypatch.setattr(experts, "prefers_loop", lambda _: False)
-    for one, other in zip(mixture.expert_outputs(x, sigma), loop, strict=True):  # pyright: ignore
+    for one, other in zip(mixture.expert_outputs(x, sigma), loop, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
     assert calls == [1]
 
@@ -373,9 +373,9 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="num_experts is 0"):
         ExpertMixture(D, 0)
     with pytest.raises(ConfigError, match="nearest: random"):
-        TransJectStack(D, 1, spectrum="randm")  # type: ignore[arg-type]
+        TransJectStack(D, 1, spectrum="randm")
     with pytest.raises(ConfigError, match="nearest: pooled"):
-        TransJectStack(D, 1, num_experts=2, gating="poled")  # type: ignore[arg-type]
+        TransJectStack(D, 1, num_experts=2, gating="poled")
     with pytest.raises(ConfigError, match="is_causal=True"):
         TransJectStack(D, 1)(torch.zeros(1, 2, D), cache=TransJectCache())
     with pytest.raises(ShapeError, match="tokens >= 1"):

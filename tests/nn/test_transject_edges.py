@@ -173,11 +173,11 @@ def test_a_cache_is_of_as_many_sequences(options: dict[str, Any]) -> None:
 
 
 SIZES: list[tuple[Callable[[], object], str]] = [
-    (lambda: TransJectStack(D, 1.5), r"TransJectStack: num_layers is 1\.5"),  # type: ignore[arg-type]
-    (lambda: TransJectStack(8.0, 2), r"TransJectStack: embed_dim is 8\.0"),  # type: ignore[arg-type]
-    (lambda: ExpertMixture(D, 2.5), r"num_experts is 2\.5"),  # type: ignore[arg-type]
+    (lambda: TransJectStack(D, 1.5), r"TransJectStack: num_layers is 1\.5"),
+    (lambda: TransJectStack(8.0, 2), r"TransJectStack: embed_dim is 8\.0"),
+    (lambda: ExpertMixture(D, 2.5), r"num_experts is 2\.5"),
     (lambda: ExpertMixture(D, True), "num_experts is True"),
-    (lambda: InjectiveResidual(float("nan")), "num_layers is nan"),  # type: ignore[arg-type]
+    (lambda: InjectiveResidual(float("nan")), "num_layers is nan"),
     (lambda: OrthogonalLinear(-1), "embed_dim is -1"),
     (lambda: LearnedSpectrum(0), "embed_dim is 0"),
     (lambda: GramSpectrum(D, eps=float("inf")), "eps is inf"),

@@ -50,7 +50,7 @@ def make(**options: Any) -> TransJectStack:
     stack = TransJectStack(D, L, num_experts=2, **options).double().eval()
     with torch.no_grad():
         for index, layer in enumerate(stack.layers):
-            layer.residual.weight.fill_(1.2 - index / 2)  # pyright: ignore
+            layer.residual.weight.fill_(1.2 - index / 2)
     return stack
 
 
@@ -73,10 +73,10 @@ def passes(stack: TransJectStack, x: Tensor) -> Iterator[tuple[str, Tensor]]:
 def test_an_adapter_is_the_same_as_its_merged_weight(path: str, is_causal: bool) -> None:
     x, wrapped, merged = tokens(), make(is_causal=is_causal), make(is_causal=is_causal)
     plain = merged(x).last_hidden_state
-    adapter = Adapter(wrapped.get_submodule(path))  # type: ignore[arg-type]
+    adapter = Adapter(wrapped.get_submodule(path))
     wrapped.set_submodule(path, adapter)
     with torch.no_grad():
-        merged.get_submodule(path).weight.add_(adapter.change)  # type: ignore[operator]
+        merged.get_submodule(path).weight.add_(adapter.change)
     expected = merged(x).last_hidden_state
     assert (expected - plain).abs().max() > 1e-6
     for name, found in passes(wrapped, x):
@@ -124,7 +124,7 @@ def test_parametrised_weights_are_used(path: str) -> None:
     x, wrapped, merged = tokens(), make(), make()
     torch.nn.utils.parametrize.register_parametrization(wrapped.get_submodule(path), "weight", Halved())
     with torch.no_grad():
-        merged.get_submodule(path).weight.div_(2)  # type: ignore[operator]
+        merged.get_submodule(path).weight.div_(2)
     expected = merged(x).last_hidden_state
     for _, found in passes(wrapped, x):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -160,7 +160,7 @@ def test_the_reconstruction_loss_is_that_of_the_wrapped_basis() -> None:
     x, wrapped, merged = tokens(), GramSpectrum(D).double(), GramSpectrum(D).double()
     merged.load_state_dict(wrapped.state_dict())
     adapter = Adapter(wrapped.basis)
-    wrapped.basis = adapter  # type: ignore[assignment]
+    wrapped.basis = adapter
     with torch.no_grad():
         merged.basis.weight.add_(adapter.change)
     loss = wrapped.reconstruction_loss(x)
@@ -183,7 +183,7 @@ def test_folding_is_refused_where_there_is_no_weight_to_fold() -> None:
     attention, x = GramAttention(D), torch.randn(1, 2, D)
     assert attention.has_plain_maps()
     attention(x, torch.ones(D), folded=True)
-    attention.left = Adapter(attention.left)  # type: ignore[assignment]
+    attention.left = Adapter(attention.left)
     assert not attention.has_plain_maps()
     with pytest.raises(ConfigError, match="left Adapter and right OrthogonalLinear"):
         attention(x, torch.ones(D), folded=True)
@@ -192,7 +192,7 @@ def test_folding_is_refused_where_there_is_no_weight_to_fold() -> None:
 @paths
 def test_the_inverse_refuses_what_has_no_known_bound(path: str) -> None:
     x, stack = tokens(), make()
-    stack.set_submodule(path, Adapter(stack.get_submodule(path)))  # type: ignore[arg-type]
+    stack.set_submodule(path, Adapter(stack.get_submodule(path)))
     out = stack(x)
     if "basis" in path or "gate" in path:
         back, report = stack.inverse(out.last_hidden_state.detach(), out.sigma.detach(), out.gates)
@@ -218,7 +218,7 @@ def test_only_the_class_itself_without_hooks_is_plain() -> None:
     assert is_plain(OrthogonalLinear(D), OrthogonalLinear)
     assert not is_plain(Other(D), OrthogonalLinear)
     layer = OrthogonalLinear(D)
-    layer.forward = lambda x: x  # type: ignore[method-assign]
+    layer.forward = lambda x: x
     assert not is_plain(layer, OrthogonalLinear)
     layer = OrthogonalLinear(D)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)

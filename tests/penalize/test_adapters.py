@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.penalized import batch, bert
+from tests.support.zoo import ZOO
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
-
-from ..roles.zoo import ZOO
-from .models import batch, bert
 
 RANK, SCALE = 2, 1.5
 

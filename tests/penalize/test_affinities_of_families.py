@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from tests.support.zoo import ZOO, D, F, V
 from torch import Tensor, nn
 
 from wellposed.penalize import OrthogonalityPenalty
-
-from ..roles.zoo import ZOO, D, F, V
 
 LENGTHS = (7, 4, 1)
 LLAMA: dict[str, Any] = {

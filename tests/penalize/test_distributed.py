@@ -45,7 +45,7 @@ def step(module: nn.Module, penalty: OrthogonalityPenalty, inputs: dict[str, Ten
 
 
 def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def take_step(kind: str, rank: int) -> dict[str, object]:

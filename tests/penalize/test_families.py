@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.zoo import ZOO
 from torch import nn
 from transformers import PreTrainedModel
 
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.roles import find_roles
-
-from ..roles.zoo import ZOO
 
 # Affinities on their own: pulled to identity they ask for longer queries and keys than orthonormal weights give.
 TOGETHER = {
@@ -46,7 +45,7 @@ def test_attach_train_save_load_and_detach(family: str, names: tuple[str, ...], 
     model = entry.build().train()
     before = everything_on(model)
     given = strengths_for(model, names)
-    penalty = OrthogonalityPenalty(model, **given)  # type: ignore[arg-type]
+    penalty = OrthogonalityPenalty(model, **given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history: list[dict[str, float]] = []
     for _ in range(20):

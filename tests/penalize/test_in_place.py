@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.zoo import ZOO
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
-
-from ..roles.zoo import ZOO
 
 WEIGHTS: dict[str, Any] = {"attention": 0.5, "feedforward": 0.25, "key": 2.0}
 

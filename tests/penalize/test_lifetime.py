@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.penalized import batch, bert
+from tests.support.zoo import ZOO
 from torch import nn
 from transformers import PreTrainedModel
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
-
-from ..roles.zoo import ZOO
-from .models import batch, bert
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -43,7 +42,7 @@ def test_an_unused_note_dies_with_its_graph() -> None:
     model, inputs = bert(), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     output = model(**inputs)
-    noted = [ref() for refs in penalty._capture._seen.values() for ref in refs]  # type: ignore[union-attr]
+    noted = [ref() for refs in penalty._capture._seen.values() for ref in refs]
     alive = [weakref.ref(note) for note in noted]
     assert len(alive) == 3
     del noted

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.penalized import Hidden, batch, bert
+from tests.support.zoo import ZOO
 from torch import nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
-
-from ..roles.zoo import ZOO
-from .models import Hidden, batch, bert
 
 
 def test_sampled_layers_are_unbiased() -> None:

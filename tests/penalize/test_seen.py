@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.zoo import ZOO
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from wellposed.penalize import OrthogonalityPenalty
-
-from ..roles.zoo import ZOO
 
 FAMILIES = [name for name, entry in ZOO.items() if isinstance(entry.build(), PreTrainedModel) and "ours" not in name]
 LENGTHS = (7, 4, 1)

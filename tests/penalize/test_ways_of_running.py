@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.penalized import ALL, Hidden, batch, bert, step
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
-
-from .models import ALL, Hidden, batch, bert, step
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -141,7 +141,7 @@ def test_affinity_errors_leave_padding_out(sets: encoders.EncodedSets) -> None:
     found = multitask.affinity_errors(model, short)
     assert list(found) == ["affinity.0"]
     assert multitask.affinity_errors(model, padded) == pytest.approx(found, rel=1e-5)
-    assert model.encoder.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    assert model.encoder.config._attn_implementation == "sdpa"
 
 
 def test_training_lowers_the_loss_and_reaches_the_reference_scores(data: Path) -> None:
@@ -182,12 +182,12 @@ def test_the_penalty_of_a_cell_is_his_equation(sets: encoders.EncodedSets) -> No
     from wellposed import OrthogonalityPenalty
 
     model = encoders.build_multitask_model(TINY, sets.tokenizer)
-    key = model.encoder.encoder.layer[0].attention.self.key.weight  # type: ignore[union-attr, index]
+    key = model.encoder.encoder.layer[0].attention.self.key.weight
     cell = study.chosen_cells(["key:1e-2"])[1]
-    expected = 1e-2 * torch.linalg.matrix_norm(key @ key.T - torch.eye(16))  # type: ignore[operator, union-attr]
-    torch.testing.assert_close(OrthogonalityPenalty(model.encoder, **cell.penalty())(), expected)  # type: ignore[arg-type]
-    assert gram_penalty(key, squared=False, side="rows").item() > 0  # type: ignore[arg-type]
-    assert orthogonality_error(key).item() > 0  # type: ignore[arg-type]
+    expected = 1e-2 * torch.linalg.matrix_norm(key @ key.T - torch.eye(16))
+    torch.testing.assert_close(OrthogonalityPenalty(model.encoder, **cell.penalty())(), expected)
+    assert gram_penalty(key, squared=False, side="rows").item() > 0
+    assert orthogonality_error(key).item() > 0
 
 
 def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: encoders.EncodedSets, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: encoders
     model = encoders.build_multitask_model(options, loaded.tokenizer)
     torch.testing.assert_close(
         model.encoder.embeddings.word_embeddings.weight,
-        encoder.embeddings.word_embeddings.weight,  # type: ignore[union-attr]
+        encoder.embeddings.word_embeddings.weight,
     )
     assert multitask.train_multitask(loaded, options)["scores"].keys() == {"sst", "para", "sts", "overall"}
     with pytest.raises(ConfigError, match="cannot be loaded"):
@@ -284,7 +284,7 @@ def test_a_training_that_diverges_is_a_result(data: Path, tmp_path: Path, monkey
         return {"scores": scores, "errors": [{"step": 0, "encoder.0.key": 1.0}], "cpu_seconds": 1.0}
 
     monkeypatch.setattr(multitask, "train_multitask", diverge)
-    monkeypatch.setitem(study.SCALES, "mini", TINY)  # type: ignore[arg-type]
+    monkeypatch.setitem(study.SCALES, "mini", TINY)
     out = tmp_path / "out"
     words = [
         "sweep",
@@ -307,7 +307,7 @@ def test_a_training_that_diverges_is_a_result(data: Path, tmp_path: Path, monkey
 def test_the_command_writes_his_figures_and_table(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(study.SCALES, "mini", TINY)  # type: ignore[arg-type]
+    monkeypatch.setitem(study.SCALES, "mini", TINY)
     out = tmp_path / "out"
     cells = "key:1e-2,householder:1e-6"
     words = [

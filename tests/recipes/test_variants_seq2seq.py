@@ -24,7 +24,7 @@ BASE = RunConfig(task="translation", train=TrainOptions(steps=700, schedule="inv
     ],
 )
 def test_warmup(spec: str, base: dict[str, object], steps: int, schedule: str) -> None:
-    train = apply_variant(spec, replace(BASE, train=replace(BASE.train, **base))).train  # type: ignore[arg-type]
+    train = apply_variant(spec, replace(BASE, train=replace(BASE.train, **base))).train
     assert (train.warmup_steps, train.schedule) == (steps, schedule)
     assert apply_variant("post_ln", BASE).train.warmup_steps == 0
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.zoo import HEADS, ZOO, D, Entry, Known
 from torch import Tensor, nn
 
 from wellposed.roles import AttentionRole, Roles, RoleWeight, WeightView, find_roles
-
-from .zoo import HEADS, ZOO, D, Entry, Known
 
 
 def layer_one(roles: Roles, entry: Entry) -> dict[str, RoleWeight]:

@@ -203,7 +203,7 @@ def test_the_table_shows_every_weight() -> None:
 def test_tied_l2_attention_has_one_weight_for_query_and_key(values: str) -> None:
     from wellposed.nn import L2SelfAttention
 
-    (role,) = find_roles(L2SelfAttention(D, HEADS, values=values)).attention  # type: ignore[arg-type]
+    (role,) = find_roles(L2SelfAttention(D, HEADS, values=values)).attention
     assert role.key == role.query
     assert role.value.parameter_name == ("q_proj.weight" if values == "free" else "v_proj.weight")
     (untied,) = find_roles(L2SelfAttention(D, HEADS, tied=False)).attention

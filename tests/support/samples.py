@@ -170,7 +170,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
     nn.Identity: [_plain(lambda width: nn.Identity())],
     nn.Flatten: [_plain(lambda width: nn.Flatten(), keeps_width=False, certifiable=False)],
     nn.Dropout: [_plain(lambda width: nn.Dropout(0.1)), _plain(lambda width: nn.Dropout(0.0))],
-    **{kind: [_plain(lambda width, kind=kind: kind())] for kind in ACTIVATIONS},  # type: ignore[misc]
+    **{kind: [_plain(lambda width, kind=kind: kind())] for kind in ACTIVATIONS},
     # The threshold of torch's default, 20, is a jump that float64 sees.
     nn.Softplus: [_plain(lambda width: nn.Softplus(threshold=40))],
     nn.GELU: [_plain(lambda width: nn.GELU()), _plain(lambda width: nn.GELU(approximate="tanh"))],
@@ -264,7 +264,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
           for residual, options in (
               (lambda: ConvexResidual(0.7, divisor=0.5), {"bias": True}),
               (lambda: BudgetResidual(4.0, blocks=2), {}),
-          )),  # type: ignore[misc]
+          )),
         *(_block(Block, **options) for options in _BLOCKS),
         *(_block(Block, needs_ball=True, **options) for options in _BALL),
     ],
@@ -275,7 +275,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
     DecoderBlock: [_plain(lambda width: DecoderBlock(_config(width)), certifiable=False, two_inputs=True)],
     InvertibleResidual: [
         *(_plain(lambda width, norm=norm: InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
-                 takes_causal=True) for norm in ALL_NORMS),  # type: ignore[misc]
+                 takes_causal=True) for norm in ALL_NORMS),
         _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
         # Vouched for, and true: the certificate of two sigmoids is 1/16, and where one is steep the other is not.
         _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06)),

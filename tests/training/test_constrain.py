@@ -149,7 +149,7 @@ def test_an_empty_pattern_is_refused() -> None:
         ({"to": "columns", "embeddings": "fit"}, "embeddings = 'fit' with to = 'columns'"),
     ):
         with pytest.raises(ConfigError, match=says):
-            ConstrainOptions("a", **options)  # pyright: ignore[reportArgumentType]
+            ConstrainOptions("a", **options)
     assert ConstrainOptions("a, b").patterns == ["a", "b"]
     assert ConstrainOptions().patterns == []
 

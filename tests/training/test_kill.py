@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("kill_and_resume.py")
+    script = Path(__file__).parents[1] / "support" / "kill_and_resume.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, check=False

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support import stub_task
 
 from wellposed.training import read_metrics
 
@@ -22,7 +23,7 @@ def test_two_processes(stub: ModuleType, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script, out = Path(__file__).with_name("stub.py"), tmp_path / "two"
+    script, out = Path(stub_task.__file__), tmp_path / "two"
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(

@@ -16,7 +16,7 @@ BASE = TrainOptions(steps=50, learning_rate=0.3, warmup_steps=7, decay_steps=20,
 
 
 def rates(schedule: Schedule, **changes: object) -> list[float]:
-    options = dataclasses.replace(BASE, schedule=schedule, **changes)  # type: ignore[arg-type]
+    options = dataclasses.replace(BASE, schedule=schedule, **changes)
     return [learning_rate(step, options, hidden_size=64) for step in range(1, options.steps + 1)]
 
 
@@ -57,7 +57,7 @@ def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step() -> None:
 
 def test_only_kim2021_depends_on_the_width() -> None:
     for schedule in SCHEDULES:
-        options = dataclasses.replace(BASE, schedule=schedule)  # type: ignore[arg-type]
+        options = dataclasses.replace(BASE, schedule=schedule)
         narrow, wide = (learning_rate(3, options, hidden_size=size) for size in (16, 64))
         assert narrow == (2 * wide if schedule == "kim2021" else wide)
 

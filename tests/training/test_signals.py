@@ -13,11 +13,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from tests.support import stub_task
 
 from wellposed.training import checkpoints, result_schema
 from wellposed.training.signals import StopRequest
 
-SCRIPT = Path(__file__).with_name("stub.py")
+SCRIPT = Path(stub_task.__file__)
 
 
 def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:

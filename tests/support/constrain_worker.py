@@ -1,6 +1,6 @@
 """Trains one constrained model as one process, DDP x 2 and FSDP2 x 2 (gloo), and writes what happened as JSON.
 
-Run by test_distributed.py: ``python distributed_worker.py OUT_DIRECTORY``.
+Run by test_distributed.py: ``python constrain_worker.py OUT_DIRECTORY``.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def train(kind: str, rank: int) -> dict[str, Any]:
             total /= WORLD
         losses.append(float(total))
     weights = {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).float().tolist()  # pyright: ignore
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).float().tolist()
         for name, value in plain.state_dict().items()
     }
     marks = 0
     if kind == "fsdp2":
         state = get_optimizer_state_dict(model, optimizer)
-        marks = sum("wellposed_lie_coordinates" in part for part in state["state"].values())  # pyright: ignore
+        marks = sum("wellposed_lie_coordinates" in part for part in state["state"].values())
     errors = handle.error().by_path
     handle.remove()
     return {"losses": losses, "weights": weights, "errors": errors, "marks": marks}
