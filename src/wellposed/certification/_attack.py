@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.certification._certificate import Certificate
 from wellposed.certification._directions import perturbation_size
+from wellposed.certification._local_slope import Call, LocalSlope
 from wellposed.certification._slopes import Pairs, SlopeMeter
-from wellposed.certification._stretch import Call, Stretcher
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
 
@@ -145,7 +145,7 @@ def lipschitz_lower_bound(
     log_scale, unit = _as_variables(begin)
     allowed = _perturbed_tokens(perturbed, shape, moving).to(begin)
     kwargs = _expand(forward_kwargs, restarts)
-    stretcher = Stretcher(Call(target, kwargs), norm, allowed, exact)
+    local_slope = LocalSlope(Call(target, kwargs), norm, allowed, exact)
     random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
     state = _Best(norm, begin, random, *torch.full((2, restarts), -math.inf).to(begin))
     variables: list[Tensor] = [unit, log_scale]
@@ -158,7 +158,7 @@ def lipschitz_lower_bound(
         for step in range(steps + 1):
             optimizer.zero_grad()
             x = _place(unit, log_scale, radius)
-            stretch, direction = stretcher(x, direction, inner if step < steps else 8 * inner)
+            stretch, direction = local_slope(x, direction, inner if step < steps else 8 * inner)
             score = stretch.clamp_min(torch.finfo(moving).tiny).log()
             if ascend_weights is not None:
                 score = score - ascend_weights(target).log()

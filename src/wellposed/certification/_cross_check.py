@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from wellposed.certification._directions import perturbation_size, steepest_direction
 from wellposed.certification._inputs import patch_grid
-from wellposed.certification._stretch import Call
+from wellposed.certification._local_slope import Call
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
 from wellposed.linalg import Norm, full_precision
 from wellposed.nn import frozen
@@ -205,7 +205,7 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
     if bool((excess > 0).any()) and bool((excess > pair.rounding(bound, claim.norm, claim.dtype)).any()):
         raise UnsoundBoundError(
             f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above its bound "
-            f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), mend it; if it is "
+            f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), correct it; if it is "
             "ours, please report it with the module's options"
         )
     return float(slope.max()) / bound if bound > 0 else 0.0

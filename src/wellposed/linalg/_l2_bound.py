@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
-from wellposed.linalg._brackets import L2Constants, Norm, check_norm
+from wellposed.linalg._l2_constants import L2Constants, Norm, check_norm
 from wellposed.linalg._norms import SpectralMethod, certified_spectral_norm, power_of_two, wide_enough
 from wellposed.linalg._polar import full_precision
 

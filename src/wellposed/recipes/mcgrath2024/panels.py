@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.recipes.mcgrath2024.grid import BASELINE, PAPER_TABLE
 from wellposed.recipes.mcgrath2024.results import COLUMNS, ROW_NAMES, CellResult, best_of, by_strength
+from wellposed.roles.layer_paths import layer_index, split_path
 from wellposed.statistics import mean_and_standard_error
 
 HEADINGS = {"sst": "SST accuracy", "para": "Para accuracy", "sts": "STS Pearson", "overall": "overall"}
@@ -43,8 +44,7 @@ def _drift(rows: Sequence[Row], role: str) -> list[Series]:
         mine = [row for row in where(rows, weight=name) if row["error_over_initial"] is not None]
         steps = sorted({row["step"] for row in mine})
         ratios = [[row["error_over_initial"] for row in where(mine, step=step)] for step in steps]
-        layer = next((part for part in name.split(".") if part.isdigit()), None)
-        label = "all" if layer is None else f"layer {layer}"
+        label = f"layer {layer_index(name)}" if split_path(name)[1] else "all"
         series.append(_with_errors(label, steps, list(map(mean_and_standard_error, ratios))))
     return series
 

@@ -78,7 +78,7 @@ def test_one_token_is_the_linear_map():
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_brackets_grow_with_tokens_and_shrink_with_knowledge_of_the_mask(norm):
+def test_l2_constants_grow_with_tokens_and_shrink_with_knowledge_of_the_mask(norm):
     values = [l2_bracket(n, norm=norm, mask="full") for n in range(1, 200)]
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(values))
     for n in (2, 5, 8, 64, 513):

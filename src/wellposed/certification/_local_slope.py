@@ -42,7 +42,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Stretcher:
+class LocalSlope:
     """Finds ``|J(x) v|`` and the v of norm 1 that makes it large, for every input of a batch."""
 
     call: Call
