@@ -205,8 +205,8 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
     if bool((excess > 0).any()) and bool((excess > pair.rounding(bound, claim.norm, claim.dtype)).any()):
         raise UnsoundBoundError(
             f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above its bound "
-            f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), correct it; if it is "
-            "ours, please report it with the module's options"
+            f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), correct it; if "
+            "it is ours, please report it with the module's options"
         )
     return float(slope.max()) / bound if bound > 0 else 0.0
 
