@@ -64,12 +64,14 @@ class Recipe:
     summary: str
     says: str
     """What the paper says."""
-    function: str
-    """``module:function`` in ``wellposed.recipes``, a function of a `Request`; imported when it is needed."""
+    function: str | Callable[[Request], Reproduction]
+    """A function of a `Request`, or ``module:function`` in ``wellposed.recipes``, imported when it is needed."""
     minutes: Mapping[str, float]
     """Minutes it takes by scale: mini on two CPU cores, paper on one large GPU (estimated)."""
 
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe."""
+        if callable(self.function):
+            return self.function(request)
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(f"wellposed.recipes.{module}"), name)(request)

@@ -13,3 +13,6 @@ from wellposed.roles.families import _vit as _vit
 from wellposed.roles.families import _wellposed as _wellposed
 from wellposed.roles.families._family import FAMILIES as FAMILIES
 from wellposed.roles.families._family import Family as Family
+from wellposed.roles.families._family import attention_fused as attention_fused
+from wellposed.roles.families._family import attention_named as attention_named
+from wellposed.roles.families._family import feedforward_named as feedforward_named
