@@ -154,6 +154,8 @@ class TransformerOptions(PartOptions):
     """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
     share_embeddings: bool = True
     """One token embedding for source and target of an encoder-decoder."""
+    scale_embeddings: bool = True
+    """Multiply token and position vectors by sqrt(D)."""
     unit_embeddings: bool = False
     """Token vectors of norm 1, which are then not multiplied by sqrt(D)."""
 

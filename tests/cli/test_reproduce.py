@@ -10,7 +10,7 @@ import pytest
 
 from wellposed.charts import Panel
 from wellposed.cli import main
-from wellposed.recipes.reproduce import RECIPES, Recipe, Reproduction, Request
+from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request
 
 
 def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,15 +59,16 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     def made(recipe: Recipe, request: Request) -> Reproduction:
         request.announce("half way")
         panel = Panel("t", "x", "y")
-        return Reproduction(
-            [{"a": 1}], [panel], got="nothing", holds=recipe.function != "kim2021.figures_2_7_8_bounds:figure_7"
-        )
+        holds = recipe.function != "kim2021.figures_2_7_8_bounds:figure_7"
+        return Reproduction([{"a": 1}], [panel], "nothing", holds, criterion=Criterion("it is larger", seeds=3))
 
     monkeypatch.setattr(Recipe, "__call__", made)
     assert main(["reproduce", "kim2021", "--out", str(tmp_path), "--strict"]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("verdict:    holds") == sum(name.startswith("kim2021/") for name in RECIPES) - 1
     assert "DOES NOT HOLD" in captured.out
+    assert "test:       it is larger" in captured.out
+    assert "seeds:      3; uncertainty: none" in captured.out
     assert "kim2021/figure-2: about 1 min" in captured.err
     assert "half way" in captured.err
     assert main(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]) == 0

@@ -101,6 +101,17 @@ def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path: Path,
     assert len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
 
 
+def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(tmp_path: Path, data: str) -> None:
+    request = Request("mini", tmp_path, data)
+    scaled = text_study(request, "imdb")
+    unscaled = replace(scaled, scale_embeddings=False)
+    for variant in VARIANTS:
+        plain, changed = (run_config(study, {}, variant, 0).model for study in (scaled, unscaled))
+        assert plain.scale_embeddings
+        assert (changed == plain) == (scaled.group(variant) == unscaled.group(variant))
+        assert (changed == plain) == variant.startswith("transject")
+
+
 def test_data_is_found_in_a_folder_or_named_itself(data: str, tmp_path: Path) -> None:
     assert find_data(data, ("imdb",)) == str(Path(data) / "imdb")
     assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from wellposed.charts import Panel
+from wellposed.errors import ConfigError
 
 Scale = Literal["toy", "mini", "paper"]
 """mini: minutes on two cores; paper: the paper's sizes; toy: seconds, for tests, too small to show anything."""
@@ -42,6 +43,18 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Criterion:
+    """What decides a verdict."""
+
+    test: str
+    """When the claim counts as confirmed, in words."""
+    seeds: int = 0
+    """Trainings behind each number; 0 where nothing is drawn."""
+    uncertainty: str = "none: nothing is drawn"
+    """How sure the numbers are."""
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """What came out: the rows of the table or figure, and what the paper says beside what we got."""
 
@@ -53,6 +66,15 @@ class Reproduction:
     """Whether the claim holds at this scale; None where this scale cannot say, as the toy scale never can."""
     notes: tuple[str, ...] = ()
     """How this differs from the paper's experiment."""
+    criterion: Criterion | None = None
+    """What decided; a verdict without one is refused."""
+
+    def __post_init__(self) -> None:
+        if self.holds is not None and self.criterion is None:
+            raise ConfigError(
+                f"Reproduction: holds={self.holds} without a criterion; name the test in words, the seeds and the "
+                "uncertainty, or leave holds=None"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from wellposed.charts import draw
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
-from wellposed.recipes.recipe import SCALES, Recipe, Reproduction, Request, Scale, say_nothing
+from wellposed.recipes.recipe import SCALES, Criterion, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
 
-__all__ = ["RECIPES", "SCALES", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
+__all__ = ["RECIPES", "SCALES", "Criterion", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
 
 RECIPES: Registry[Recipe] = Registry("recipe")
 for _paper in (huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021):
@@ -42,6 +42,9 @@ class Reproduced:
         verdict = {True: "holds", False: "DOES NOT HOLD", None: "cannot be said at this scale"}[self.result.holds]
         lines = [f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)", f"  paper says: {self.says}"]
         lines += [f"  we got:     {self.result.got}", f"  verdict:    {verdict}"]
+        if (criterion := self.result.criterion) is not None:
+            lines.append(f"  test:       {criterion.test}")
+            lines.append(f"  seeds:      {criterion.seeds or 'none'}; uncertainty: {criterion.uncertainty}")
         return "\n".join([*lines, *(f"  note:       {note}" for note in self.result.notes)])
 
 
@@ -91,8 +94,10 @@ def reproduce(
         "paper_says": recipe.says,
         "we_got": result.got,
         "holds": result.holds,
+        "criterion": None if result.criterion is None else asdict(result.criterion),
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
+        "data": data,
     }
     claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from wellposed.charts import Panel, Row, Series, lines
 from wellposed.recipes.corpora import GENERATED_NOTE, translation_data
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, depths_trained, train_grid
 from wellposed.recipes.variants import apply_variant
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
@@ -124,8 +124,14 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         holds=deepest in trained["t_fixup"]
         and not any(trains(run) for run in by_variant["post_ln"] if run.depth == deepest),
         notes=(
-            "a depth trains where every seed's loss on valid ends below the unigram model's; no warm-up on either side",
+            "no warm-up on either side",
             *((GENERATED_NOTE,) if request.data is None else ()),
+        ),
+        criterion=Criterion(
+            "at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the unigram model's, "
+            "and no seed of post-LN does",
+            seeds=sizes.seeds,
+            uncertainty="every seed must agree",
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from wellposed.charts import Panel, lines, where
 from wellposed.errors import ConvergenceError
 from wellposed.initialize import signal_propagation
 from wellposed.models import build_model
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 
 INITS = {"xavier": "Xavier", "t_fixup": "T-Fixup"}
 STACKS = ("encoder", "decoder")
@@ -49,12 +50,23 @@ def signal(request: Request) -> Reproduction:
         f"{', '.join(f'{value:.3f}' for value in ours)}, Xavier "
         f"{', '.join(f'{value:.3g}' if math.isfinite(value) else 'overflow' for value in plain)}; of decoders: T-Fixup "
         f"{', '.join(f'{value:.3f}' for value in decoders)}",
-        holds=all(_LOW <= value <= _HIGH for value in ours) and plain[-1] > 10 * _HIGH,
+        holds=judge_signal(ours, plain),
+        criterion=Criterion(
+            f"|out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth, that of Xavier's "
+            f"deepest above {10 * _HIGH:g}",
+            seeds=1,
+            uncertainty="one draw of the weights; a ratio is a mean over all tokens",
+        ),
         notes=(
             "root mean square norms of tokens in one forward pass of random tokens, no LayerNorm on either side",
             "the paper's claim is about the size of an update; this is the forward signal that its derivation needs",
         ),
     )
+
+
+def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
+    """Say whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
+    return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > 10 * _HIGH
 
 
 def _measure(init: str, depth: int, width: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.nn import ATTENTIONS
 from wellposed.recipes.kim2021.language_models import HEADS, LABELS
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 
 CONSTANTS = (0.5, 0.7, 0.9)
 SPREADS = (1.0, 10.0)
@@ -132,9 +132,20 @@ def _reproduction(rows: list[dict[str, Any]], title: str) -> Reproduction:
         panels,
         got=f"after {last} iterations, tokens in +-{SPREADS[-1]:g}: {'; '.join(said)}; "
         f"tokens in +-{SPREADS[0]:g}: dot product {narrow:.2g}",
-        holds=any(solved["l2_tied"]) and not any(solved["dot_product"]) and all(solved["l2_contractive"]),
+        holds=judge_inverses(solved),
+        criterion=Criterion(
+            f"in tokens of +-{SPREADS[-1]:g}, some constant inverts tied L2 to {_SOLVED:g} of that width, none inverts "
+            "dot product, and every one inverts contractive L2 where it is shown",
+            seeds=1,
+            uncertainty="the worst error over all inputs counts; one draw of the weights",
+        ),
         notes=(_NOTE, *([_CERTIFIED_NOTE] if solved["l2_contractive"] else [])),
     )
+
+
+def judge_inverses(solved: Mapping[str, Sequence[bool]]) -> bool:
+    """Say whether L2 is invertible where dot product is not."""
+    return any(solved["l2_tied"]) and not any(solved["dot_product"]) and all(solved["l2_contractive"])
 
 
 def _panel(title: str, rows: Sequence[Row]) -> Panel:
@@ -170,5 +181,15 @@ def figure_10(request: Request) -> Reproduction:
         "of inputs"
         for kind in ranges
     )
-    holds = ranges["dot_product"] > 2 * ranges["l2_tied"] and ranges["l2_tied"] <= 2
-    return Reproduction(rows, panels, got=got, holds=holds, notes=(_NOTE,))
+    criterion = Criterion(
+        "outputs of tied L2 reach at most twice as far as the inputs, those of dot product more than twice as far as "
+        "those of tied L2",
+        seeds=1,
+        uncertainty="none known: one trained model of each kind",
+    )
+    return Reproduction(rows, panels, got, judge_figure_10(ranges), (_NOTE,), criterion)
+
+
+def judge_figure_10(ranges: Mapping[str, float]) -> bool:
+    """Say whether the range of dot product's outputs over that of its inputs is much the wider one."""
+    return ranges["dot_product"] > 2 * ranges["l2_tied"] and ranges["l2_tied"] <= 2

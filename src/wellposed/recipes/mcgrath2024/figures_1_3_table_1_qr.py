@@ -25,7 +25,7 @@ from wellposed.recipes.mcgrath2024.results import (
     table_rows,
 )
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 
 MINI_NOTE = (
     "a small BERT from scratch where the paper fine-tunes a pretrained one; a difference here says little of his"
@@ -33,6 +33,8 @@ MINI_NOTE = (
 NOTHING = "no training ended"
 GRAM = tuple(cell.name for cell in grid() if cell.form == "gram")
 QR = tuple(cell.name for cell in grid() if cell.form in QR_METHODS)
+SEEDS = {"toy": 2, "mini": 3, "paper": 3}
+_PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 
 
 def figure_1(request: Request) -> Reproduction:
@@ -43,7 +45,15 @@ def figure_1(request: Request) -> Reproduction:
     all_worse = bool(gains) and len(gains) == len(tested)
     holds = True if any(gain > 0 for gain in gains) else False if all_worse else None
     rows = [sweep_row(result) for result in cells]
-    return Reproduction(rows, panels.figure_1(cells), about_scores(cells) or NOTHING, holds, _notes(request, cells))
+    criterion = Criterion(
+        "some strength of key or query alone is significantly better than the baseline; every one of them worse is "
+        "against the claim",
+        SEEDS[request.scale],
+        _PAIRED,
+    )
+    return Reproduction(
+        rows, panels.figure_1(cells), about_scores(cells) or NOTHING, holds, _notes(request, cells), criterion
+    )
 
 
 def table_1(request: Request) -> Reproduction:
@@ -53,8 +63,19 @@ def table_1(request: Request) -> Reproduction:
     tested = [(best.against, sign) for group, sign in signs.items() if (best := best_of(cells, group)) and best.against]
     agree = [(test.mean_difference or 0) * sign > 0 for test, sign in tested if test.significant]
     holds = False if not all(agree) else True if len(agree) == len(signs) else None
+    criterion = Criterion(
+        "key and query alone are significantly better than the baseline and both together significantly worse; one of "
+        "them significantly the other way is against the claim",
+        SEEDS[request.scale],
+        _PAIRED,
+    )
     return Reproduction(
-        table_rows(cells), panels.table_1(cells), about_scores(cells) or NOTHING, holds, _notes(request, cells)
+        table_rows(cells),
+        panels.table_1(cells),
+        about_scores(cells) or NOTHING,
+        holds,
+        _notes(request, cells),
+        criterion,
     )
 
 
@@ -64,7 +85,14 @@ def figure_3(request: Request) -> Reproduction:
     rows = error_rows(cells)
     fall = {role: all(ratio < 1 for ratio in values) for role, values in final_ratios(rows).items()}
     holds = all(fell == (role != "affinity") for role, fell in fall.items()) if fall else None
-    return Reproduction(rows, panels.figure_3(rows), about_drift(cells) or NOTHING, holds, _notes(request, cells))
+    criterion = Criterion(
+        "err_orth of every weight falls over training without a penalty, and that of the affinities does not",
+        SEEDS[request.scale],
+        "every seed must agree",
+    )
+    return Reproduction(
+        rows, panels.figure_3(rows), about_drift(cells) or NOTHING, holds, _notes(request, cells), criterion
+    )
 
 
 def qr(request: Request) -> Reproduction:
@@ -73,8 +101,13 @@ def qr(request: Request) -> Reproduction:
     shares = [share for method in QR_METHODS if (share := qr_share(cells, method)) is not None]
     holds = all(share < 0.5 for share in shares) if shares else None
     rows = [sweep_row(result) for result in cells]
+    criterion = Criterion(
+        "with either method every cell keeps less than half of what the baseline gains over chance",
+        SEEDS[request.scale],
+        "none known: means over seeds",
+    )
     return Reproduction(
-        rows, panels.figure_1(cells), " ".join(about_qr(cells)) or NOTHING, holds, _notes(request, cells)
+        rows, panels.figure_1(cells), " ".join(about_qr(cells)) or NOTHING, holds, _notes(request, cells), criterion
     )
 
 
@@ -91,7 +124,7 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
         scale=request.scale,
         options=SCALES[request.scale],
         cells=chosen_cells(names),
-        seeds=tuple(range(request.pick(toy=2, mini=3, paper=3))),
+        seeds=tuple(range(SEEDS[request.scale])),
         device=_device() if request.scale == "paper" else "cpu",
     )
     open_sweep(settings, "auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
 from wellposed.measurement import hidden_states, isomap, token_distances
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import mean_and_error, plus_minus
 from wellposed.recipes.sengupta2023.studies import text_study
-from wellposed.recipes.sengupta2023.trained import LABELS, train_study, trained_model
+from wellposed.recipes.sengupta2023.trained import LABELS, SCALE_NOTE, model_name, train_study, trained_model
+from wellposed.recipes.verdicts import UNCERTAINTY, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
 PAIRS = (("movie", "effects."), ("terrible", "good"), ("This", "it"))
@@ -28,7 +30,7 @@ def figure_1(request: Request) -> Reproduction:
     """Euclidean and cosine distance of three pairs of tokens by layer, Transformer beside TransJect."""
     rows: list[dict[str, Any]] = []
     growth: dict[tuple[str, str], list[float]] = {}
-    for variant, seed, states, words in _sentence_states(request):
+    for variant, seed, states, words in [*_sentence_states(request), *_sentence_states(request, scaled=True)]:
         for metric in ("euclidean", "cosine"):
             layers = token_distances(states, metric=metric)
             ratios = []
@@ -36,10 +38,9 @@ def figure_1(request: Request) -> Reproduction:
                 i, j = (_position(words, word) for word in pair)
                 values = [float(distances[0, i, j]) for distances in layers]
                 ratios.append(values[-1] / values[0])
-                line = {"model": LABELS[variant], "seed": seed, "pair": " - ".join(pair), "metric": metric}
+                line = {"model": variant, "seed": seed, "pair": " - ".join(pair), "metric": metric}
                 rows += [{**line, "layer": layer, "distance": value} for layer, value in enumerate(values)]
             growth.setdefault((variant, metric), []).append(statistics.median(ratios))
-    found = {key: mean_and_error(values) for key, values in growth.items()}
     drawn = where(rows, seed=0)
     panels = [
         Panel(
@@ -54,14 +55,27 @@ def figure_1(request: Request) -> Reproduction:
         rows,
         panels,
         got="last layer over embedding, median of three pairs, mean and standard error over seeds: "
-        + ", ".join(f"{LABELS[variant]} {metric} {plus_minus(value)}" for (variant, metric), value in found.items()),
-        holds=found["post_ln", "euclidean"][0] > 1.2 and 0.5 < found["post_ln", "cosine"][0] < 2,
+        + ", ".join(
+            f"{variant} {metric} {plus_minus(mean_and_error(values))}" for (variant, metric), values in growth.items()
+        ),
+        holds=judge_figure_1(*(growth[LABELS["post_ln"], metric] for metric in ("euclidean", "cosine"))),
         notes=(
             f"the pairs {', '.join(' - '.join(pair) for pair in PAIRS)} (the paper does not name its own); the last "
             "state of the Transformer is normed; words outside the vocabulary are one unknown token; drawn: seed 0",
-            "the claim is taken as: Euclidean distance grows by more than 1.2, cosine distance stays within a factor 2",
+            SCALE_NOTE,
+        ),
+        criterion=Criterion(
+            "in the Transformer without scaled embeddings the Euclidean distance grows by more than 1.2 from embedding "
+            "to last layer and the cosine distance changes by less than a factor 2",
+            len({row["seed"] for row in rows}),
+            UNCERTAINTY,
         ),
     )
+
+
+def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> bool | None:
+    """Say whether the Euclidean distance of every seed's Transformer grows while the cosine distance is kept."""
+    return every((within(euclidean, low=1.2), within(cosine, 0.5, 2)))
 
 
 def figure_4(request: Request) -> Reproduction:
@@ -72,29 +86,39 @@ def figure_4(request: Request) -> Reproduction:
     for variant, seed, states, words in _sentence_states(request):
         kept.setdefault(variant, []).append(_correlation(states))
         points = isomap(states, words, chosen=[word for word in CHOSEN if word in words], neighbors=5).rows
-        rows += [{"model": LABELS[variant], "seed": seed, **row} for row in points]
+        rows += [{"model": variant, "seed": seed, **row} for row in points]
         if seed == 0:
             layers = range(len(states))
-            panels += [
-                _isomap_panel(f"{LABELS[variant]}, layer {layer}", where(points, layer=layer)) for layer in layers
-            ]
-    means = {variant: mean_and_error(values) for variant, values in kept.items()}
+            panels += [_isomap_panel(f"{variant}, layer {layer}", where(points, layer=layer)) for layer in layers]
     return Reproduction(
         rows,
         panels,
         got="correlation of all token distances, last layer with embedding, mean and standard error over seeds: "
-        + ", ".join(f"{LABELS[variant]} {plus_minus(value, 3)}" for variant, value in means.items()),
-        holds=means["transject"][0] > means["post_ln"][0],
+        + ", ".join(f"{variant} {plus_minus(mean_and_error(values), 3)}" for variant, values in kept.items()),
+        holds=judge_figure_4(*(kept[LABELS[name]] for name in ("transject", "post_ln"))),
         notes=(
             "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0; marked: "
             + ", ".join(CHOSEN),
+            "embeddings are not scaled, as in the paper",
+        ),
+        criterion=Criterion(
+            "the distances of tokens at the last layer correlate more with those of the embeddings in TransJect than "
+            "in the Transformer",
+            len(kept[LABELS["transject"]]),
+            UNCERTAINTY,
         ),
     )
 
 
-def _sentence_states(request: Request) -> list[tuple[str, int, tuple[Tensor, ...], list[str]]]:
-    """Return, for TransJect and the Transformer and each seed, the hidden states of the sentence and its words."""
-    task, runs = train_study(request, text_study(request, "imdb"), variants=("transject", "post_ln"))
+def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
+    """Say whether TransJect keeps the distances better, seed by seed."""
+    return within([ours - plain for ours, plain in zip(transject, transformer, strict=True)], low=0)
+
+
+def _sentence_states(request: Request, *, scaled: bool = False) -> list[tuple[str, int, tuple[Tensor, ...], list[str]]]:
+    """Return the model, the seed, the hidden states of the sentence and its words; TransJect has no scale."""
+    study = replace(text_study(request, "imdb"), scale_embeddings=scaled)
+    task, runs = train_study(request, study, variants=("post_ln",) if scaled else ("transject", "post_ln"))
     broken = [f"{run.variant}, seed {run.seed}" for run in runs if not run.metrics]
     if broken:
         raise DataError(f"training diverged, so there is nothing to look at: {'; '.join(broken)}")
@@ -103,7 +127,10 @@ def _sentence_states(request: Request) -> list[tuple[str, int, tuple[Tensor, ...
     words: list[str] = list(SENTENCE.split())
     if batch["input_ids"].shape[1] != len(words):
         words = list(task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]))
-    return [(run.variant, run.seed, hidden_states(trained_model(run).base_model, batch), words) for run in runs]
+    return [
+        (model_name(run.variant, scaled=scaled), run.seed, hidden_states(trained_model(run).base_model, batch), words)
+        for run in runs
+    ]
 
 
 def _position(words: Sequence[str], word: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from wellposed.charts import Panel, Series, lines, where
 from wellposed.errors import ConfigError
 from wellposed.measurement import correlate
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import mean_and_error, plus_minus
 from wellposed.recipes.sengupta2023.states import (
     METRICS,
@@ -27,9 +27,18 @@ from wellposed.recipes.sengupta2023.states import (
     residual_weights,
 )
 from wellposed.recipes.sengupta2023.studies import arena_study, text_study
-from wellposed.recipes.sengupta2023.trained import LABELS, Study, train_study, trained_model
+from wellposed.recipes.sengupta2023.trained import (
+    LABELS,
+    SCALE_NOTE,
+    Study,
+    model_name,
+    train_study,
+    trained_model,
+)
+from wellposed.recipes.verdicts import UNCERTAINTY, every, inside, within
 
 _MODELS = ("transject", "post_ln", "rezero", "orthogonal")
+_MUCH_HIGHER = 1.5
 _NEIGHBOURS_NOTE = (
     "entropies in nats by the three nearest neighbours; the paper names no estimator; entropy depends on scale"
 )
@@ -44,10 +53,12 @@ def figure_3a(request: Request) -> Reproduction:
     rows: list[dict[str, Any]] = []
     panels: list[Panel] = []
     said: list[str] = []
-    holds = True
-    for study in _studies(request):
-        found = _measured(request, study)
-        mine = [row for variant, runs in found.items() for row in _layer_rows(study, variant, [m for m, _ in runs])]
+    verdicts: list[bool | None] = []
+    studies = _studies(request)
+    for study in studies:
+        found = _measured(request, replace(study, scale_embeddings=False), _MODELS)
+        found |= _measured(request, study, _MODELS[1:])
+        mine = [row for model, runs in found.items() for row in _layer_rows(study, model, [m for m, _ in runs])]
         rows += mine
         panels += [
             Panel(
@@ -62,47 +73,66 @@ def figure_3a(request: Request) -> Reproduction:
             (layers.median_factor(), layers.entropy(), score) for runs in found.values() for layers, score in runs
         ]
         factors, entropies = (
-            {variant: fmean(of(layers) for layers, _ in runs) for variant, runs in found.items()}
+            {model: [of(layers) for layers, _ in runs] for model, runs in found.items()}
             for of in (Layers.median_factor, Layers.entropy)
         )
         said.append(
             f"{study.name}: median activation factor {_by_model(factors)}; entropy {_by_model(entropies)}"
             + _correlations(points)
         )
-        holds = holds and 0.9 <= factors["transject"] <= 1.1 and factors["post_ln"] > factors["transject"]
+        verdicts.append(judge_figure_3a(*(factors[LABELS[name]] for name in ("transject", "post_ln"))))
     return Reproduction(
         rows,
         panels,
         got="; ".join(said),
-        holds=holds,
+        holds=every(verdicts),
         notes=(
             _NEIGHBOURS_NOTE,
+            SCALE_NOTE,
             "-inf: some value occurs more often than there are neighbours, as TransJect's code of a position does in "
             "the embeddings of many texts, so that they have no density",
-            "the claim is taken as: TransJect within 0.9 to 1.1 and below Transformer, at the last layer",
+        ),
+        criterion=Criterion(
+            "at the last layer, on both tasks and without scaled embeddings, the median activation factor of TransJect "
+            f"is within 0.9 to 1.1 and that of the Transformer at least {_MUCH_HIGHER:g} times as high",
+            studies[0].sizes.seeds,
+            UNCERTAINTY,
         ),
     )
 
 
-def _by_model(values: dict[str, float]) -> str:
-    return ", ".join(f"{LABELS[variant]} {value:.2f}" for variant, value in values.items())
+def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
+    """Say whether TransJect keeps distances, and the Transformer's factor is much higher."""
+    ratios = [plain / ours for plain, ours in zip(transformer, transject, strict=False)]
+    return every((within(transject, 0.9, 1.1), within(ratios, low=_MUCH_HIGHER)))
 
 
-def _measured(request: Request, study: Study) -> dict[str, list[tuple[Layers, float]]]:
+def _by_model(values: dict[str, list[float]]) -> str:
+    return ", ".join(f"{model} {plus_minus(_mean(of_seeds))}" for model, of_seeds in values.items())
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
+    mean, error = mean_and_error(values)
+    return mean, error if math.isfinite(error) else None
+
+
+def _measured(request: Request, study: Study, variants: Sequence[str]) -> dict[str, list[tuple[Layers, float]]]:
     """Train a study and return, for each model, what was measured and the test accuracy, seed by seed."""
-    task, runs = train_study(request, study, variants=_MODELS)
+    task, runs = train_study(request, study, variants=variants)
     batches = probe_batches(request, task)
     found: dict[str, list[tuple[Layers, float]]] = {}
     for run in runs:
         if run.metrics:
             measured = measure_layers(trained_model(run), batches)
-            found.setdefault(run.variant, []).append((measured, 100 * run.metric("accuracy,test")))
-    if set(found) != set(_MODELS):
-        raise ConfigError(f"{study.name}: training diverged for {', '.join(sorted(set(_MODELS) - set(found)))}")
+            model = model_name(run.variant, scaled=study.scale_embeddings)
+            found.setdefault(model, []).append((measured, 100 * run.metric("accuracy,test")))
+    missing = {model_name(variant, scaled=study.scale_embeddings) for variant in variants}.difference(found)
+    if missing:
+        raise ConfigError(f"{study.name}: training diverged for {', '.join(sorted(missing))}")
     return found
 
 
-def _layer_rows(study: Study, variant: str, seeds: Sequence[Layers]) -> list[dict[str, Any]]:
+def _layer_rows(study: Study, model: str, seeds: Sequence[Layers]) -> list[dict[str, Any]]:
     """Return quartiles over the sequences of all seeds, for each layer of each quantity."""
     quantities = [(f"activation factor, {m}", 1, [layers.factors[m] for layers in seeds]) for m in METRICS]
     quantities.append(("entropy", 0, [layers.entropies for layers in seeds]))
@@ -114,7 +144,7 @@ def _layer_rows(study: Study, variant: str, seeds: Sequence[Layers]) -> list[dic
             rows.append(
                 {
                     "task": study.name,
-                    "model": LABELS.get(variant, variant),
+                    "model": model,
                     "quantity": quantity,
                     "layer": layer,
                     "mean": fmean(values),
@@ -157,17 +187,24 @@ def figure_3b(request: Request) -> Reproduction:
         Panel(model, "layer", "entropy (nats)", lines(where(drawn, model=model), "layer", "entropy", by="part"))
         for model in dict.fromkeys(row["model"] for row in drawn)
     ]
-    experts, heads = (mean_and_error(means[variant]) for variant in ("transject", "post_ln"))
+    experts, heads = (means[variant] for variant in ("transject", "post_ln"))
     return Reproduction(
         rows,
         panels,
-        got=f"mean entropy of experts {plus_minus(experts)}, of heads {plus_minus(heads)} nats (over seeds)",
-        holds=experts[0] < heads[0],
+        got=f"mean entropy of experts {plus_minus(_mean(experts))}, of heads {plus_minus(_mean(heads))} nats (over "
+        "seeds)",
+        holds=judge_figure_3b(experts, heads),
+        criterion=Criterion("the mean entropy of experts is below that of heads", len(experts), UNCERTAINTY),
         notes=(
             _NEIGHBOURS_NOTE,
             "heads are narrower than experts, so their entropy rests on fewer values; drawn: seed 0",
         ),
     )
+
+
+def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:
+    """Say whether experts have the lower entropy, seed by seed."""
+    return within([expert - head for expert, head in zip(experts, heads, strict=True)], high=0)
 
 
 def figure_5(request: Request) -> Reproduction:
@@ -182,7 +219,7 @@ def figure_5(request: Request) -> Reproduction:
                 {**common, "layer": layer, "alpha": alpha, "alpha_over_layers": alpha / len(alphas)}
                 for layer, alpha in enumerate(alphas, start=1)
             ]
-    largest = max(abs(row["alpha_over_layers"]) for row in rows)
+    weights = [row["alpha_over_layers"] for row in rows]
     panels = [
         Panel(
             task,
@@ -195,13 +232,23 @@ def figure_5(request: Request) -> Reproduction:
     return Reproduction(
         rows,
         panels,
-        got=f"largest |alpha| / L {largest:.3f} over {len(rows)} layers",
-        holds=largest < 0.33,
+        got=f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers",
+        holds=judge_figure_5(weights),
+        criterion=Criterion(
+            "|alpha| / L is below 0.33 in every layer of every seed",
+            len({row["seed"] for row in rows}),
+            "every seed must agree",
+        ),
         notes=(
             "alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid starts at one half",
             "|alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the paper's six",
         ),
     )
+
+
+def judge_figure_5(weights: Sequence[float]) -> bool:
+    """Say whether every residual weight stays below a third."""
+    return max(map(abs, weights)) < 0.33
 
 
 def figure_6(request: Request) -> Reproduction:
@@ -212,39 +259,54 @@ def figure_6(request: Request) -> Reproduction:
         mini=((1, 4, 8), (1, 2, 4), (0.0, 0.2, 0.4)),
         paper=((1, 2, 4, 8), (2, 4, 6), (0.0, 0.1, 0.2, 0.4)),
     )
-    grid = {
-        ("transject", "experts"): experts,
-        ("transject", "layers"): layers,
-        ("post_ln", "layers"): layers,
-        ("post_ln", "dropout"): dropouts,
-    }
+    unscaled = replace(study, scale_embeddings=False)
+    grid = [
+        (unscaled, "transject", "experts", experts),
+        (unscaled, "transject", "layers", layers),
+        *((of, "post_ln", "layers", layers) for of in (unscaled, study)),
+        *((of, "post_ln", "dropout", dropouts) for of in (unscaled, study)),
+    ]
     rows: list[dict[str, Any]] = []
     panels: list[Panel] = []
     change: dict[tuple[str, str], tuple[float, float]] = {}
-    for (variant, option), values in grid.items():
-        mine = [_configured(request, study, variant, option, value) for value in values]
+    for of, variant, option, values in grid:
+        model = model_name(variant, scaled=of.scale_embeddings)
+        mine = [_configured(request, of, variant, option, value) for value in values]
         rows += mine
         trained = [row for row in mine if row["trained"]]
-        change[variant, option] = _change(trained)
+        change[model, option] = _change(trained)
         points = [row["value"] for row in trained], [row["activation_factor"] for row in trained]
-        title, y_label = f"{LABELS[variant]}: {option}", "median activation factor, last layer"
+        title, y_label = f"{model}: {option}", "median activation factor, last layer"
         panels.append(Panel(title, option, y_label, [Series("factor", *points)], legend=False))
-    finite = all(math.isfinite(value) for value, _ in change.values())
-    holds = (
-        change["transject", "experts"][0] > 0
-        and change["post_ln", "layers"][0] > abs(change["transject", "layers"][0])
-        and change["post_ln", "dropout"][0] < 0
-    )
     return Reproduction(
         rows,
         panels,
         got="change of the activation factor from the smallest to the largest value: "
         + ", ".join(
-            f"{LABELS[variant]}, {option} {value:+.2f} +- {error:.2f}"
-            for (variant, option), (value, error) in change.items()
+            f"{model}: {option} {value:+.2f} +- {error:.2f}" for (model, option), (value, error) in change.items()
         ),
-        holds=holds if finite else None,
-        notes=(_NEIGHBOURS_NOTE, f"{study.sizes.seeds} seeds for each configuration; dropout also on the embeddings"),
+        holds=judge_figure_6(change),
+        notes=(_NEIGHBOURS_NOTE, SCALE_NOTE, "dropout also on the embeddings"),
+        criterion=Criterion(
+            "from the smallest to the largest value tried and without scaled embeddings, experts raise the activation "
+            "factor of TransJect, layers raise that of the Transformer by more than they change TransJect's, and "
+            "dropout lowers the Transformer's",
+            study.sizes.seeds,
+            UNCERTAINTY,
+        ),
+    )
+
+
+def judge_figure_6(change: Mapping[tuple[str, str], tuple[float, float]]) -> bool | None:
+    """Say whether experts, layers and dropout move the activation factor as the paper says."""
+    deeper, deeper_error = change[LABELS["post_ln"], "layers"]
+    ours, our_error = change[LABELS["transject"], "layers"]
+    return every(
+        (
+            inside(*change[LABELS["transject"], "experts"], low=0),
+            inside(deeper - abs(ours), math.hypot(deeper_error, our_error), low=0),
+            inside(*change[LABELS["post_ln"], "dropout"], high=0),
+        )
     )
 
 
@@ -255,7 +317,8 @@ def _configured(request: Request, study: Study, variant: str, option: str, value
     batches = probe_batches(request, task)
     trained = [run for run in runs if run.metrics]
     found = [measure_layers(trained_model(run), batches) for run in trained]
-    row: dict[str, Any] = {"model": LABELS[variant], "option": option, "value": value, "trained": len(trained)}
+    model = model_name(variant, scaled=study.scale_embeddings)
+    row: dict[str, Any] = {"model": model, "option": option, "value": value, "trained": len(trained)}
     if not trained:
         return row
     factor, error = mean_and_error([layers.median_factor() for layers in found])
@@ -310,9 +373,18 @@ def figure_7(request: Request) -> Reproduction:
         rows,
         panels,
         got=f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f} being even",
-        holds=max(means) < 2 * even and min(means) > even / 2,
-        notes=("the claim is taken as: every expert's mean weight is within a factor 2 of even",),
+        holds=judge_figure_7(means, even),
+        criterion=Criterion(
+            "the mean weight of every expert, in every layer of every seed, is within a factor 2 of even",
+            len({row["seed"] for row in rows}),
+            "every seed must agree",
+        ),
     )
+
+
+def judge_figure_7(means: Sequence[float], even: float) -> bool:
+    """Say whether every expert is used about evenly."""
+    return max(means) < 2 * even and min(means) > even / 2
 
 
 def _histogram(label: str, values: Sequence[float], bins: int = 20) -> Series:

@@ -76,7 +76,7 @@ def text_study(request: Request, name: str) -> Study:
     paper_options = {"tokenizer": "hf:bert-base-uncased", "max_length": 512}
     sizes = request.pick(
         toy=Sizes(8, 2, 4, 3, 1e-3, {"max_words": 50, "max_length": 12}, seeds=2, eval_batches=2, **_TOY),
-        mini=Sizes(64, 2, 32, 150, 3e-3, mini_options, warmup=15, evaluations=2, rates=_mini_rates(name), **_MINI),
+        mini=Sizes(64, 2, 32, 150, 3e-3, mini_options, warmup=15, evaluations=8, rates=_mini_rates(name), **_MINI),
         paper=Sizes(512, 6, 32, paper_steps, 5e-4, paper_options, patience=4, evaluations=30),
     )
     return Study(name, "text_classification", sizes, _TEXT_FOLDERS[name])
@@ -95,7 +95,7 @@ def arena_study(request: Request, name: str) -> Study:
         options = {key: value for key, value in options.items() if key not in _OF_GENERATED}
     sizes = request.pick(
         toy=Sizes(8, 1, 4, 2, 1e-3, options, seeds=1, eval_batches=1, **_TOY),
-        mini=Sizes(32, 2, 16, 200, 3e-3, options, warmup=20, evaluations=2, rates=_mini_rates(name), **_MINI),
+        mini=Sizes(32, 2, 16, 200, 3e-3, options, warmup=20, evaluations=8, rates=_mini_rates(name), **_MINI),
         # Chen et al. (2021), whom the paper follows, train at 1e-4.
         paper=Sizes(512, 2, 32, _LRA_STEPS, 1e-4, options, evaluations=50),
     )
@@ -111,7 +111,7 @@ def words_study(request: Request) -> Study:
     rates = _mini_rates("ptb-words")
     sizes = request.pick(
         toy=Sizes(8, 1, 4, 2, 1e-3, toy_options, seeds=1, eval_batches=1, **_TOY),
-        mini=Sizes(64, 2, 32, 400, 3e-3, mini_options, warmup=40, evaluations=4, rates=rates, **_MINI),
+        mini=Sizes(64, 2, 32, 400, 3e-3, mini_options, warmup=40, evaluations=8, rates=rates, **_MINI),
         # 929589 words in blocks of 35 predictions, batch 16: 1660 steps an epoch.
         paper=Sizes(512, 6, 16, 16_600, 1e-2, {"seq_len": 36}, clip=0.5),
     )

@@ -13,7 +13,7 @@ import torch
 from wellposed.charts import Panel, Row, lines, where
 from wellposed.linalg import polar
 from wellposed.models import build_model
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.timing import median_seconds, timing_device
 
 PAPER = {
@@ -59,13 +59,22 @@ def table_4(request: Request) -> Reproduction:
         got="TransJect over Transformer: "
         + ", ".join(f"{gain:.1f}x at {tokens}" for gain, tokens in zip(gains, lengths, strict=True))
         + f"; slope in log-log {slope:.2f} against {plain:.2f}",
-        holds=gains[-1] > 1 and gains == sorted(gains) and gains[-1] >= 20,
+        holds=judge_table_4(gains),
+        criterion=Criterion(
+            "TransJect is faster by a factor that grows with the length, to at least 20 at 4k tokens",
+            uncertainty=f"medians of {repeats} interleaved passes",
+        ),
         notes=(
             f"median of {repeats} interleaved passes without gradient, batch 1, float32, on {device}; the paper prints "
-            "neither batch nor device; the claim is taken as: faster, ever more so, at least 20x at 4k",
+            "neither batch nor device",
             "our Transformer runs fused attention, which the paper's time did not have",
         ),
     )
+
+
+def judge_table_4(gains: Sequence[float]) -> bool:
+    """Say whether the factors grow and end near the printed 26."""
+    return list(gains) == sorted(gains) and gains[-1] >= 20
 
 
 def build_models(width: int, layers: int, experts: int, positions: int) -> dict[str, Any]:

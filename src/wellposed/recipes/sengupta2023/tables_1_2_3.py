@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, mean_and_error
 from wellposed.recipes.sengupta2023.states import measure_layers, probe_batches
 from wellposed.recipes.sengupta2023.studies import arena_studies, text_study, words_study
 from wellposed.recipes.sengupta2023.trained import LABELS, VARIANTS, Study, find_data, train_study, trained_model
+from wellposed.recipes.verdicts import LEVEL, every, levelled_off
+from wellposed.statistics import holm_correction, paired_comparison
 
 # Columns of the printed tables, in the order of LABELS.
 PAPER: Mapping[str, tuple[float, ...]] = {
@@ -39,6 +43,38 @@ _NOTES = {
 }
 Means = Mapping[str, float]
 """The mean test metric of each variant."""
+_CRITERION = (
+    "is better than Transformer, with ReZero and Orthogonal Transformer by a significant difference each, or is "
+    f"against the claim where one of them is significantly better; not judged before every training has levelled off: "
+    f"the last quarter of its evaluations, of at least eight, improved the loss on valid by less than {LEVEL:.0%}"
+)
+_PAIRED = "paired t-tests over seeds, Holm-corrected over the three, at 5 %"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the models of a study reached."""
+
+    test: Mapping[str, Sequence[float]]
+    """The metric on test of every seed, by variant; nan where training diverged."""
+    level: bool
+    """Whether every training has levelled off."""
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each variant."""
+        return {variant: mean_and_error(values)[0] for variant, values in self.test.items()}
+
+
+def judge(scores: Scores, winner: str, *, higher_is_better: bool = True) -> bool | None:
+    """Say whether the winner beats every plain Transformer; None where training goes on or the seeds cannot tell."""
+    if not scores.level or not all(map(math.isfinite, itertools.chain(*scores.test.values()))):
+        return None
+    ours = scores.test[winner]
+    tests = [paired_comparison(ours, scores.test[plain], higher_is_better=higher_is_better) for plain in _PLAIN]
+    return every(
+        ((test.mean_difference or 0.0) > 0) == higher_is_better if test.significant else None
+        for test in holm_correction(tests)
+    )
 
 
 def table_1(request: Request) -> Reproduction:
@@ -52,9 +88,12 @@ def table_1(request: Request) -> Reproduction:
             "csv or jsonl files), or one of these folders"
         )
     missing = [f"{study.name} is not in {request.data} and was left out" for study in studies if study not in found]
-    rows, means = _compare(request, found, "accuracy")
-    holds = all(of[winners[name]] > max(of[plain] for plain in _PLAIN) for name, of in means.items())
-    return _reproduction(request, rows, found, means, holds=holds, notes=missing)
+    rows, scores = _compare(request, found, "accuracy")
+    holds = every(judge(of, winners[name]) for name, of in scores.items())
+    criterion = Criterion(
+        f"TransJect on IMDb and Random-TransJect on AG News {_CRITERION}", found[0].sizes.seeds, _PAIRED
+    )
+    return _reproduction(request, rows, found, _means(scores), holds=holds, notes=missing, criterion=criterion)
 
 
 def table_2(request: Request) -> Reproduction:
@@ -68,7 +107,8 @@ def table_2(request: Request) -> Reproduction:
         studies.append(study)
         if not given:
             builtin.append(f"{study.name}: builtin source, drawn or generated here")
-    rows, means = _compare(request, studies, "accuracy")
+    rows, scores = _compare(request, studies, "accuracy")
+    means = _means(scores)
     learnt = [name for name in means if _is_learnt(rows, name)]
     notes += [
         f"{name}: no model is two standard errors above always saying the commonest class, so it has no part in "
@@ -78,26 +118,44 @@ def table_2(request: Request) -> Reproduction:
     ]
     average = _average(means, means)
     rows += [{"task": "average", "model": LABELS[variant], "ours": value} for variant, value in average.items()]
-    over = _average(means, learnt or means)
-    holds = over["transject"] > max(over[plain] for plain in _PLAIN) if learnt else None
-    return _reproduction(request, rows, studies, {**means, "average": average}, holds=holds, notes=notes + builtin)
+    holds = judge(average_scores([scores[name] for name in learnt]), "transject") if learnt else None
+    criterion = Criterion(
+        f"the average of TransJect over the tasks that are learnt {_CRITERION}", studies[0].sizes.seeds, _PAIRED
+    )
+    means = {**means, "average": average}
+    return _reproduction(request, rows, studies, means, holds=holds, notes=notes + builtin, criterion=criterion)
 
 
 def table_3(request: Request) -> Reproduction:
     """Validation and test perplexity on the words of the Penn Treebank."""
     study = words_study(request)
-    rows, means = _compare(request, [study], "perplexity")
+    rows, scores = _compare(request, [study], "perplexity")
     for row, printed in zip(rows, PAPER_VALID_PERPLEXITY, strict=True):
         row["paper_valid"] = printed
     notes = [
         "the released language model does not run and its Gram matrix sees later words, so the printed perplexities "
         "are no target; ours is causal by construction",
+        "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the perplexity of ours on valid "
+        "from 178.0 to 275.8 (Transformer), so one rate for all explains part of the printed 598.9",
     ]
     if find_data(request.data, study.folders) is None:
         notes.append("words of CPython's documentation in place of the Penn Treebank")
-    of = means[study.name]
-    holds = of["transject"] < min(of[plain] for plain in _PLAIN)
-    return _reproduction(request, rows, [study], means, holds=holds, notes=notes)
+    holds = judge(scores[study.name], "transject", higher_is_better=False)
+    criterion = Criterion(f"the perplexity of TransJect {_CRITERION}", study.sizes.seeds, _PAIRED)
+    return _reproduction(request, rows, [study], _means(scores), holds=holds, notes=notes, criterion=criterion)
+
+
+def average_scores(of_studies: Sequence[Scores]) -> Scores:
+    """Return the mean over studies, seed by seed."""
+    test = {
+        variant: [statistics.fmean(same) for same in zip(*(of.test[variant] for of in of_studies), strict=True)]
+        for variant in VARIANTS
+    }
+    return Scores(test, all(of.level for of in of_studies))
+
+
+def _means(scores: Mapping[str, Scores]) -> dict[str, Means]:
+    return {name: of.means() for name, of in scores.items()}
 
 
 def _average(means: Mapping[str, Means], studies: Sequence[str] | Mapping[str, Any]) -> dict[str, float]:
@@ -109,10 +167,10 @@ def _is_learnt(rows: Sequence[Row], study: str) -> bool:
     return any(row["ours"] - 2 * row["standard_error"] > row["reference"] for row in where(rows, task=study))
 
 
-def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[list[dict[str, Any]], dict[str, Means]]:
-    """Train every study and return a row per task and model, and the mean test metrics (percent for accuracy)."""
+def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[list[dict[str, Any]], dict[str, Scores]]:
+    """Train every study and return a row per task and model, and what each seed reached (percent for accuracy)."""
     rows: list[dict[str, Any]] = []
-    means: dict[str, Means] = {}
+    found: dict[str, Scores] = {}
     scale = 100.0 if metric == "accuracy" else 1.0
     for study in studies:
         task, runs = train_study(request, study)
@@ -122,7 +180,7 @@ def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[l
             {variant: [scale * run.metric(f"{metric},{split}") for run in mine] for variant, mine in by_variant.items()}
             for split in ("test", "valid")
         )
-        means[study.name] = {variant: mean_and_error(values)[0] for variant, values in test.items()}
+        found[study.name] = Scores(test, all(map(_has_levelled_off, runs)))
         for (variant, values), printed in zip(test.items(), PAPER[study.name], strict=True):
             mean, error = mean_and_error(values)
             gain, gain_error = mean_and_error([a - b for a, b in zip(values, test["post_ln"], strict=True)])
@@ -141,7 +199,11 @@ def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[l
                     **_about_tokens(by_variant[variant], batches),
                 }
             )
-    return rows, means
+    return rows, found
+
+
+def _has_levelled_off(run: FinishedRun) -> bool:
+    return levelled_off([loss for _, loss in run.curve("valid")])
 
 
 def _about_tokens(runs: Sequence[FinishedRun], batches: Sequence[Any]) -> dict[str, float]:
@@ -167,6 +229,7 @@ def _reproduction(
     *,
     holds: bool | None,
     notes: Sequence[str],
+    criterion: Criterion,
 ) -> Reproduction:
     sizes = studies[0].sizes
     got = "; ".join(
@@ -175,13 +238,14 @@ def _reproduction(
     )
     factors = [row["activation_factor"] for row in where(rows, model="TransJect") if "activation_factor" in row]
     kept = f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}" if factors else ""
-    finite = all(math.isfinite(value) for of in means.values() for value in of.values())
+    data = [f"{study.name} {study.options(request).get('data', 'builtin')}" for study in studies]
     return Reproduction(
         rows,
         [chart(study, where(rows, task=study.name)) for study in studies],
         got=f"mean of {sizes.seeds} seeds, {sizes.steps} steps each: {got}{kept}",
-        holds=holds if finite else None,
-        notes=(*_NOTES[request.scale], *notes),
+        holds=holds,
+        notes=(*_NOTES[request.scale], *notes, f"data: {', '.join(data)}"),
+        criterion=criterion,
     )
 
 

@@ -22,6 +22,10 @@ LABELS = {
     "transject_random": "Random-TransJect",
 }
 VARIANTS = tuple(LABELS)
+SCALE_NOTE = (
+    'the paper prints no scale of the embeddings: the verdict is on models without one; "scaled" multiplies them by '
+    "sqrt(D), as ours do by default"
+)
 PAPER_HEADS = 8
 """Not printed; 8 as in Vaswani et al. (2017)."""
 
@@ -64,6 +68,13 @@ class Study:
     """Names of the data set's folder inside the folder given as data; empty where the builtin source is wanted."""
     needs_data: bool = True
     """Whether there is no builtin source."""
+    scale_embeddings: bool = True
+    """Whether Transformers multiply embeddings by sqrt(D), as is common; the paper prints no scale."""
+
+    def group(self, variant: str) -> str:
+        """Return the name of the folder of a variant's runs; TransJect has no such scale."""
+        unscaled = not self.scale_embeddings and not variant.startswith("transject")
+        return f"sengupta2023-{self.name}{'-unscaled' if unscaled else ''}"
 
     def options(self, request: Request) -> dict[str, Any]:
         """Return the options of the task, with its data."""
@@ -112,6 +123,7 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
             pooling=sizes.pooling,
             tie_word_embeddings=False,
             dropout=sizes.dropout,
+            scale_embeddings=study.scale_embeddings,
         ),
         train=TrainOptions(
             steps=sizes.steps,
@@ -155,13 +167,18 @@ def train_study(
     task = build_task(study.task, options) if task is None else task
     planned = [
         PlannedRun(
-            request.runs(f"sengupta2023-{study.name}") / variant_folder(variant) / f"seed-{seed}",
+            request.runs(study.group(variant)) / variant_folder(variant) / f"seed-{seed}",
             f"{study.name}, {LABELS.get(variant, variant)}, seed {seed}",
             run_config(study, options, variant, seed),
         )
         for seed, variant in itertools.product(range(study.sizes.seeds) if seeds is None else seeds, variants)
     ]
     return task, train_grid(request, planned, task=task)
+
+
+def model_name(variant: str, *, scaled: bool) -> str:
+    """Return what to call a model, with the scale of its embeddings where it has one."""
+    return f"{LABELS[variant]}, scaled" if scaled and not variant.startswith("transject") else LABELS[variant]
 
 
 def trained_model(run: FinishedRun) -> Any:

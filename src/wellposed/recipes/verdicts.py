@@ -1,0 +1,64 @@
+"""How a verdict follows from numbers with errors: it holds, it does not, or it cannot be said; free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from wellposed.statistics import mean_and_standard_error
+
+ERRORS = 2
+"""Standard errors on either side of a mean that a verdict allows for."""
+UNCERTAINTY = f"{ERRORS} standard errors over seeds"
+LEVEL = 0.01
+_LEAST_EVALUATIONS = 8
+
+
+def within(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> bool | None:
+    """Return whether the mean is inside [low, high]; None where its errors reach across an end, or has none.
+
+    >>> within([1.0, 1.1, 0.9], 0.5, 1.5), within([1.0, 1.1, 0.9], 2.0), within([1.0, 3.0], 2.0), within([1.0], 0.5)
+    (True, False, None, None)
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    mean, error = mean_and_standard_error(values)
+    return inside(mean, error or 0.0, low, high)
+
+
+def inside(mean: float, error: float, low: float = -math.inf, high: float = math.inf) -> bool | None:
+    """Return what `within` does, of a mean and its standard error.
+
+    >>> inside(1.0, 0.1, low=0), inside(1.0, 0.6, low=0), inside(1.0, float("nan"), low=0)
+    (True, None, None)
+    """
+    if not math.isfinite(mean + error):
+        return None
+    reach = ERRORS * error
+    if low <= mean - reach and mean + reach <= high:
+        return True
+    return False if mean + reach < low or mean - reach > high else None
+
+
+def every(parts: Iterable[bool | None]) -> bool | None:
+    """Return whether every part of a claim holds: one that does not is enough against it.
+
+    >>> every([True, True]), every([True, None]), every([None, False])
+    (True, None, False)
+    """
+    found = list(parts)
+    if False in found:
+        return False
+    return None if None in found else True
+
+
+def levelled_off(losses: Sequence[float]) -> bool:
+    """Return whether the last quarter of the evaluations improved the best loss by less than `LEVEL` of it.
+
+    >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09]), levelled_off([8, 7, 6, 5, 4, 3, 2, 1])
+    (True, False)
+    """
+    if len(losses) < _LEAST_EVALUATIONS:
+        return False
+    before = min(losses[: -(len(losses) // 4)])
+    return before - min(losses) < LEVEL * before
