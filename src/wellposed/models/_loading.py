@@ -12,12 +12,10 @@ import transformers
 from transformers.utils import logging
 
 from wellposed.config_record import recorded
-from wellposed.errors import CheckpointError, WellposedError
+from wellposed.errors import CheckpointError, WellposedError, shortened
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
 from wellposed.models._sequence_pair_classification import AutoModelForSequencePairClassification
-
-SHOWN = 10
 
 AUTO_CLASSES: dict[str, Any] = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
@@ -96,8 +94,8 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     missing = sorted(key for key in found["missing_keys"] if unread is None or not key.startswith(unread))
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(found["unexpected_keys"]) if ours else []
-    problems = [f"lacks {_shown(missing)}"] if missing else []
-    problems += [f"has {_shown(unexpected)}, which {type(model).__name__} does not use"] if unexpected else []
+    problems = [f"lacks {shortened(missing)}"] if missing else []
+    problems += [f"has {shortened(unexpected)}, which {type(model).__name__} does not use"] if unexpected else []
     if problems:
         raise CheckpointError(
             f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another architecture: copy the "
@@ -189,11 +187,6 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
             f"if you trust the file, convert it once: model = transformers.{kind.__name__}.from_pretrained("
             f"{str(folder)!r}, use_safetensors=False), then model.save_pretrained({str(folder)!r})"
         )
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 @cache

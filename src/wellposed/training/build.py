@@ -27,25 +27,23 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
     Raises:
         ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad combination.
     """
-    from wellposed.models import build_model, model_keywords
-
-    if config.start.model:
-        return build_start(config, task).model
-    given = {**model_keywords(config.model), **task.model_kwargs()}
-    return build_model(config.model.architecture, task.kind, **given)
+    return build_start(config, task).model
 
 
 def build_start(config: RunConfig, task: Task) -> Start:
-    """Return the model of ``config.start`` as a run begins with it, and which of its weights were read.
+    """Return the model of `build_run_model`, and which of its weights were read where it starts from a model.
 
     Raises:
-        ConfigError: a model without a head for the task, or whose attention cannot be replaced.
+        ConfigError: as `build_run_model`; a model without a head for the task, or whose attention cannot be replaced.
         CheckpointError: it cannot be loaded.
         RoleNotFoundError: T-Fixup has no rule for one of its weights.
     """
-    from wellposed.models import start_model
+    from wellposed.models import Start, build_model, model_keywords, start_model
 
     options = config.start
+    if not options.model:
+        given = {**model_keywords(config.model), **task.model_kwargs()}
+        return Start(build_model(config.model.architecture, task.kind, **given), (), ())
     start = start_model(
         options.model,
         task.kind,
