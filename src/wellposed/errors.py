@@ -85,6 +85,16 @@ def listed(offenders: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def shortened(names: Sequence[str]) -> str:
+    """Join names in one line: the first ten, then a count of the rest.
+
+    >>> shortened(["a", "b"])
+    'a, b'
+    """
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(names[:MAX_LISTED])}{more}"
+
+
 def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
     """Build the error for an optional dependency that is not installed.
 

@@ -3,54 +3,28 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tests.support.bert import make_checkpoint, make_table
 
 from wellposed.cli import main
 from wellposed.training import RunConfig, TrainOptions, train
 from wellposed.training.epochs import counted_in_steps
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(20)), "good", "bad"]
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT without a head, and its tokenizer."""
     folder = tmp_path_factory.mktemp("bert")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(folder)
-    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    ).save_pretrained(folder)
+    make_checkpoint(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts whose label is one of their words."""
-    draw = random.Random(0)
-    rows = ["label\ttext"]
-    for _ in range(200):
-        label = draw.choice(["good", "bad"])
-        words = [f"w{draw.randrange(20)}" for _ in range(5)]
-        words.insert(draw.randrange(6), label)
-        rows.append(f"{label}\t{' '.join(words)}")
     path = tmp_path_factory.mktemp("table") / "train.tsv"
-    path.write_text("\n".join(rows) + "\n")
+    make_table(path)
     return path
 
 

@@ -118,7 +118,8 @@ def start_config(task: str, name: str, *, from_scratch: bool) -> RunConfig:
     if has_tokenizer and any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):
         task_options["tokenizer"] = f"hf:{folder}"
     train = TrainOptions() if from_scratch or is_config else FINE_TUNING
-    return RunConfig(task, task_options, variant="plain", train=train, start=StartOptions(source))
+    start = StartOptions(source, from_scratch=from_scratch)
+    return RunConfig(task, task_options, variant="plain", train=train, start=start)
 
 
 def read_config(path: Path) -> RunConfig:

@@ -10,13 +10,16 @@ from pathlib import Path
 from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
 from wellposed.recipes.variants import VARIANTS, summary
 
+VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
+
 
 @dataclass(frozen=True)
 class CompareArguments:
     """Options of the command itself."""
 
-    variants: str = "post_ln,pre_ln"
-    """Comma-separated variants; name:value where a variant takes a number; others are compared with the first."""
+    variants: str | None = None
+    """Comma-separated variants, name:value for one with a number; others are compared with the first. Where not given:
+    post_ln,pre_ln; with --from plain,key:1e-2."""
     seeds: int = 1
     """Seeds per variant, counted from --seed; two or more give a standard error and a paired test."""
     out: Path = Path("runs/compare")
@@ -39,7 +42,9 @@ def run(words: Sequence[str]) -> int:
     from wellposed.recipes.compare import compare
     from wellposed.report import aggregate, build_report
 
-    names = [name.strip() for name in options.variants.split(",") if name.strip()]
+    usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
+    given = usual if options.variants is None else options.variants
+    names = [name.strip() for name in given.split(",") if name.strip()]
     runs = compare(
         config,
         names,

@@ -7,6 +7,7 @@ from wellposed.initialize._factors import t_fixup_encoder_factor as t_fixup_enco
 from wellposed.initialize._factors import t_fixup_factor as t_fixup_factor
 from wellposed.initialize._norms import RemovedNorm as RemovedNorm
 from wellposed.initialize._norms import remove_norms_ as remove_norms_
+from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorded_norms_
 from wellposed.initialize._report import DTFixupReport as DTFixupReport
 from wellposed.initialize._report import InitializationReport as InitializationReport
 from wellposed.initialize._report import InitializedWeight as InitializedWeight

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from wellposed.config_record import record, recorded
 from wellposed.errors import ConfigError, listed
 from wellposed.nn import NoNorm, PostNorm, PreNorm
 
@@ -35,9 +36,10 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
     ...LayerNorm or ...RMSNorm), wherever they are, norms of queries and keys and of heads included. Calling it again
     changes nothing.
 
-    A wellposed model notes it in its configuration and loads again as it was saved. Other models do not: build one from
-    the same configuration, call `remove_norms_` on it, then `load_state_dict`; ``from_pretrained`` alone would put
-    fresh norms back. Make the optimizer afterwards, or it keeps the parameters that are gone.
+    The configuration of a Hugging Face model notes which are gone. A wellposed model loads again as it was saved, and
+    `wellposed.models.load_saved_model` loads any other so. ``from_pretrained`` alone puts fresh norms back into models
+    of other libraries: call `remove_recorded_norms_` after it. Make the optimizer afterwards, or it keeps the
+    parameters that are gone.
 
     Args:
         model: any module.
@@ -58,9 +60,42 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
     """
     check_norms(model, keep)
     patterns = patterns_of(keep)
+    return _take_out(model, lambda path: not matches(path, patterns))
+
+
+def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
+    """Replace the norms that ``model.config`` notes as removed by `x -> x`, in place: once more what was saved.
+
+    Exact: logits after ``from_pretrained`` and this call are those of the model that was saved, bit for bit. Names are
+    read with and without the prefix of the body, so that a body loads from a model with a head and the other way round.
+
+    Args:
+        model: a Hugging Face model.
+
+    Returns:
+        Dotted paths of the norms that were replaced, in model order; none where nothing is noted.
+
+    Raises:
+        CheckpointError: the note in the configuration is damaged.
+
+    Cost: one walk over the modules. When not to use: after `wellposed.models.load_saved_model`, which has called it.
+
+    >>> from transformers import ViTConfig, ViTModel
+    >>> config = ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    >>> removed = remove_norms_(ViTModel(config))
+    >>> removed[0], remove_recorded_norms_(ViTModel(config)) == removed
+    ('layernorm', True)
+    """
+    names = recorded(getattr(model, "config", None)).get("removed_norms", [])
+    body = f"{getattr(model, 'base_model_prefix', '')}."
+    wanted = {form for name in names for form in (name, name.removeprefix(body), body + name)}
+    return _take_out(model, lambda path: path in wanted)
+
+
+def _take_out(model: nn.Module, chosen: Callable[[str], bool]) -> tuple[str, ...]:
     removed: list[str] = []
     for path, parent, name, norm in list(_places(model)):
-        if is_layer_norm(norm) and not matches(path, patterns):
+        if is_layer_norm(norm) and chosen(path):
             setattr(parent, name, NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm())
             removed.append(path)
     if removed:
@@ -130,15 +165,21 @@ def _is_other_norm(module: nn.Module) -> bool:
 
 
 def _tell(model: nn.Module, removed: Sequence[str]) -> None:
-    """Keep what else knows of the norms true: fused paths of torch, and the configuration of our own models."""
-    paths = tuple(removed)
+    """Keep what else knows of the norms true: fused paths of torch, and configurations."""
+    told: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its fused path reads the weights of norm1
         config: Any = getattr(module, "config", None)
         prefix = f"{path}." if path else ""
-        inside = [place for place in paths if place.startswith(prefix)]
-        if inside and getattr(config, "model_type", None) == "wellposed":
+        inside = [place.removeprefix(prefix) for place in removed if place.startswith(prefix)]
+        if not inside or not hasattr(config, "model_type"):
+            continue
+        if config.model_type == "wellposed":
             per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
             config.norm = "none" if len(inside) > len(per_head) else config.norm
             config.qk_norm = False if per_head else config.qk_norm
+        elif id(config) not in told:
+            before = recorded(config).get("removed_norms", [])
+            record(config, removed_norms=[*before, *(place for place in inside if place not in before)])
+        told.add(id(config))

@@ -68,8 +68,9 @@ def t_fixup_(
     paper's code and ours, or add unscaled sinusoids, are not there: with a ``batch``, the report has the norm measured
     and the norm assumed.
 
-    Saving: see `remove_norms_`; wellposed models load again as saved, others by ``load_state_dict``. Make the optimizer
-    after this call.
+    Saving: the configuration of a Hugging Face model notes the norms that are gone, and
+    `wellposed.models.load_saved_model` loads it so. A plain ``from_pretrained`` puts fresh LayerNorms into a model of
+    another library and gives other logits: follow it with `remove_recorded_norms_`. Make the optimizer after this call.
 
     Args:
         model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART, Marian, GPT-2, ...

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.config_record import record
 from wellposed.errors import ConfigError, listed, missing_extra, unknown_name
 from wellposed.functional.as_dot_product import common_shift, l2_vectors, normalized_vectors
 
@@ -73,7 +74,8 @@ def set_attention_(model: nn.Module, name: str) -> None:
     """Give every attention of a model that is already built the implementation ``name``, or refuse.
 
     Exact, as `register_attention`, which it calls: ``model.set_attn_implementation(name)`` that raises where
-    transformers only logs that it cannot.
+    transformers only logs that it cannot. The configuration notes the name, and `wellposed.models.load_saved_model`
+    reads it; ``from_pretrained`` alone does not.
 
     Args:
         model: a model of Hugging Face.
@@ -108,6 +110,7 @@ def set_attention_(model: nn.Module, name: str) -> None:
             f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention of its own:\n"
             + listed(sorted(deaf))
         )
+    record(model.config, attention=name)
 
 
 def _parts_that_ignore(model: PreTrainedModel, name: str) -> list[str]:

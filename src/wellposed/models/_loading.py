@@ -11,10 +11,11 @@ from typing import Any
 import transformers
 from transformers.utils import logging
 
-from wellposed.errors import CheckpointError, WellposedError
+from wellposed.config_record import recorded
+from wellposed.errors import CheckpointError, WellposedError, shortened
+from wellposed.initialize import remove_recorded_norms_
+from wellposed.integrations import set_attention_
 from wellposed.models._sequence_pair_classification import AutoModelForSequencePairClassification
-
-SHOWN = 10
 
 AUTO_CLASSES: dict[str, Any] = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
@@ -93,8 +94,8 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     missing = sorted(key for key in found["missing_keys"] if unread is None or not key.startswith(unread))
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(found["unexpected_keys"]) if ours else []
-    problems = [f"lacks {_shown(missing)}"] if missing else []
-    problems += [f"has {_shown(unexpected)}, which {type(model).__name__} does not use"] if unexpected else []
+    problems = [f"lacks {shortened(missing)}"] if missing else []
+    problems += [f"has {shortened(unexpected)}, which {type(model).__name__} does not use"] if unexpected else []
     if problems:
         raise CheckpointError(
             f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another architecture: copy the "
@@ -104,13 +105,24 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
 
 
 def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing, unread or unfit."""
+    """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing, unread or unfit.
+
+    Changes that its configuration notes are made again: norms that were removed, and another attention.
+    """
     _refuse_pickles(Path(name), kind)
-    return _load(kind, str(name), use_safetensors=True, output_loading_info=True, **options)
+    model, found = _load(kind, str(name), use_safetensors=True, output_loading_info=True, **options)
+    removed = tuple(f"{path}." for path in remove_recorded_norms_(model))
+    attention = recorded(model.config).get("attention")
+    if attention is not None:
+        set_attention_(model, attention)
+    return model, {**found, "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)}}
 
 
 def load_saved_model(name: str | Path) -> Any:
     """Return the model in ``name``, of the class it was saved from: `load_pretrained_model` with that class.
+
+    Exact. Norms that `wellposed.t_fixup_` or `wellposed.remove_norms_` took out stay out, and attention is the one that
+    `wellposed.integrations.set_attention_` gave: logits are those of the model that was saved.
 
     Args:
         name: a folder, or the name of a hub model.
@@ -175,11 +187,6 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
             f"if you trust the file, convert it once: model = transformers.{kind.__name__}.from_pretrained("
             f"{str(folder)!r}, use_safetensors=False), then model.save_pretrained({str(folder)!r})"
         )
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 @cache

@@ -2,7 +2,7 @@
 
 A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes the one number a
 variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it
-no longer has read are left out.
+no longer has read are left out. A model given by ``--from`` brings its architecture: those that make one are refused.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import ConfigError
-from wellposed.presets import zhang2021
+from wellposed.presets import mcgrath2024, zhang2021
 from wellposed.registry import Registry
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 
@@ -25,7 +26,8 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
     """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
 
     Raises:
-        ConfigError: an unknown variant (nearest three named), a value where the variant takes none, or no number.
+        ConfigError: an unknown variant (nearest three named), a value where the variant takes none, no number, or one
+            that makes an architecture of its own while ``base`` starts from a model; those that work are named.
 
     >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
     'pre'
@@ -35,7 +37,13 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
     name, colon, text = spec.partition(":")
     variant = VARIANTS.get(name)
     values = [_number(spec, name, text, variant)] if colon else []
-    return replace(variant(base, *values), variant=spec)
+    try:
+        return replace(variant(base, *values), variant=spec)
+    except _OwnArchitectureError:
+        raise ConfigError(
+            f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one; "
+            f"variants of such a model: {', '.join(_of_start_model(base))}"
+        ) from None
 
 
 def variant_folder(spec: str) -> str:
@@ -46,6 +54,21 @@ def variant_folder(spec: str) -> str:
 def summary(name: str) -> str:
     """Return the first line of the variant's description."""
     return (inspect.getdoc(VARIANTS.get(name)) or "").partition("\n")[0]
+
+
+class _OwnArchitectureError(ConfigError):
+    """A variant that makes an architecture was asked of a configuration that starts from a model."""
+
+
+def _of_start_model(base: RunConfig) -> list[str]:
+    names = []
+    for name in VARIANTS:
+        try:
+            VARIANTS.get(name)(base)
+        except ConfigError:
+            continue
+        names.append(name)
+    return names
 
 
 def _number(spec: str, name: str, text: str, variant: Variant) -> float:
@@ -59,6 +82,8 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
+    if base.start.model:
+        raise _OwnArchitectureError(f"{base.start.model} brings its own architecture")
     plain: dict[str, Any] = {
         "architecture": "wellposed",
         "attention": "dot_product",
@@ -71,6 +96,21 @@ def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
     if base.model.init == "t_fixup":  # it belongs to the variant of that name: with norms it would be refused
         plain["init"] = "xavier"
     return replace(base, model=base.model.with_parts(**{**plain, **changes}))
+
+
+def _baseline(base: RunConfig) -> RunConfig:
+    return base if base.start.model else post_ln(base)
+
+
+def _penalized(base: RunConfig, keywords: dict[str, Any]) -> RunConfig:
+    kept = {"estimator": base.penalty.estimator, "every": base.penalty.every}
+    return replace(_baseline(base), penalty=PenaltyOptions(**{**kept, **keywords}))
+
+
+@VARIANTS.register("plain")
+def plain(base: RunConfig) -> RunConfig:
+    """The options as given, nothing changed: the baseline of a model given by --from."""
+    return base
 
 
 @VARIANTS.register("post_ln")
@@ -96,12 +136,16 @@ def t_fixup(base: RunConfig) -> RunConfig:
     """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
 
     The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up become the paper's
-    own, inverse_sqrt, with its ``decay_steps``.
+    own, inverse_sqrt, with its ``decay_steps``. Of a model given by --from, with ``--from-scratch``.
     """
-    config = _with_model(base, norm="none", init="t_fixup")
+    if base.start.model:
+        scratch = base.start.from_scratch or Path(base.start.model).is_file()
+        config = replace(base, start=replace(base.start, init="t_fixup", from_scratch=scratch))
+    else:
+        config = _with_model(base, norm="none", init="t_fixup")
     warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
     schedule = "inverse_sqrt" if warm else config.train.schedule
-    return replace(config, train=replace(config.train, warmup_steps=0, schedule=schedule))
+    return replace(config, train=replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule))
 
 
 @VARIANTS.register("qk_norm")
@@ -112,8 +156,8 @@ def qk_norm(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("l2")
 def l2(base: RunConfig) -> RunConfig:
-    """post_ln with attention by L2 distance and free queries and keys (Kim et al. 2021): not Lipschitz."""
-    return _with_model(base, attention="l2")
+    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not Lipschitz."""
+    return _with_attention(base, "l2")
 
 
 @VARIANTS.register("l2_tied")
@@ -130,8 +174,14 @@ def l2_contractive(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("cosine")
 def cosine(base: RunConfig) -> RunConfig:
-    """post_ln with scaled cosine attention, values normalised (Qi et al. 2023): Lipschitz under any mask."""
-    return _with_model(base, attention="cosine")
+    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under any mask."""
+    return _with_attention(base, "cosine")
+
+
+def _with_attention(base: RunConfig, name: Literal["l2", "cosine"]) -> RunConfig:
+    if base.start.model:
+        return replace(base, start=replace(base.start, attention=name))
+    return _with_model(base, attention=name)
 
 
 @VARIANTS.register("lstm")
@@ -140,29 +190,34 @@ def lstm(base: RunConfig) -> RunConfig:
     return _with_model(base, architecture="lstm")
 
 
-def _orthogonality_constrained(base: RunConfig, level: str, strength: float) -> RunConfig:
-    plain = post_ln(base)
-    keywords: dict[str, Any] = dict(zhang2021(level, strength))  # type: ignore[arg-type]
-    kept = {"estimator": base.penalty.estimator, "every": base.penalty.every}
-    return replace(plain, penalty=PenaltyOptions(**{**kept, **keywords}))
-
-
 @VARIANTS.register("oc1")
 def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln + VAR-I of Zhang et al. (2021): orthogonal affinity matrices, |A^T A - I|_F^2."""
-    return _orthogonality_constrained(base, "I", strength)
+    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): orthogonal affinity matrices, |A^T A - I|_F^2."""
+    return _penalized(base, zhang2021("I", strength))
 
 
 @VARIANTS.register("oc2")
 def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention weights."""
-    return _orthogonality_constrained(base, "II", strength)
+    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention weights."""
+    return _penalized(base, zhang2021("II", strength))
 
 
 @VARIANTS.register("oc3")
 def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln + VAR-III of Zhang et al. (2021): VAR-II and orthogonal feed-forward weights."""
-    return _orthogonality_constrained(base, "III", strength)
+    """post_ln (with --from: plain) + VAR-III of Zhang et al. (2021): VAR-II and orthogonal feed-forward weights."""
+    return _penalized(base, zhang2021("III", strength))
+
+
+@VARIANTS.register("key")
+def key(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |K K^T - I|_F on key weights K (McGrath 2024)."""
+    return _penalized(base, mcgrath2024(key=True, query=False, strength=strength))
+
+
+@VARIANTS.register("query")
+def query(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |Q Q^T - I|_F on query weights Q (McGrath 2024)."""
+    return _penalized(base, mcgrath2024(key=False, query=True, strength=strength))
 
 
 PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10
@@ -238,8 +293,8 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
 
 @VARIANTS.register("orthogonal")
 def orthogonal(base: RunConfig) -> RunConfig:
-    """post_ln with every matrix of attention and feed-forward held orthogonal (Sengupta et al. 2023, sec. 4.2)."""
-    return _held(post_ln(base), TRANSFORMER_WEIGHTS)
+    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from: queries and keys."""
+    return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
 
 
 @VARIANTS.register("transject")

@@ -9,6 +9,7 @@ from torch import nn
 
 from wellposed.errors import CheckpointError, RoleNotFoundError
 from wellposed.training import _manifest, checkpoints, durable_files
+from wellposed.training._remote_code import name_our_classes
 from wellposed.training.build import build_run_model
 from wellposed.training.run_folder import import_recorded, read_config
 from wellposed.training.tensors import encode, model_tensors
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 FINAL = "final"
+CARD = "README.md"
 
 
-def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
-    """Save model and tokenizer as ``final/``, complete or not at all, loadable by ``from_pretrained``.
+def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Path:
+    """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by ``from_pretrained``.
+
+    The card is not in the manifest: its readers may add to it.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -34,6 +38,7 @@ def save_final(run_folder: Path, model: nn.Module, task: Task) -> Path:
             for path in temporary.iterdir():
                 durable_files.sync_file(path)
             _manifest.write(temporary, [path.name for path in temporary.iterdir()])
+            durable_files.write_synced(temporary / CARD, card.encode())
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are intact; free space on "
@@ -56,6 +61,7 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
             save(folder)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
+    name_our_classes(folder, model)
     task.tokenizer.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):

@@ -13,7 +13,8 @@ from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import build_task
 from wellposed.training import run_folder
 from wellposed.training._result import RunResult, read_result
-from wellposed.training.build import ModelFactory, build_run_model
+from wellposed.training._started import describe_start
+from wellposed.training.build import ModelFactory, build_start
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
 from wellposed.training.epochs import counted_in_steps
@@ -38,7 +39,7 @@ def train(
     progress: bool = True,
     command: list[str] | None = None,
     task: Task | None = None,
-    model: ModelFactory = build_run_model,
+    model: ModelFactory | None = None,
 ) -> RunResult:
     """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are those on *valid*.
 
@@ -62,7 +63,7 @@ def train(
         progress: draw a bar on a terminal, plain lines elsewhere, on standard error.
         command: the words of the command, for ``env.json`` and ``result.json``.
         task: the data; built from ``config`` where not given.
-        model: makes the model from ``(config, task)``.
+        model: makes the model from ``(config, task)``, in the place of ``config.model`` and ``config.start``.
 
     Returns:
         The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too), content of
@@ -101,7 +102,12 @@ def train(
     set_seed(config.train.seed)
     run = None
     try:
-        run = Run(config, out, task, model(config, task), accelerator)
+        if model is None:
+            start = build_start(config, task)
+            run = Run(config, out, task, start.model, accelerator)
+            run.started = describe_start(config.start, start)
+        else:
+            run = Run(config, out, task, model(config, task), accelerator)
         checkpoint, notes = run.enter(resume, command)
         shown = Progress(
             enabled=progress and run.is_main,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from wellposed.constrain import Constraint
+    from wellposed.models import Start
     from wellposed.tasks import Task
 
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
@@ -26,15 +27,39 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
     Raises:
         ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad combination.
     """
-    from wellposed.models import build_model, model_keywords, start_model
+    return build_start(config, task).model
 
-    if config.start.model:
-        start, wanted = config.start, task.model_kwargs()
-        return start_model(
-            start.model, task.kind, wanted, from_scratch=start.from_scratch, new_head=start.new_head
-        ).model
-    given = {**model_keywords(config.model), **task.model_kwargs()}
-    return build_model(config.model.architecture, task.kind, **given)
+
+def build_start(config: RunConfig, task: Task) -> Start:
+    """Return the model of `build_run_model`, and which of its weights were read where it starts from a model.
+
+    Raises:
+        ConfigError: as `build_run_model`; a model without a head for the task, or whose attention cannot be replaced.
+        CheckpointError: it cannot be loaded.
+        RoleNotFoundError: T-Fixup has no rule for one of its weights.
+    """
+    from wellposed.models import Start, build_model, model_keywords, start_model
+
+    options = config.start
+    if not options.model:
+        given = {**model_keywords(config.model), **task.model_kwargs()}
+        return Start(build_model(config.model.architecture, task.kind, **given), (), ())
+    start = start_model(
+        options.model,
+        task.kind,
+        task.model_kwargs(),
+        from_scratch=options.from_scratch,
+        new_head=options.new_head,
+    )
+    if options.init == "t_fixup":
+        from wellposed.initialize import t_fixup_
+
+        t_fixup_(start.model)
+    if options.attention != "own":
+        from wellposed.integrations import set_attention_
+
+        set_attention_(start.model, f"wellposed_{options.attention}")
+    return start
 
 
 def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:

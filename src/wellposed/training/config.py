@@ -158,6 +158,10 @@ class StartOptions:
     """Read the configuration of that model alone and draw every weight."""
     new_head: bool = False
     """Draw a new head although the saved one has other labels."""
+    attention: Literal["own", "l2", "cosine"] = "own"
+    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot products."""
+    init: Literal["own", "t_fixup"] = "own"
+    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
 
     def __post_init__(self) -> None:
         refuse(start_problems(self))

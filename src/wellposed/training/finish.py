@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.training import _manifest, checkpoints, run_folder
+from wellposed.training._model_card import model_card
 from wellposed.training._result import RunResult, Status, describe_result, write_result
 from wellposed.training._save import save_final
 from wellposed.training.average import choose_weights
@@ -40,9 +41,11 @@ def finish(run: Run) -> RunResult:
     valid = run.best_evaluation()["valid"]
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
+    evaluations = {"valid": valid, "test": test}
     if run.is_main:
-        save_final(run.out, run.model, run.task)
-    result = end(run, "success", {"valid": valid, "test": test}, lost)
+        card = model_card(run.config, run.model, run.task, evaluations, run.environment["command"])
+        save_final(run.out, run.model, run.task, card)
+    result = end(run, "success", evaluations, lost)
     if run.history is not None and run.is_main:
         run.history.remove()
     return result
@@ -166,7 +169,7 @@ def end(
         message=message,
         divergence=divergence,
     )
-    values["train_info"].update(run.constraint_error())
+    values["train_info"].update(run.constraint_error(), **run.started)
     result = RunResult(status, run.out, values, message)
     if run.is_main:
         write_result(result)

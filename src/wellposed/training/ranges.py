@@ -47,6 +47,8 @@ TRAIN_RULES: dict[str, Rule] = {
     "log_every": AT_LEAST_ONE,
     "seed": SEED,
 }
+START_CHOICES = {"attention": ("own", "l2", "cosine"), "init": ("own", "t_fixup")}
+UNSET = (False, "own")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
 
@@ -77,11 +79,23 @@ def constrain_problems(options: ConstrainOptions) -> list[str]:
 
 
 def start_problems(options: StartOptions) -> list[str]:
-    """Return one line per option of a start that needs a model to start from and has none."""
-    given = [name for name in ("from_scratch", "new_head") if getattr(options, name)]
+    """Return one line per option of a start that needs a model to start from, or another option, and has none."""
+    problems = [
+        f"{name} = {getattr(options, name)!r}, expected {' or '.join(known)}"
+        for name, known in START_CHOICES.items()
+        if getattr(options, name) not in known
+    ]
     if not options.model:
-        return [f"{name} needs a model to start from; name it with --from" for name in given]
-    return ["from_scratch draws a new head as well; leave new_head out"] if len(given) > 1 else []
+        given = [name for name in ("from_scratch", "new_head", *START_CHOICES) if getattr(options, name) not in UNSET]
+        return problems + [f"{name} needs a model to start from; name it with --from" for name in given]
+    if options.from_scratch and options.new_head:
+        problems.append("from_scratch draws a new head as well; leave new_head out")
+    if options.init == "t_fixup" and not options.from_scratch:
+        problems.append(
+            "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without which pretrained weights "
+            "are of no use; give --from-scratch, or another variant"
+        )
+    return problems
 
 
 def train_problems(options: TrainOptions) -> list[str]:

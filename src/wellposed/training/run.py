@@ -13,6 +13,7 @@ from torch import nn
 
 from wellposed.training import _manifest, checkpoints, run_folder
 from wellposed.training._save import measure_model
+from wellposed.training._started import start_line
 from wellposed.training.average import weight_history
 from wellposed.training.batches import MicroBatches
 from wellposed.training.build import build_constraint, build_penalty, constrained_weights
@@ -58,6 +59,7 @@ class Run:
         self.constraint = build_constraint(config.constrain, self.model, self.optimizer)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
+        self.started: dict[str, Any] = {}
         self._saved: tuple[int, int] | None = None
 
     @property
@@ -85,6 +87,9 @@ class Run:
             self.state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, rank=rank)
             self._saved = self._moment
         else:
+            if self.started:
+                names = [name for name, _ in self.model.named_parameters()]
+                self.progress.say(start_line(self.started["started_from"], names))
             self.measure("measure-initial.json")
             # Not the generator that drew the weights: dropout must not depend on how many numbers a variant drew.
             torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}"))

@@ -1,0 +1,44 @@
+"""What a configuration says of changes to its model that loading it would not make again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wellposed.errors import CheckpointError
+
+NAME = "wellposed"
+"""The attribute of a Hugging Face configuration, and the key of ``config.json``, that holds them."""
+
+
+def record(config: Any, **changes: Any) -> None:
+    """Note ``changes`` in ``config``, beside those that are noted already.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace()
+    >>> record(config, removed_norms=["norm"])
+    >>> record(config, attention="wellposed_l2")
+    >>> config.wellposed
+    {'removed_norms': ['norm'], 'attention': 'wellposed_l2'}
+    """
+    setattr(config, NAME, {**recorded(config), **changes})
+
+
+def recorded(config: Any) -> Mapping[str, Any]:
+    """Return the changes noted in ``config``; none where it has no note.
+
+    Raises:
+        CheckpointError: a note of another form.
+
+    >>> recorded(object())
+    {}
+    """
+    changes = getattr(config, NAME, None) or {}
+    norms = changes.get("removed_norms", []) if isinstance(changes, Mapping) else None
+    sound = isinstance(norms, list) and all(isinstance(name, str) for name in norms)
+    if not sound or not isinstance(changes.get("attention", ""), str):
+        raise CheckpointError(
+            f"{NAME} of {type(config).__name__} (config.json): expected removed_norms, a list of names, and attention, "
+            f"a name; received {changes!r}; copy config.json again from where it was whole"
+        )
+    return changes

@@ -1,0 +1,42 @@
+"""A tiny BERT with its tokenizer, and a table of texts that it can learn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(20)), "good", "bad"]
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Save a BERT without a head, and its tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(folder)
+
+
+def make_table(path: Path) -> None:
+    """Write texts whose label is one of their words."""
+    draw = random.Random(0)
+    rows = ["label\ttext"]
+    for _ in range(200):
+        label = draw.choice(["good", "bad"])
+        words = [f"w{draw.randrange(20)}" for _ in range(5)]
+        words.insert(draw.randrange(6), label)
+        rows.append(f"{label}\t{' '.join(words)}")
+    path.write_text("\n".join(rows) + "\n")
