@@ -31,7 +31,8 @@ def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, 
 def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
     """Return input_ids, attention_mask (batch, tokens) and labels (batch,), all int64.
 
-    Examples of two documents give input_ids_pair and attention_mask_pair too; each side is padded to its own longest.
+    Examples with token_type_ids, pairs in one sequence, give those too, 0 on padding. Examples of two documents give
+    input_ids_pair and attention_mask_pair too; each side is padded to its own longest.
 
     >>> examples = [{"input_ids": [5, 6], "labels": [1]}, {"input_ids": [7], "labels": [0]}]
     >>> batch = collate_classification(examples, pad_id=0)
@@ -40,7 +41,7 @@ def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[
     """
     import torch
 
-    batch = pad_inputs(examples, pad_id=pad_id)
+    batch = pad_inputs(examples, pad_id=pad_id) | _padded(examples, "token_type_ids")
     if "input_ids_pair" in examples[0]:
         second = pad_inputs([{"input_ids": example["input_ids_pair"]} for example in examples], pad_id=pad_id)
         batch |= {f"{name}_pair": value for name, value in second.items()}

@@ -39,6 +39,8 @@ class Encoded:
     """How often each unknown piece was mapped to the unknown token."""
     token_bytes: NDArray[np.integer] | None = None
     """UTF-8 bytes of the text that each token stands for, where they were counted."""
+    segments: Ragged | None = None
+    """Which text of a pair each token is of, where the tokenizer says so."""
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
