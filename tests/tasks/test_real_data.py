@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support.tokenizers import bert_words
 
 from wellposed.tasks import SPLITS, CharLMTask, Task, build_task
 
@@ -77,6 +78,21 @@ def test_sst_with_header_and_quotes(shared_data: Path) -> None:
     assert len(task.dataset("train")) + len(task.dataset("test")) == 8544
     columns = "header, label 'sentiment', text 'sentence'; not read: '', 'id'"
     assert task.description()["files"]["train"]["columns"] == columns
+
+
+def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(shared_data: Path, tmp_path: Path) -> None:
+    bert_words(["What", "is", "the", "How", "I"]).save_pretrained(tmp_path)
+    columns = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate", "tokenizer": f"hf:{tmp_path}"}
+    data = str(shared_data / "minbert" / "quora-train-15k.csv.gz")
+    task = build_task("text_classification", {"data": data, "max_length": 64, **columns})
+    assert sum(sizes(task)) == 15212
+    assert task.model_kwargs()["id2label"] == {0: "0.0", 1: "1.0"}
+    described = task.description()
+    assert "text 'sentence1' + 'sentence2' as a pair" in described["files"]["train"]["columns"]
+    example = task.dataset("train")[0]
+    ends = [place for place, token in enumerate(example["input_ids"]) if token == task.tokenizer.sep_token_id]
+    first, second = ends
+    assert example["token_type_ids"] == [0] * (first + 1) + [1] * (second - first)
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from wellposed.models._sequence_pair_classification import (
 from wellposed.models._start import Start as Start
 from wellposed.models._start import start_config as start_config
 from wellposed.models._start import start_model as start_model
+from wellposed.models._start import text_positions as text_positions
 from wellposed.models._transject import TransJectModel as TransJectModel
 from wellposed.models._transject import TransJectModelOutput as TransJectModelOutput
 from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel

@@ -117,6 +117,22 @@ def start_model(
     return Start(model.train(), tuple(sorted(missing)), tuple(sorted(found["unexpected_keys"])))
 
 
+def text_positions(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens that a model of ``config`` reads; None where it has no positions to run out of.
+
+    Status: exact for the families of transformers whose position codes begin behind the number of the padding token
+    (RoBERTa and its kin), and for all that begin at 0. When not to use: for images.
+
+    >>> text_positions(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1))
+    512
+    """
+    has = getattr(config, "max_position_embeddings", None)
+    if not has:
+        return None
+    taken = (config.pad_token_id or 0) + 1 if config.model_type in OWN_TOKEN_POSITIONS else 0
+    return int(has) - taken
+
+
 def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
     body = f"{model.base_model_prefix}."
     return not name.startswith(body) or name.startswith(f"{body}pooler.")
@@ -132,12 +148,8 @@ def _check_vocabulary(source: str | Path, config: PreTrainedConfig, wanted: int 
 
 
 def _check_positions(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
-    has = getattr(config, "max_position_embeddings", None)
-    if has is None or wanted is None:
-        return
-    if config.model_type in OWN_TOKEN_POSITIONS:
-        has -= (config.pad_token_id or 0) + 1
-    if wanted > has:
+    has = text_positions(config)
+    if has is not None and wanted is not None and wanted > has:
         raise ConfigError(
             f"{source}: the data asks for {wanted} positions and the model has {has}; give --max-length {has} "
             "(--seq-len for a language model, --max-tokens for translation)"

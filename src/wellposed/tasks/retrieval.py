@@ -78,10 +78,10 @@ class RetrievalTask(ClassificationTask):
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {split: table.documents for split, table in tables.items()}
         encoder = build_encoder(options.tokenizer, documents["train"].texts, max_words=options.max_words)
-        ids, details = encode_labelled(encoder, documents, options, noun="documents")
+        encoded, details = encode_labelled(encoder, documents, options, noun="documents")
         super().__init__(
             encoder=encoder,
-            examples={split: LabelledPairs(ids[split], *table.arrays()) for split, table in tables.items()},
+            examples={split: LabelledPairs(encoded[split].ids, *table.arrays()) for split, table in tables.items()},
             labels=LABELS,
             max_length=options.max_length,
             source=source,

@@ -29,7 +29,8 @@ class TextClassificationOptions:
     label_column: str = AUTO
     """Name of the label column, or its number from 0 in a file without a header."""
     text_column: str = AUTO
-    """Name of the text column, or its number from 0 in a file without a header; several, between commas, are joined."""
+    """Name of the text column, or its number from 0 in a file without a header; several, between commas, are joined;
+    two are a pair for a Hugging Face tokenizer."""
     class_names: str = AUTO
     """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
     header: Literal["auto", "yes", "no"] = "auto"
@@ -49,6 +50,9 @@ class TextClassificationOptions:
 class TextClassificationTask(ClassificationTask):
     """Classification of texts by the labels that train holds; a label of valid or test that train lacks is an error.
 
+    For a Hugging Face tokenizer two text columns are one pair, in the tokenizer's own form and with its token types;
+    for the others they are joined by a space. The description says which.
+
     Texts longer than ``max_length`` are cut or refused as ``overflow`` says; words or characters that train lacks
     become the unknown token; both are counted in the description, as are texts of valid and test that train holds
     verbatim.
@@ -61,17 +65,25 @@ class TextClassificationTask(ClassificationTask):
 
         require_positive("text_classification", options, "max_length", "max_words")
         self.options = options
-        table = TableOptions(options.label_column, options.text_column, options.header, options.quoting)
+        table = TableOptions(
+            options.label_column,
+            options.text_column,
+            options.header,
+            options.quoting,
+            pairs=options.tokenizer.startswith("hf:"),
+        )
         tables, source = load_labelled(options.data, valid=options.valid, test=options.test, table=table)
         labels = sorted_labels(tables["train"].labels)
         _refuse_labels(tables["train"], labels)
         names, named_by = name_classes(labels, tables["train"].path, options.class_names)
         numbers = {split: number_labels(tables[split], labels, split) for split in SPLITS}
         encoder = build_encoder(options.tokenizer, tables["train"].texts, max_words=options.max_words)
-        ids, details = encode_labelled(encoder, tables, options, noun="texts")
+        encoded, details = encode_labelled(encoder, tables, options, noun="texts")
         super().__init__(
             encoder=encoder,
-            examples={split: LabelledExamples(ids[split], numbers[split]) for split in SPLITS},
+            examples={
+                split: LabelledExamples(encoded[split].ids, numbers[split], encoded[split].segments) for split in SPLITS
+            },
             labels=names,
             max_length=options.max_length,
             source=source | named_by,

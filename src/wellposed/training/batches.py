@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.kinds.objectives import IGNORED_LABEL
+from wellposed.tasks.kinds.objectives import IGNORED_LABEL, TARGETS
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 Batch = dict[str, torch.Tensor]
+TOKEN_TYPES = "token_type_ids"
 
 
 class MicroBatches:
@@ -63,9 +65,15 @@ class MicroBatches:
 
 
 def token_count(batch: Batch) -> int:
-    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of targets as well."""
+    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of targets as well.
+
+    An image counts as one.
+    """
     mask = batch.get("attention_mask")
-    count = int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+    if mask is not None:
+        count = int(mask.sum())
+    else:
+        count = batch["input_ids"].numel() if "input_ids" in batch else sequence_count(batch)
     if "attention_mask_pair" in batch:
         count += int(batch["attention_mask_pair"].sum())
     if "decoder_input_ids" in batch:
@@ -87,6 +95,25 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
+def sequence_count(batch: Batch) -> int:
+    """Return how many sequences ``batch`` holds: the rows of its first tensor."""
+    return len(next(iter(batch.values())))
+
+
+def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
+    """Return what of ``batch`` a model reads: all but the targets, and token types only where it has them."""
+    inputs = {name: value for name, value in batch.items() if name not in TARGETS}
+    if TOKEN_TYPES in inputs and not takes_token_types(getattr(model, "module", model)):
+        del inputs[TOKEN_TYPES]
+    return inputs
+
+
+def takes_token_types(model: torch.nn.Module) -> bool:
+    """Return whether ``model`` reads the number of the text that each token is of."""
+    kinds = getattr(getattr(model, "config", None), "type_vocab_size", 2)
+    return kinds > 1 and TOKEN_TYPES in inspect.signature(model.forward).parameters
+
+
 def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits of ``model`` on everything in ``batch`` but the labels."""
     return forward_with_auxiliary(model, batch)[0]
@@ -97,7 +124,7 @@ def forward_with_auxiliary(model: torch.nn.Module, batch: Batch) -> tuple[torch.
 
     It is read from ``output.auxiliary_loss``.
     """
-    output: Any = model(**{name: value for name, value in batch.items() if name != "labels"})
+    output: Any = model(**model_inputs(model, batch))
     if isinstance(output, torch.Tensor):
         return output, None
     return output.logits, getattr(output, "auxiliary_loss", None)

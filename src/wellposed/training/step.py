@@ -17,6 +17,7 @@ from wellposed.training.batches import (
     Batch,
     check_target_count,
     forward_with_auxiliary,
+    sequence_count,
     to_device,
     token_count,
 )
@@ -93,7 +94,7 @@ def compute_gradients(
     has_auxiliary = False
     counted = 0.0
     for number, batch in enumerate(micro_batches):
-        share = len(batch["input_ids"]) / sequences
+        share = sequence_count(batch) / sequences
         batch = to_device(batch, device)
         last = number == len(micro_batches) - 1
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for the last micro-batch.
@@ -137,7 +138,7 @@ def _totals(task: Task, micro_batches: Sequence[Batch]) -> torch.Tensor:
     return torch.tensor(
         [
             sum(task.target_count(batch) for batch in micro_batches),
-            sum(len(batch["input_ids"]) for batch in micro_batches),
+            sum(map(sequence_count, micro_batches)),
             sum(map(token_count, micro_batches)),
         ]
     )

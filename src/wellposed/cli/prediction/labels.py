@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import DataError, ShapeError
+from wellposed.errors import ConfigError, DataError, ShapeError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHOWN = 10
 
 
 def label_lines(
@@ -16,29 +21,82 @@ def label_lines(
 ) -> Iterator[str]:
     """Yield the most probable label of every line and its probability, with a tab between.
 
+    A text that is longer than those the model was trained on is cut as they were; standard error says which lines.
+
     Raises:
+        ConfigError: the model gives no label of a text.
         DataError: a line without exactly one tab, for a model that compares pairs.
-        ShapeError: a text that the model has no positions for.
+        ShapeError: a text without a token.
     """
     import torch
 
-    pairs = type(model).__name__.endswith("PairClassification")
-    limit = int(model.config.max_position_embeddings)
+    inputs = _Inputs(model, tokenizer)
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for start in range(0, len(lines), batch_size):
-        rows = lines[start : start + batch_size]
-        texts = (
-            [_both_texts(row, start + offset + 1) for offset, row in enumerate(rows)] if pairs else [[r] for r in rows]
-        )
-        given = {}
-        for side, suffix in zip(zip(*texts, strict=True), ("", "_pair"), strict=False):
-            encoded = _encoded(tokenizer, side, limit, start)
-            given |= {f"input_ids{suffix}": encoded["input_ids"], f"attention_mask{suffix}": encoded["attention_mask"]}
+        given = inputs.encode(lines[start : start + batch_size], start)
         with torch.inference_mode():
-            logits = model(**given).logits
+            logits = getattr(model(**given), "logits", None)
+        if logits is None or logits.dim() != 2:
+            raise ConfigError(
+                f"wellposed predict: a {type(model).__name__} gives no label of a text; expected a classifier, a "
+                "language model or an encoder-decoder: train one with `wellposed train text_classification --from`"
+            )
         for probabilities in logits.float().softmax(-1):
             best = int(probabilities.argmax())
             yield f"{names.get(best, best)}\t{float(probabilities[best]):.4f}"
+    inputs.report()
+
+
+@dataclass
+class _Inputs:
+    """What a classifier reads of lines, cut as in training."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    cut: list[int] = field(default_factory=list)
+    """Numbers of the lines that were cut."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a text."""
+        from wellposed.models import text_positions
+
+        return min(text_positions(self.model.config) or sys.maxsize, int(self.tokenizer.model_max_length))
+
+    def encode(self, rows: Sequence[str], start: int) -> dict[str, Tensor]:
+        """Return the tensors of lines whose numbers begin behind ``start``."""
+        from wellposed.tasks.text.pretrained import PAIRS
+
+        two_inputs = type(self.model).__name__.endswith("PairClassification")
+        if not (two_inputs or self.tokenizer.init_kwargs.get(PAIRS)):
+            return self._encoded(start, list(rows))
+        sides = list(map(list, zip(*(_both_texts(row, start + i) for i, row in enumerate(rows, 1)), strict=True)))
+        if not two_inputs:
+            return self._encoded(start, *sides)
+        first, second = (self._encoded(start, side) for side in sides)
+        return first | {f"{name}_pair": value for name, value in second.items()}
+
+    def _encoded(self, start: int, *sides: list[str]) -> dict[str, Tensor]:
+        from wellposed.training.batches import TOKEN_TYPES, model_inputs
+
+        lengths = [len(ids) for ids in self.tokenizer(*sides, verbose=False)["input_ids"]]
+        self.cut += [start + number for number, length in enumerate(lengths, 1) if length > self.limit]
+        if 0 in lengths:
+            raise ShapeError(f"line {start + lengths.index(0) + 1}: no token, expected a text of 1 token or more")
+        cut = {"truncation": True, "max_length": self.limit}
+        found = self.tokenizer(*sides, padding=True, return_tensors="pt", **cut)
+        read = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
+        return model_inputs(self.model, {name: found[name] for name in read if name in found})
+
+    def report(self) -> None:
+        """Say on standard error which lines were cut."""
+        if not self.cut:
+            return
+        numbers = sorted(set(self.cut))
+        shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+        print(
+            f"{len(numbers)} lines of more than {self.limit} tokens were cut to their start: {shown}", file=sys.stderr
+        )
 
 
 def _both_texts(line: str, number: int) -> list[str]:
@@ -49,15 +107,3 @@ def _both_texts(line: str, number: int) -> list[str]:
             f"line {number}: {len(texts)} texts, expected two with a tab between: the model compares a pair"
         )
     return texts
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, start: int) -> Any:
-    """Return padded ids and mask, or refuse a text that the model has no positions for."""
-    encoded = tokenizer(list(texts), padding=True, return_tensors="pt")
-    for offset, row in enumerate(encoded["attention_mask"]):
-        length = int(row.sum())
-        if length == 0 or length > limit:
-            raise ShapeError(
-                f"line {start + offset + 1}: {length} tokens, expected 1 to {limit} (the positions of the model)"
-            )
-    return encoded

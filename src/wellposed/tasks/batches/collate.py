@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
     """Return input_ids, attention_mask and unshifted labels, (batch, tokens) int64; labels are -100 on padding.
 
+    The label_bytes of examples that have them are returned too, 0 on padding.
+
     >>> batch = collate_causal_lm([{"input_ids": [5, 6]}, {"input_ids": [7]}], pad_id=0)
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6], [7, 0]], [[5, 6], [7, -100]])
@@ -22,14 +24,15 @@ def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, 
     import torch
 
     inputs = pad_inputs(examples, pad_id=pad_id)
-    labels = torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORED_LABEL)
-    return {**inputs, "labels": labels}
+    batch = {**inputs, "labels": torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORED_LABEL)}
+    return batch | _padded(examples, "label_bytes")
 
 
 def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
     """Return input_ids, attention_mask (batch, tokens) and labels (batch,), all int64.
 
-    Examples of two documents give input_ids_pair and attention_mask_pair too; each side is padded to its own longest.
+    Examples with token_type_ids, pairs in one sequence, give those too, 0 on padding. Examples of two documents give
+    input_ids_pair and attention_mask_pair too; each side is padded to its own longest.
 
     >>> examples = [{"input_ids": [5, 6], "labels": [1]}, {"input_ids": [7], "labels": [0]}]
     >>> batch = collate_classification(examples, pad_id=0)
@@ -38,7 +41,7 @@ def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[
     """
     import torch
 
-    batch = pad_inputs(examples, pad_id=pad_id)
+    batch = pad_inputs(examples, pad_id=pad_id) | _padded(examples, "token_type_ids")
     if "input_ids_pair" in examples[0]:
         second = pad_inputs([{"input_ids": example["input_ids_pair"]} for example in examples], pad_id=pad_id)
         batch |= {f"{name}_pair": value for name, value in second.items()}
@@ -67,6 +70,15 @@ def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) ->
         "decoder_input_ids": torch.from_numpy(pad_right(shifted, pad_id)),
         "labels": torch.from_numpy(pad_right(targets, IGNORED_LABEL)),
     }
+
+
+def _padded(examples: Sequence[Example], name: str) -> dict[str, Tensor]:
+    """Return ``name`` of examples that have it, 0 on padding."""
+    import torch
+
+    from wellposed.tasks.batches.ragged import pad_right
+
+    return {name: torch.from_numpy(pad_right([row[name] for row in examples], 0))} if name in examples[0] else {}
 
 
 def pad_inputs(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:

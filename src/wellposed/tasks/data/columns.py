@@ -1,10 +1,10 @@
-"""Which columns of a table hold the label and the text; a text may be several columns, joined by a space."""
+"""Which columns of a table hold the label and the text; a text may be several columns, joined or a pair."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
 
@@ -32,6 +32,8 @@ class TableOptions:
     text_column: str = AUTO
     header: Literal["auto", "yes", "no"] = "auto"
     quoting: Literal["auto", "csv", "none"] = "auto"
+    pairs: bool = False
+    """Whether two text columns are the two texts of a pair; they are joined by a space where not."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Columns:
     text: tuple[int, ...]
     is_header: bool
     described: str
+
+
+def paired(parts: Sequence[str], options: TableOptions) -> tuple[str, str] | None:
+    """Return the two texts of a row that is a pair; None where a row holds one text."""
+    return (parts[0], parts[1]) if options.pairs and len(parts) == 2 else None
 
 
 def join_text(parts: Sequence[str]) -> str:
@@ -80,7 +87,7 @@ def find_columns(where: str, first: Sequence[str], options: TableOptions, *, joi
         after = tuple(range(label + 1, len(first)))
         text = numbers["text"] or (after if join and after else (len(first) - 1,))
     _refuse_positions(where, label, text, len(first))
-    return Columns(label, text, is_header, _describe(first, label, text, is_header))
+    return Columns(label, text, is_header, _describe(first, label, text, is_header, options))
 
 
 def find_keys(where: str, names: Sequence[str], options: TableOptions) -> tuple[str, tuple[str, ...]]:
@@ -93,17 +100,23 @@ def find_keys(where: str, names: Sequence[str], options: TableOptions) -> tuple[
     return names[label[0]], tuple(names[place] for place in text)
 
 
-def describe_names(names: Sequence[str]) -> str:
-    """Return quoted names, and that they are joined where there are several."""
-    return " + ".join(map(repr, names)) + (" joined by a space" if len(names) > 1 else "")
+def describe_names(names: Sequence[str], options: TableOptions) -> str:
+    """Return quoted names, and what becomes of several."""
+    return " + ".join(map(repr, names)) + _what_becomes(names, options)
 
 
-def _describe(first: Sequence[str], label: int, text: Sequence[int], is_header: bool) -> str:
+def _what_becomes(columns: Sequence[Any], options: TableOptions) -> str:
+    if len(columns) < 2:
+        return ""
+    return " as a pair" if options.pairs and len(columns) == 2 else " joined by a space"
+
+
+def _describe(first: Sequence[str], label: int, text: Sequence[int], is_header: bool, options: TableOptions) -> str:
     unread = [place for place in range(len(first)) if place != label and place not in text]
     if is_header:
-        described = f"header, label {first[label]!r}, text {describe_names([first[place] for place in text])}"
+        described = f"header, label {first[label]!r}, text {describe_names([first[place] for place in text], options)}"
         return described + (f"; not read: {', '.join(repr(first[place]) for place in unread)}" if unread else "")
-    places = f"columns {', '.join(map(str, text))} joined by a space" if len(text) > 1 else f"column {text[0]}"
+    places = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text)) + _what_becomes(text, options)
     described = f"no header, label in column {label}, text in {places}"
     return described + (f"; not read: column {', '.join(map(str, unread))}" if unread else "")
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wellposed.tasks.batches.ragged import Ragged
-    from wellposed.tasks.text.tokenizers import TextEncoder
+    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
 class TextOptions(Protocol):
@@ -68,19 +67,19 @@ def no_builtin_data() -> ConfigError:
 
 def encode_labelled(
     encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: TextOptions, *, noun: str
-) -> tuple[dict[Split, Ragged], dict[str, Any]]:
+) -> tuple[dict[Split, Encoded], dict[str, Any]]:
     """Return the token ids of every text, cut or refused as ``options`` say, and what was cut, unknown or repeated."""
-    ids: dict[Split, Ragged] = {}
+    ids: dict[Split, Encoded] = {}
     truncated, unknown = {}, {}
     for split in SPLITS:
-        encoded = encoder.encode(tables[split].texts, max_length=options.max_length)
+        encoded = _encode_table(encoder, tables[split], options.max_length)
         _refuse_empty(tables[split], encoded.full_lengths)
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(tables[split], encoded.full_lengths, options.max_length, remedy)
         truncated[split] = sum(length > options.max_length for length in encoded.full_lengths)
         unknown[split] = encoded.unknown_description()
-        ids[split] = encoded.ids
+        ids[split] = encoded
     seen = set(tables["train"].texts)
     return ids, {
         "max_length": options.max_length,
@@ -89,6 +88,14 @@ def encode_labelled(
         "unknown_pieces": unknown,
         f"{noun}_also_in_train": {split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]},
     }
+
+
+def _encode_table(encoder: TextEncoder, table: LabelledTexts, max_length: int) -> Encoded:
+    from wellposed.tasks.text.pretrained import PretrainedEncoder
+
+    if table.pairs is not None and isinstance(encoder, PretrainedEncoder):
+        return encoder.encode_pairs(table.pairs, max_length=max_length)
+    return encoder.encode(table.texts, max_length=max_length)
 
 
 def _refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:

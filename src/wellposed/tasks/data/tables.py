@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.columns import TableOptions, describe_names, find_columns, find_keys, join_text
+from wellposed.tasks.data.columns import TableOptions, describe_names, find_columns, find_keys, join_text, paired
 
 if TYPE_CHECKING:
     from wellposed.tasks.data.files import TextFile
@@ -44,6 +44,8 @@ class LabelledTexts:
     """The line of ``path`` that each text starts at; or its file below ``path``."""
     columns: str
     """How label and text were found, for the description."""
+    pairs: Sequence[tuple[str, str]] | None = None
+    """The two texts of each row, where they are a pair; `texts` holds them joined."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -57,7 +59,8 @@ class LabelledTexts:
         """Return the texts at ``indices``."""
         texts, labels = ([column[i] for i in indices] for column in (self.texts, self.labels))
         places: Any = [self.places[i] for i in indices]
-        return LabelledTexts(self.path, texts, labels, places, self.columns)
+        pairs = None if self.pairs is None else [self.pairs[i] for i in indices]
+        return LabelledTexts(self.path, texts, labels, places, self.columns, pairs)
 
 
 def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
@@ -102,17 +105,18 @@ def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options:
     first_line, first = next(rows)
     join = file.path.name.lower().removesuffix(".gz").endswith(".csv")
     columns = find_columns(f"{file.path}:{first_line}", first, options, join=join)
-    texts, labels, lines, problems = [], [], [], []
+    parts, labels, lines, problems = [], [], [], []
     for line, row in rows if columns.is_header else itertools.chain([(first_line, first)], rows):
         if len(row) != len(first):
             found = f"{len(row)} columns" if row else "an empty line"
             problems.append(f"{file.path}:{line}: {found}, expected {len(first)} columns as in line {first_line}")
             continue
-        texts.append(join_text([row[place] for place in columns.text]))
+        parts.append([row[place] for place in columns.text])
         labels.append(row[columns.label])
         lines.append(line)
-    table = LabelledTexts(str(file.path), texts, labels, lines, columns.described)
-    if columns.is_header and not texts and not problems:
+    texts, pairs = _texts(parts, options)
+    table = LabelledTexts(str(file.path), texts, labels, lines, columns.described, pairs)
+    if columns.is_header and not parts and not problems:
         raise DataError(f"{file.path}: a header and no rows; give a file with a row for each text")
     if options.header == "auto" and not columns.is_header:
         _refuse_unseen_header(table, first)
@@ -121,7 +125,7 @@ def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options:
 
 
 def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
-    texts: list[str] = []
+    parts: list[list[str]] = []
     labels: list[str] = []
     lines: list[int] = []
     problems: list[str] = []
@@ -144,10 +148,11 @@ def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
             problems.append(f"{where}: {problem}")
             continue
         labels.append(_label_text(row[keys[0]]))
-        texts.append(join_text([row[key] for key in keys[1]]))
+        parts.append([row[key] for key in keys[1]])
         lines.append(number)
-    columns = f"JSON keys, label {keys[0]!r}, text {describe_names(keys[1])}" if keys else ""
-    table = LabelledTexts(str(file.path), texts, labels, lines, columns)
+    columns = f"JSON keys, label {keys[0]!r}, text {describe_names(keys[1], options)}" if keys else ""
+    texts, pairs = _texts(parts, options)
+    table = LabelledTexts(str(file.path), texts, labels, lines, columns, pairs)
     refuse_rows(file, problems + _blank_labels(table))
     return table
 
@@ -183,9 +188,15 @@ def table_from_hub(rows: Any, where: str, options: TableOptions) -> LabelledText
             labels.append(to_name(value) if to_name is not None else _label_text(value))
     if problems:
         raise DataError("rows that cannot be used:\n" + listed(problems))
-    columns = f"data set columns, label {label!r}, text {describe_names(text)}"
-    texts = [join_text(parts) for parts in zip(*(rows[name] for name in text), strict=True)]
-    return LabelledTexts(where, texts, labels, range(1, len(labels) + 1), columns)
+    columns = f"data set columns, label {label!r}, text {describe_names(text, options)}"
+    texts, pairs = _texts(list(zip(*(rows[name] for name in text), strict=True)), options)
+    return LabelledTexts(where, texts, labels, range(1, len(labels) + 1), columns, pairs)
+
+
+def _texts(parts: Sequence[Sequence[str]], options: TableOptions) -> tuple[list[str], list[tuple[str, str]] | None]:
+    """Return the columns of the text of each row joined, and as pairs where they are that."""
+    pairs = [pair for row in parts if (pair := paired(row, options)) is not None]
+    return [join_text(row) for row in parts], pairs or None
 
 
 def _blank_labels(table: LabelledTexts) -> list[str]:

@@ -25,6 +25,8 @@ class LabelledExamples(Rows[Example]):
 
     ids: Ragged
     labels: NDArray[np.integer]
+    segments: Ragged | None = None
+    """Which text of a pair each token is of, where rows are pairs in one sequence."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -40,7 +42,8 @@ class LabelledExamples(Rows[Example]):
         return len(self.labels)
 
     def _row(self, index: int) -> Example:
-        return {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
+        row = {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
+        return row if self.segments is None else {**row, "token_type_ids": self.segments[index].tolist()}
 
 
 @dataclass(frozen=True)

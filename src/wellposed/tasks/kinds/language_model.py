@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wellposed.tasks.batches.blocks import BlockDataset
-    from wellposed.tasks.text.tokenizers import TextEncoder
+    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
 class LanguageModelTask(TokenTask["BlockDataset"]):
@@ -44,14 +44,22 @@ class LanguageModelTask(TokenTask["BlockDataset"]):
     ) -> None:
         from wellposed.tasks.batches.blocks import BlockDataset
 
-        encoded = {split: encoder.encode([texts[split]]) for split in SPLITS}
+        encoded: dict[Split, Encoded] = {split: self._encode(encoder, texts[split]) for split in SPLITS}
         blocks: dict[Split, BlockDataset] = {
-            split: BlockDataset(encoded[split].ids.flat, seq_len=seq_len, where=f"{source['source']} ({split})")
-            for split in SPLITS
+            split: BlockDataset(
+                found.ids.flat,
+                seq_len=seq_len,
+                where=f"{source['source']} ({split})",
+                token_bytes=found.token_bytes,
+            )
+            for split, found in encoded.items()
         }
         unknown = {split: encoded[split].unknown_description() for split in SPLITS}
         details = {**details, f"unknown_{self.noun}s": unknown}
         super().__init__(encoder=encoder, examples=blocks, max_length=seq_len, source=source, details=details)
+
+    def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
+        return encoder.encode([text])
 
     def lengths(self, split: Split) -> Sequence[int]:
         from wellposed.tasks.batches.blocks import BlockLengths

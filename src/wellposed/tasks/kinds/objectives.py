@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 IGNORED_LABEL = -100
 """Label of a position that nothing is predicted at."""
+TARGETS = ("labels", "label_bytes")
+"""What of a batch losses and metrics read, and the model does not."""
 
 if TYPE_CHECKING:
     import numpy as np

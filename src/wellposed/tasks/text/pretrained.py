@@ -12,6 +12,10 @@ from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+PAIRS = "text_pairs"
+"""Key of a tokenizer's own options: its model was trained on pairs of texts."""
+TOKEN_TYPES = "token_type_ids"
+
 
 class PretrainedEncoder(TextEncoder):
     """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every text."""
@@ -46,18 +50,33 @@ class PretrainedEncoder(TextEncoder):
 
     def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
         """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
-        rows = self._rows(texts)
-        full_lengths = [len(row) for row in rows]
+        return self._encode_rows([(text,) for text in texts], max_length)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None) -> Encoded:
+        """Encode many pairs in the tokenizer's own form, with its token types; the longer text is cut first."""
+        self._tokenizer.init_kwargs[PAIRS] = True
+        return self._encode_rows(pairs, max_length)
+
+    def _encode_rows(self, rows: Sequence[tuple[str, ...]], max_length: int | None) -> Encoded:
+        encoded = self._columns(rows)
+        full_lengths = [len(row) for row in encoded["input_ids"]]
         if max_length is not None:
             longer = [index for index, length in enumerate(full_lengths) if length > max_length]
-            cut = self._rows([texts[index] for index in longer], truncation=True, max_length=max_length)
-            for index, row in zip(longer, cut, strict=True):
-                rows[index] = row
-        ids = Ragged.from_lists(rows)
-        return Encoded(ids, full_lengths, self._unknown(ids))
+            cut = self._columns([rows[index] for index in longer], truncation=True, max_length=max_length)
+            for name, column in encoded.items():
+                for index, row in zip(longer, cut[name], strict=True):
+                    column[index] = row
+        ids = Ragged.from_lists(encoded["input_ids"])
+        segments = Ragged.from_lists(encoded[TOKEN_TYPES]) if TOKEN_TYPES in encoded else None
+        return Encoded(ids, full_lengths, self._unknown(ids), segments=segments)
 
-    def _rows(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
-        return self._tokenizer(list(texts), verbose=False, **options)["input_ids"] if texts else []
+    def _columns(self, rows: Sequence[tuple[str, ...]], **options: Any) -> dict[str, list[list[int]]]:
+        """Return the ids of rows of one text or two, and the token types of pairs where the tokenizer gives them."""
+        names = ["input_ids", *([TOKEN_TYPES] if rows and len(rows[0]) == 2 else [])]
+        if not rows:
+            return {name: [] for name in ("input_ids", TOKEN_TYPES)}
+        found = self._tokenizer(*map(list, zip(*rows, strict=True)), verbose=False, **options)
+        return {name: found[name] for name in names if name in found}
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
         encoded = self.encode(texts)

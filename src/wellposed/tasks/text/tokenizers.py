@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from wellposed.errors import missing_extra
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
     from wellposed.tasks.batches.ragged import Ragged
@@ -35,6 +37,10 @@ class Encoded:
     """Tokens per text before truncation."""
     unknown: Mapping[str, int]
     """How often each unknown piece was mapped to the unknown token."""
+    token_bytes: NDArray[np.integer] | None = None
+    """UTF-8 bytes of the text that each token stands for, where they were counted."""
+    segments: Ragged | None = None
+    """Which text of a pair each token is of, where the tokenizer says so."""
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""

@@ -1,0 +1,152 @@
+"""`train --from` on every task that a Hugging Face model has a head for, and `predict` with what it leaves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.support.tokenizers import bert_words, byte_level_bpe, word_level
+
+from wellposed.cli import main
+from wellposed.tasks import build_task
+
+LINES = [f"the {colour} {thing} is {size}" for colour in ("red", "green") for thing in ("cat", "hat") for size in "ab"]
+
+
+def results(run: Path) -> dict[str, Any]:
+    (found,) = json.loads((run / "result.json").read_text())["results"].values()
+    return found
+
+
+def gpt2_folder(folder: Path) -> Path:
+    tokenizer = byte_level_bpe(LINES)
+    tokenizer.save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("\n".join(LINES * 30), encoding="utf-8")
+    words = ["train", "language_modeling", "--from", str(source), "--data", str(text), "--seq-len", "32"]
+    assert (
+        main([*words, "--epochs", "12", "--batch-size", "8", "--learning-rate", "1e-2", "--out", str(run), "--quiet"])
+        == 0
+    )
+    found = results(run)
+    task = build_task("language_modeling", {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"})
+    assert 0 < found["bits_per_byte,valid"] < task.reference()["bits_per_byte"]
+    assert found["perplexity,valid"] == pytest.approx(torch.tensor(found["nats_per_token,valid"]).exp().item())
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    capsys.readouterr()
+    assert main(["predict", str(run), "--text", "the red", "--max-new-tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("the red")
+
+
+WORDS = [f"w{number}" for number in range(12)]
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def pair_table(path: Path) -> Path:
+    """Pairs that are the same when they begin with the same word."""
+    draw = random.Random(0)
+    rows = ["sentence1\tsentence2\tis_duplicate"]
+    for _ in range(120):
+        first, second = draw.choice(WORDS[:2]), draw.choice(WORDS[:2])
+        rows.append(f"{first} {draw.choice(WORDS)}\t{second} {draw.choice(WORDS)}\t{['no', 'yes'][first == second]}")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def encoder_folder(folder: Path, family: str) -> Path:
+    marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = (
+        bert_words(WORDS) if family == "bert" else word_level(WORDS, "<s> $A </s>", "<s> $A </s> $B </s>", **marks)
+    )
+    tokenizer.save_pretrained(folder)
+    classes = {
+        "bert": (transformers.BertConfig, transformers.BertModel),
+        "roberta": (transformers.RobertaConfig, transformers.RobertaModel),
+    }
+    config, model = classes[family]
+    extra = {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 33} if family == "roberta" else {}
+    model(config(**{**SIZES, "vocab_size": len(tokenizer), **extra})).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, table, run = encoder_folder(tmp_path / family, family), pair_table(tmp_path / "pairs.tsv"), tmp_path / "run"
+    kind = {
+        "bert": transformers.BertForSequenceClassification,
+        "roberta": transformers.RobertaForSequenceClassification,
+    }
+    seen: list[set[str]] = []
+    forward = kind[family].forward
+
+    @functools.wraps(forward)
+    def watched(self: Any, *args: Any, **inputs: Any) -> Any:
+        seen.append({name for name, value in inputs.items() if value is not None})
+        return forward(self, *args, **inputs)
+
+    monkeypatch.setattr(kind[family], "forward", watched)
+    words = ["train", "text_classification", "--from", str(source), "--data", str(table)]
+    words += ["--text-column", "sentence1,sentence2", "--label-column", "is_duplicate", "--max-length", "12"]
+    assert main([*words, "--epochs", "1", "--out", str(run), "--quiet"]) == 0
+    described = json.loads((run / "result.json").read_text())
+    assert "text 'sentence1' + 'sentence2' as a pair" in json.dumps(described)
+    wanted = {"input_ids", "attention_mask"} | ({"token_type_ids"} if family == "bert" else set())
+    assert seen
+    assert all(names == wanted for names in seen)
+    seen.clear()
+    lines = tmp_path / "lines.txt"
+    lines.write_text(f"w0 w1\tw0 w2\nw1\tw0{' w3' * 30}\n")
+    capsys.readouterr()
+    assert main(["predict", str(run), "--input", str(lines)]) == 0
+    said = capsys.readouterr()
+    assert [line.split("\t")[0] in ("no", "yes") for line in said.out.splitlines()] == [True, True]
+    assert "1 lines of more than 12 tokens were cut to their start: 2" in said.err
+    assert seen == [wanted]
+    assert main(["predict", str(run), "--text", "only one"]) == 1
+    assert "line 1: 1 texts, expected two with a tab between" in capsys.readouterr().err
+
+
+def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, table, run = encoder_folder(tmp_path / "bert", "bert"), pair_table(tmp_path / "pairs.tsv"), tmp_path / "run"
+    options = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate", "max_length": 12}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    begin = ["train", "text_classification", "--from", str(source), "--data", str(table)]
+    assert main([*begin, *words, "--epochs", "1", "--out", str(run), "--quiet"]) == 0
+    task = build_task("text_classification", {"data": str(table), "tokenizer": f"hf:{source}", **options})
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    rows = [line.split("\t") for line in table.read_text().splitlines()[1:]]
+    encoded = [task.tokenizer(first, second)["input_ids"] for first, second, _ in rows]
+    examples = list(task.dataset("test"))
+    batch = task.collate(examples)
+    with torch.no_grad():
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    capsys.readouterr()
+    for example, probabilities in zip(examples, logits.softmax(-1), strict=True):
+        first, second, _ = rows[encoded.index(example["input_ids"])]
+        assert main(["predict", str(run), "--text", f"{first}\t{second}"]) == 0
+        label, probability = capsys.readouterr().out.split()
+        assert label == model.config.id2label[int(probabilities.argmax())]
+        assert float(probability) == pytest.approx(float(probabilities.max()), abs=1e-4)

@@ -1,0 +1,46 @@
+"""Tokenizers of the kinds that Hugging Face models come with, trained on a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+
+def byte_level_bpe(lines: Sequence[str], *, size: int = 300) -> transformers.PreTrainedTokenizerFast:
+    """As that of GPT-2: byte-level merges, one special token, no padding token."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(lines, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|endoftext|>", bos_token="<|endoftext|>", unk_token="<|endoftext|>"
+    )
+
+
+def word_level(words: Sequence[str], single: str, pair: str | None = None, **special: Any) -> Any:
+    """A vocabulary of words and of the special tokens, with the templates ``single`` and ``pair`` around texts."""
+    tokens = list(dict.fromkeys(special.values()))
+    vocabulary = {word: index for index, word in enumerate([*tokens, *words])}
+    inner = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = [(token, vocabulary[token]) for token in tokens]
+    inner.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=marks)
+    names = ["input_ids", *(["token_type_ids"] if pair and ":1" in pair else []), "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special)
+
+
+def bert_words(words: Sequence[str]) -> Any:
+    """As that of BERT: pairs with token types."""
+    return word_level(
+        words, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1",
+        pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+    )  # fmt: skip
