@@ -295,7 +295,10 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
 
 @VARIANTS.register("orthogonal")
 def orthogonal(base: RunConfig) -> RunConfig:
-    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from: queries and keys."""
+    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from: queries and keys.
+
+    That moves pretrained weights far, so they need a longer training than a fine-tuning.
+    """
     return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
 
 
