@@ -20,6 +20,7 @@ from wellposed.report import aggregate, build_report
 from wellposed.training import load_run_model
 from wellposed.training.certified_file import NAME, TOKEN_SHARES, read_certified
 from wellposed.training.certified_run import best_certificate, certify_run
+from wellposed.training.margin import certified_logits
 from wellposed.training.nearest_words import nearest_words
 
 TINY = ["--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
@@ -223,3 +224,38 @@ def test_a_study_without_its_texts_says_what_it_needs(tmp_path: Path) -> None:
         recipe(Request("toy", tmp_path))
     with pytest.raises(DataError, match="found neither"):
         recipe(Request("toy", tmp_path, data=str(tmp_path)))
+
+
+def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit() -> None:
+    """By hand: every other class gains what a vector of length r can add to it over the class that is right."""
+    torch.manual_seed(0)
+    config = WellposedConfig(vocab_size=9, hidden_size=4, num_hidden_layers=0, num_attention_heads=2, num_labels=3)
+    model = WellposedForSequenceClassification(config).double().eval()
+    pooled, labels, radius = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0]), 0.3
+    weight = model.classifier.weight
+    found = certified_logits(model.classifier(pooled), labels, model, radius)
+    for row, label in enumerate(labels.tolist()):
+        for k in range(3):
+            away = weight[k] - weight[label]
+            worst = pooled[row] + radius * away / away.norm().clamp_min(1e-30)
+            gap = (model.classifier(worst)[k] - model.classifier(worst)[label]).item()
+            assert (found[row, k] - found[row, label]).item() == pytest.approx(gap, abs=1e-12)
+    found.sum().backward()
+    assert weight.grad is not None
+    assert bool(weight.grad.isfinite().all())
+
+
+def test_a_margin_is_trained_and_refused_where_nothing_has_one(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(compared.parent / "data" / "train.tsv")
+    words = ["train", "text_classification", "--data", data, "--max-length", "6", *SHORT, "--variant", "lipschitz"]
+    first_losses = []
+    for radius in ("0", "0.5"):
+        out = tmp_path / f"radius-{radius}"
+        assert main([*words, "--margin-radius", radius, "--log-every", "1", "--out", str(out)]) == 0
+        first_losses.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert first_losses[1] > first_losses[0]
+    words = ["train", "char_lm", "--limit-chars", "20000", *SHORT, "--margin-radius", "0.1"]
+    assert main([*words, "--out", str(tmp_path / "lm")]) == 2
+    assert "margin_radius = 0.1 is for classifiers" in capsys.readouterr().err
