@@ -24,7 +24,7 @@ def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]}
     assert {name.partition("/")[0] for name in listed} == {
-        "kim2021", "sengupta2023", "zhang2021", "huang2020", "mcgrath2024",
+        "kim2021", "sengupta2023", "zhang2021", "huang2020", "mcgrath2024", "frontier",
     }  # fmt: skip
     assert {"mcgrath2024/figure-1", "mcgrath2024/figure-3", "mcgrath2024/table-1", "mcgrath2024/qr"} <= listed
 

@@ -171,3 +171,28 @@ def test_sizes_and_default_radii() -> None:
     delta = torch.tensor([[[3.0, 4.0], [0.0, -12.0]]], dtype=torch.float64)
     assert [float(perturbation_size(delta, norm)) for norm in ("tok", 2, "inf")] == [12.0, 13.0, 12.0]
     assert default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]
+
+
+def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was() -> None:
+    model = make_model("l2_contractive")
+    batches, certificate = make_batches(model), certify(model, seq_len=10)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.9
+    expected = certified_accuracy(model, batches, certificate, radii=[0.0, 0.01, 0.5], attack_steps=4)
+    model.train()
+    assert certified_accuracy(model, batches, certificate, radii=[0.0, 0.01, 0.5], attack_steps=4) == expected
+    assert model.training
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_radii_in_tokens_are_multiples_of_the_median_token_norm() -> None:
+    model = make_model("l2_contractive")
+    batches, certificate = make_batches(model), certify(model, seq_len=10)
+    shares = [0.0, 0.01, 0.1]
+    curve = certified_accuracy(model, batches, certificate, radii=shares, in_tokens=True, attack_steps=3)
+    sizes = torch.cat([input_vectors(model, b["input_ids"])[b["attention_mask"].bool()] for b in batches]).norm(dim=-1)
+    assert curve.median_token == pytest.approx(float(sizes.detach().double().median()), rel=1e-6)
+    assert [row.radius for row in curve.rows] == pytest.approx([share * curve.median_token for share in shares])
+    direct = certified_accuracy(model, batches, certificate, radii=[r.radius for r in curve.rows], attack_steps=3)
+    assert direct.rows == curve.rows

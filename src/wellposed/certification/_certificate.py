@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +49,15 @@ class CertifiedLayer:
     """Largest 2-norm of a token entering this module in the domain; infinite where the bound is global."""
 
 
+def leaves(layers: Sequence[CertifiedLayer]) -> Iterator[CertifiedLayer]:
+    """Return the layers with a path that no other layer lies inside."""
+    return (
+        layer
+        for layer in layers
+        if layer.path and not any(_inside(other.path, layer.path) for other in layers if other is not layer)
+    )
+
+
 @dataclass(frozen=True)
 class Certificate:
     """``|f(X) - f(Y)| <= total |X - Y|`` for all X, Y of the domain, with the layers it is made of.
@@ -89,6 +98,12 @@ class Certificate:
             layer
             for layer in without
             if not any(other is not layer and _inside(other.path, layer.path) for other in without)
+        )
+
+    def losses(self) -> list[CertifiedLayer]:
+        """Return the innermost modules with a factor above 1, largest first: where the certificate loses."""
+        return sorted(
+            (layer for layer in leaves(self.layers) if layer.lipschitz > 1), key=lambda layer: -layer.lipschitz
         )
 
     def require(self) -> Certificate:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from wellposed.certification._blocks import NORM_FORM
-from wellposed.certification._certificate import CertifiedLayer
+from wellposed.certification._certificate import CertifiedLayer, leaves
 
 USELESS = 1e3
 """From this total on a margin of 1 is certified against moves of a thousandth of a token's norm at most."""
@@ -29,7 +29,7 @@ def explain(total: float, rows: Sequence[CertifiedLayer], without: Callable[[fro
     if not USELESS < total < math.inf:
         return ""
     groups: dict[str, list[CertifiedLayer]] = {}
-    for row in _leaves(rows):
+    for row in leaves(rows):
         if row.lipschitz > 1:
             groups.setdefault(row.module, []).append(row)
     calm: list[str] = []
@@ -58,11 +58,3 @@ def _contribution(kind: str, rows: Sequence[CertifiedLayer], left: float, *, fir
 def _advice(rows: Sequence[CertifiedLayer]) -> str:
     form = max(rows, key=lambda row: row.lipschitz).form
     return next((text for mark, text in _ADVICE.items() if mark in form), "smaller weights make it smaller")
-
-
-def _leaves(rows: Sequence[CertifiedLayer]) -> Iterable[CertifiedLayer]:
-    return (
-        row
-        for row in rows
-        if row.path and not any(other.path.startswith(f"{row.path}.") for other in rows if other is not row)
-    )

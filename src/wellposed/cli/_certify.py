@@ -15,11 +15,16 @@ import tyro
 
 from wellposed.cli.imports import ImportedFiles
 from wellposed.errors import ConfigError
+from wellposed.text_table import aligned
 
 if TYPE_CHECKING:
     from wellposed.certification import Certificate
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
+    from wellposed.training.certified_accuracy import CertifiedAccuracy
+    from wellposed.training.nearest_words import NearestWord
+
+_LOSSES = 6
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class CertifyArguments:
     examples: int = 256
     """Examples for certified accuracy, the first of the split; 0 leaves it out."""
     radii: str | None = None
-    """Comma-separated sizes of the perturbation; chosen about the certified radii where not given."""
+    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not given."""
     attack_steps: int = 20
     """Gradient steps of the attack for each size."""
     restarts: int = 1
@@ -78,6 +83,7 @@ def run(words: Sequence[str]) -> int:
     certificate = ask(radius=options.radius)
     print(certificate.table())
     print(f"tried out: {certificate.cross_check}")
+    _print_losses(certificate)
     if math.isinf(certificate.total):
         _say_why(certificate, model, ask, options)
     if options.out is not None:
@@ -96,26 +102,60 @@ def _accuracy(
     model: Any, task: Task, certificate: Certificate, radii: list[float] | None, options: CertifyArguments
 ) -> None:
     from wellposed.training.certified_accuracy import certified_accuracy
+    from wellposed.training.certified_file import NAME, TOKEN_SHARES
+    from wellposed.training.certified_run import first_batches, keep
+    from wellposed.training.nearest_words import nearest_words
 
-    order = list(range(min(options.examples, len(task.dataset(options.split)))))
-    examples = task.dataset(options.split)
-    batches = [
-        task.collate([examples[member] for member in order[start : start + options.batch_size]])
-        for start in range(0, len(order), options.batch_size)
-    ]
+    batches = first_batches(task, options.split, options.examples, options.batch_size)
     curve = certified_accuracy(
         model,
         batches,
         certificate,
-        radii=radii,
+        radii=TOKEN_SHARES if radii is None else radii,
+        in_tokens=radii is None,
         attack_steps=options.attack_steps,
         restarts=options.restarts,
     )
     print(f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded input:")
     print(curve.table())
+    _print_words(nearest_words(model, task.tokenizer, batches, curve.median_radius), curve)
     if options.out is not None:
         curve.to_csv(options.out / "certified_accuracy.csv")
         curve.plot(options.out / "certified_accuracy.svg")
+    if radii is None and options.norm == "tok":
+        keep(Path(options.model), curve, options.split, TOKEN_SHARES)
+        print(f"kept for `wellposed report`: {Path(options.model) / NAME}")
+
+
+def _print_words(words: Sequence[NearestWord], curve: CertifiedAccuracy) -> None:
+    """Print what the certified radius means for the words that are read most often."""
+    if not words:
+        return
+    print(f"\nin words: the most frequent ones and the nearest to each; the median radius is {curve.median_radius:.4g}")
+    rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
+    rows += [
+        (
+            repr(word.word),
+            repr(word.nearest),
+            f"{word.distance:.4g}",
+            f"{word.distance / curve.median_radius:.3g}" if curve.median_radius else "inf",
+            f"{curve.in_tokens(word.distance):.3g}",
+            str(word.within),
+        )
+        for word in words
+    ]
+    print(aligned(rows, "ll"))
+
+
+def _print_losses(certificate: Certificate) -> None:
+    """Print which innermost modules enlarge a change, the largest factor first."""
+    losses = certificate.losses()
+    if not losses:
+        print("no module enlarges a change of its input")
+        return
+    print(f"modules that enlarge a change, largest first ({len(losses)} of {len(certificate.layers)}):")
+    for layer in losses[:_LOSSES]:
+        print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
 
 
 def _classifier_task(model: Any, options: CertifyArguments) -> Task | None:
@@ -131,7 +171,9 @@ def _classifier_task(model: Any, options: CertifyArguments) -> Task | None:
     from wellposed.cli._arguments import read_config
 
     config = read_config(config_file)
-    if options.examples < 1 or not type(model).__name__.endswith("ForSequenceClassification"):
+    from wellposed.training.certified_run import is_classifier
+
+    if options.examples < 1 or not is_classifier(model):
         if options.data is not None:
             raise ConfigError(
                 f"--data {options.data}: certified accuracy is for classifiers with --examples >= 1; "

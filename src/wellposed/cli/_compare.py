@@ -26,6 +26,8 @@ class CompareArguments:
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
     resume: str = "never"
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
+    certify: int = 0
+    """Certified and attacked accuracy of each run on so many test examples, for the report; 0: none."""
     quiet: bool = False
     """Print the table only."""
 
@@ -54,6 +56,7 @@ def run(words: Sequence[str]) -> int:
         progress=not options.quiet,
         command=command_words("compare", words),
         announce=None if options.quiet else lambda line: print(line, flush=True),
+        certify=options.certify,
     )
     if runs.cancelled:
         print(f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto", file=sys.stderr)

@@ -47,6 +47,7 @@ def compare(
     progress: bool = True,
     command: list[str] | None = None,
     announce: Callable[[str], None] | None = None,
+    certify: int = 0,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the same order.
 
@@ -63,12 +64,14 @@ def compare(
         progress: draw a progress bar (plain lines when the output is piped).
         command: the words of the command, for the report.
         announce: called with one line before each run.
+        certify: leave certified and attacked accuracy of so many examples of *test* in every run folder.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
 
     Raises:
-        ConfigError: no or repeated variants, ``seeds < 1``, or ``out`` in use and ``resume="never"``.
+        ConfigError: no or repeated variants, ``seeds < 1``, ``out`` in use and ``resume="never"``, or a task that
+            is no classification and ``certify > 0``.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
@@ -81,6 +84,11 @@ def compare(
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
+    if certify < 0 or (certify and task.kind != "sequence_classification"):
+        raise ConfigError(
+            f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task that classifies "
+            "sequences; certified accuracy is defined for those"
+        )
     out.mkdir(parents=True, exist_ok=True)
     # Before the first run, so that a report on a comparison that was killed knows the baseline.
     (out / "compare.json").write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
@@ -96,7 +104,13 @@ def compare(
         planned, announce=announce or say_nothing, task=task, resume=resume, progress=progress, command=command
     )
     results = tuple(trained)
-    return ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)
+    runs = ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)
+    if certify and not runs.cancelled:
+        from wellposed.training.certified_run import certify_runs
+
+        finished = [r.out for r in runs.results if r.status == "success"]
+        certify_runs(finished, task, examples=certify, announce=announce or say_nothing)
+    return runs
 
 
 def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> list[RunConfig]:

@@ -14,14 +14,14 @@ from pathlib import Path
 from wellposed.charts import draw
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.measurement import write_csv
-from wellposed.recipes import huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
+from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
 from wellposed.recipes.recipe import SCALES, Criterion, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
 
 __all__ = ["RECIPES", "SCALES", "Criterion", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
 
 RECIPES: Registry[Recipe] = Registry("recipe")
-for _paper in (huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021):
+for _paper in (huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021, frontier):
     for _recipe in _paper.RECIPES:
         RECIPES.register(_recipe.name)(_recipe)
 

@@ -73,8 +73,8 @@ class TaskComparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics of the first variant that has any."""
-        return list(next(result.metrics for result in self.variants if result.metrics))
+        """The metrics that some variant has, in the order in which they first occur."""
+        return list(dict.fromkeys(name for result in self.variants for name in result.metrics))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from wellposed.errors import CheckpointError, DataError, listed
 from wellposed.measurement import Measurement
 from wellposed.training import verify_run_file
+from wellposed.training.certified_file import CertifiedRun, read_certified
 
 ENTRIES: Mapping[str, type] = {
     "task": str, "variant": str, "seed": int, "results": dict, "headline": str, "higher_is_better": dict,
@@ -66,6 +67,14 @@ class RunFiles:
             self.problems.append(f"{file}: {problem}")
             return None
         return result
+
+    def certified(self, folder: Path, result: Mapping[str, Any]) -> CertifiedRun | None:
+        """Return the content of ``certified.json``; most runs have none, which is no problem."""
+        try:
+            return read_certified(folder, run_date=str(result["date"]))
+        except DataError as error:
+            self.problems.append(str(error))
+            return None
 
     def environment(self, file: Path) -> dict[str, Any]:
         """Return the content of ``env.json``."""

@@ -14,8 +14,16 @@ from wellposed.errors import missing_extra
 from wellposed.measurement import WEIGHT_COLUMNS, write_csv
 from wellposed.options import flat_options
 from wellposed.report._aggregate import TaskComparison, compare_runs
+from wellposed.report._certified import certified_caption, certified_curves
 from wellposed.report._curves import task_curves
-from wellposed.report._plots import curves_figure, mean_rows, orthogonality_figure, spectra_figure, weights_error
+from wellposed.report._plots import (
+    certified_figure,
+    curves_figure,
+    mean_rows,
+    orthogonality_figure,
+    spectra_figure,
+    weights_error,
+)
 from wellposed.report._runs import Run, find_runs, load_details
 from wellposed.report._tables import conclusions
 from wellposed.text_table import format_number
@@ -48,10 +56,11 @@ class TaskSection:
 def build_report(run_dirs: Sequence[Path], out: Path) -> Path:
     """Write one HTML page that needs no network and no script, and its figures' data as CSV in ``<stem>_data/``.
 
-    The page holds, per task: mean ± standard error over seeds and the paired test against the first variant, whether
-    each variant learned, loss curves, the orthogonality error before and after training by layer and role, singular
-    values, what differs between variants; then the runs that do not count and why, the environment and the exact
-    commands. Status: the same numbers as `aggregate`. Output is deterministic except for the date.
+    The page holds, per task: mean ± standard error over seeds and the paired test against the first variant,
+    whether each variant learned, loss curves, certified accuracy against radius where it was measured, the
+    orthogonality error before and after training by layer and role, singular values, what differs between variants;
+    then the runs that do not count and why, the environment and the exact commands. Status: the same numbers as
+    `aggregate`. Output is deterministic except for the date.
 
     Args:
         run_dirs: run folders, or folders that hold run folders.
@@ -158,6 +167,13 @@ def _figures(
         band = "Mean over seeds; the band reaches from the lowest seed to the highest." if several else "One seed."
         svg = curves_figure(panels, task.reference, order, f"{slug}-curves")
         figures.append(Figure(Markup(svg), f"Training and validation. {band}", f"{folder.name}/{file.name}"))
+    certified = certified_curves(task, runs)
+    if certified:
+        rows = [row for curve in certified for row in curve.rows()]
+        file = write_csv(folder / f"{slug}-certified.csv", list(rows[0]), rows)
+        order = [result.variant for result in task.variants]
+        svg = certified_figure(certified, order, f"{slug}-certified")
+        figures.append(Figure(Markup(svg), certified_caption(runs), f"{folder.name}/{file.name}"))
     mean = ", mean over seeds" if several else ""
     rows = _weight_rows(weights)
     columns = ["variant", "when", *WEIGHT_COLUMNS]

@@ -1,4 +1,4 @@
-"""The three figures of a task: curves, orthogonality before and after, spectra before and after."""
+"""The figures of a task: curves, certified accuracy, orthogonality before and after, spectra before and after."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from wellposed.measurement.figures import (
     spectra_by_role,
     svg_markup,
 )
+from wellposed.report._certified import CertifiedCurve
 from wellposed.report._curves import Curve
 
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
@@ -57,6 +58,32 @@ def curves_figure(
         names = ", ".join(f"{_words(metric)} on {split}" for split, metric in panels)
         return svg_markup(
             figure, prefix=prefix, label=f"Line charts over training steps: {names}; variants {', '.join(order)}."
+        )
+
+
+def certified_figure(curves: Sequence[CertifiedCurve], order: Sequence[str], prefix: str) -> str:
+    """Draw accuracy against radius: certified as solid lines, under attack as dashed ones of the same colour."""
+    with figure_style():
+        figure = new_figure(6.4, 3.6)
+        axes = figure.subplots()
+        for curve in curves:
+            colour = COLOURS[order.index(curve.variant) % len(COLOURS)]
+            line = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.6}
+            axes.plot(curve.shares, curve.certified, label=curve.variant, **line)
+            axes.plot(curve.shares, curve.attacked, linestyle="--", **line)
+        smallest = min((share for curve in curves for share in curve.shares if share > 0), default=1.0)
+        axes.set_xscale("symlog", linthresh=smallest)
+        axes.set_ylim(bottom=0)
+        shares = sorted({share for curve in curves for share in curve.shares})
+        axes.set_xticks(shares, [f"{share:g}" for share in shares])
+        axes.minorticks_off()
+        axes.set_title("accuracy: certified (solid), under attack (dashed)", loc="left")
+        axes.set_xlabel("radius, in units of the median token norm")
+        add_grid(axes)
+        figure.legend(loc="outside lower left", ncols=min(len(curves), 6), handlelength=2.8)
+        names = ", ".join(curve.variant for curve in curves)
+        return svg_markup(
+            figure, prefix=prefix, label=f"Line chart of certified and attacked accuracy by radius, for {names}."
         )
 
 

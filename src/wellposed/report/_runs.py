@@ -13,6 +13,7 @@ from wellposed.errors import DataError
 from wellposed.measurement import Measurement
 from wellposed.report._files import FINAL, INITIAL, RunFiles, headline_values, is_finite
 from wellposed.statistics import Failure
+from wellposed.training.certified_file import CertifiedRun
 
 ORDER_FILE = "compare.json"
 
@@ -26,6 +27,8 @@ class Run:
     """Of a run without one: task, variant, seed and configuration, from ``config.toml``."""
     failure: Failure | None = None
     """Why it has no number; ``None`` where it finished."""
+    certified: CertifiedRun | None = None
+    """What its model was certified for, where that was asked."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
     final: Measurement | None = None
@@ -54,7 +57,8 @@ class Run:
     @property
     def values(self) -> Mapping[str, float]:
         """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
-        return {name: value for name, value in self.result["results"][self.task].items() if is_finite(value)}
+        scores = {name: value for name, value in self.result["results"][self.task].items() if is_finite(value)}
+        return scores if self.certified is None else {**scores, **self.certified.metrics()}
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -187,7 +191,7 @@ def _read_run(folder: Path, files: RunFiles) -> tuple[Run | None, ExcludedRun | 
     if info.get("status") == "success":
         bad = [f"{name} = {value}" for name, value in headline_values(result).items() if not is_finite(value)]
         if not bad:
-            return Run(folder, result), None
+            return Run(folder, result, certified=files.certified(folder, result)), None
         return _without_number(
             folder, result, "failed", f"the headline metric is not a finite number: {', '.join(bad)}"
         )

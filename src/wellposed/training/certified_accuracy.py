@@ -53,14 +53,21 @@ class CertifiedAccuracy:
     notes: tuple[str, ...] = ()
     """Why certified accuracy is no more than it is, where margins are not the reason."""
 
+    def in_tokens(self, radius: float) -> float:
+        """Return ``radius`` in units of the median token norm; infinite where that is 0."""
+        return radius / self.median_token if self.median_token > 0 else math.inf
+
     def table(self) -> str:
-        """Return the curve as plain text."""
+        """Return the curve as plain text; radii stand beside themselves in units of the median token norm."""
         lines = [
             f"{self.examples} examples, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm {self.norm}, "
-            f"median certified radius {self.median_radius:.4g}",
-            f"{'radius':>10}  {'certified':>9}  {'attacked':>9}   ({self.attack})",
+            f"median certified radius {self.median_radius:.4g} = {self.in_tokens(self.median_radius):.3g} of a token",
+            f"{'radius':>10}  {'of a token':>10}  {'certified':>9}  {'attacked':>9}   ({self.attack})",
         ]
-        lines += [f"{row.radius:>10.4g}  {row.certified:>9.4f}  {row.attacked:>9.4f}" for row in self.rows]
+        lines += [
+            f"{row.radius:>10.4g}  {self.in_tokens(row.radius):>10.3g}  {row.certified:>9.4f}  {row.attacked:>9.4f}"
+            for row in self.rows
+        ]
         scale = (
             f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median), {self.largest_token:.4g} at most"
         )
@@ -89,6 +96,7 @@ def certified_accuracy(
     certificate: Certificate,
     *,
     radii: Sequence[float] | None = None,
+    in_tokens: bool = False,
     attack_steps: int = 20,
     restarts: int = 1,
     seed: int = 0,
@@ -107,6 +115,7 @@ def certified_accuracy(
         batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``, one label per example.
         certificate: of this model, from `wellposed.certify`.
         radii: increasing sizes >= 0; where not given: those of `default_radii`.
+        in_tokens: radii are multiples of the median 2-norm of an embedded token.
         attack_steps: gradient steps for each radius.
         restarts: starts for each radius: the clean input first, then random ones.
         seed: of the random starts.
@@ -131,7 +140,8 @@ def certified_accuracy(
         largest_token=largest,
         width=embedded[0].vectors.shape[-1],
     )
-    sizes = list(radii) if radii is not None else default_radii(certified)
+    median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
+    sizes = default_radii(certified) if radii is None else [r * (median_token if in_tokens else 1.0) for r in radii]
     attack = _MarginAttack(target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed))
     broken_at = torch.cat([attack.smallest_break(batch, sizes) for batch in embedded])
     correct = torch.cat([batch.correct for batch in embedded])
@@ -143,7 +153,7 @@ def certified_accuracy(
         lipschitz=certificate.total,
         clean=_share(correct),
         median_radius=float(certified[correct].median()) if bool(correct.any()) else 0.0,
-        median_token=float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median()),
+        median_token=median_token,
         largest_token=float(largest.max()),
         attack=f"PGD, {attack_steps} steps, {restarts} start{'s' if restarts > 1 else ''}, float64",
         notes=_notes(certificate, largest),

@@ -125,6 +125,8 @@ class TrainOptions:
     """Label smoothing of the training loss."""
     temperature: float = 1.0
     """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
+    margin_radius: float = 0.0
+    """Train a classifier on the logits that the other classes could reach when its input moves by this much."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the forward pass under autocast."""
     eval_every: int = 200

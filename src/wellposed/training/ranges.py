@@ -38,6 +38,7 @@ TRAIN_RULES: dict[str, Rule] = {
     "max_grad_norm": NOT_NEGATIVE,
     "label_smoothing": BELOW_ONE,
     "temperature": POSITIVE,
+    "margin_radius": NOT_NEGATIVE,
     "eval_every": AT_LEAST_ONE,
     "eval_batches": AT_LEAST_ONE,
     "patience": AT_LEAST_ONE,

@@ -22,6 +22,7 @@ from wellposed.training.batches import (
     token_count,
 )
 from wellposed.training.config import TrainOptions
+from wellposed.training.margin import certified_logits
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -101,6 +102,9 @@ def compute_gradients(
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
                 logits, auxiliary = forward_with_auxiliary(model, batch)
+                if options.margin_radius:
+                    whole = accelerator.unwrap_model(model)
+                    logits = certified_logits(logits, batch["labels"], whole, options.margin_radius)
                 logits = scaled(logits, options)
                 batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
             loss = batch_sum * per_target
