@@ -150,3 +150,83 @@ def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task
         label, probability = capsys.readouterr().out.split()
         assert label == model.config.id2label[int(probabilities.argmax())]
         assert float(probability) == pytest.approx(float(probabilities.max()), abs=1e-4)
+
+
+def seq2seq_folder(folder: Path, family: str) -> Path:
+    """A small model with random weights and a tokenizer with the ends of its family."""
+    marks = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
+    single = "$A </s>"
+    if family == "bart":
+        marks, single = {**marks, "bos_token": "<s>"}, "<s> $A </s>"
+    tokenizer = word_level(WORDS, single, **marks)
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "d_model": 32, "pad_token_id": 0, "eos_token_id": 2}
+    layers = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 64))
+    }
+    bart_like = {
+        **sizes,
+        **layers,
+        "max_position_embeddings": 32,
+        "forced_eos_token_id": None,
+        "dropout": 0.0,
+        "init_std": 0.1,
+    }
+    torch.manual_seed(0)
+    model = {
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        ),
+        "bart": lambda: transformers.BartForConditionalGeneration(
+            transformers.BartConfig(**bart_like, bos_token_id=3, decoder_start_token_id=2)
+        ),
+        "marian": lambda: transformers.MarianMTModel(
+            transformers.MarianConfig(**bart_like, decoder_start_token_id=0, decoder_vocab_size=len(tokenizer))
+        ),
+    }[family]()
+    model.save_pretrained(folder)
+    return folder
+
+
+def pairs_table(path: Path) -> Path:
+    """Sentences of one word and their translation, the next word twice."""
+    rows = [f"{word}\t{WORDS[(i + 1) % 4]} {WORDS[(i + 1) % 4]}" for i, word in enumerate(WORDS[:4])]
+    path.write_text("\n".join(["de\ten", *rows * 30]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
+def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, table, run = seq2seq_folder(tmp_path / family, family), pairs_table(tmp_path / "p.tsv"), tmp_path / "run"
+    words = ["train", "translation", "--from", str(source), "--data", str(table), "--src", "de", "--tgt", "en"]
+    words += ["--max-tokens", "16", "--epochs", "15", "--batch-size", "12", "--learning-rate", "1e-2"]
+    assert main([*words, "--generate-beams", "1", "--eval-every", "1000", "--out", str(run), "--quiet"]) == 0
+    assert results(run)["perplexity,valid"] < 1.2
+    starts = {"t5": 0, "bart": 2, "marian": 0}
+    config = json.loads((run / "final" / "config.json").read_text())
+    assert config["decoder_start_token_id"] == starts[family]
+    assert f'tokenizer = "hf:{source}"' in (run / "config.toml").read_text()
+    capsys.readouterr()
+    assert main(["predict", str(run), "--text", "w0", "--beams", "1"]) == 0
+    assert capsys.readouterr().out.strip() == "w1 w1"
+
+
+def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: Path) -> None:
+    table = pairs_table(tmp_path / "p.tsv")
+    for family in ("t5", "bart", "marian"):
+        source = seq2seq_folder(tmp_path / family, family)
+        options = {"data": str(table), "src": "de", "tgt": "en", "tokenizer": f"hf:{source}", "max_tokens": 16}
+        task = build_task("translation", options)
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(source).eval()
+        batch = task.collate([task.dataset("train")[index] for index in range(6)])
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            total, count = task.loss_sum(model(**batch).logits, {"labels": labels})
+            # Hugging Face moves the targets right by itself where it is given labels alone.
+            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            expected = model(**given, labels=labels).loss
+        assert float(total / count) == pytest.approx(float(expected), rel=1e-5)

@@ -100,6 +100,7 @@ def start_model(
         model = auto.from_config(config)
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
     _check_vocabulary(source, config, wanted.get("vocab_size"))
+    _check_decoder_start(source, config, wanted.get("decoder_start_token_id"))
     labels = {name: wanted[name] for name in LABELS if name in wanted}
     if labels and not new_head:
         _check_labels(source, config, wanted["id2label"])
@@ -112,8 +113,9 @@ def start_model(
             "architecture: copy the folder again, or give --from-scratch to use its configuration alone"
         )
     for name in TOKENS:
-        if getattr(model.config, name, None) is None and wanted.get(name) is not None:
-            setattr(model.config, name, wanted[name])
+        for held in filter(None, (model.config, getattr(model, "generation_config", None))):
+            if getattr(held, name, None) is None and wanted.get(name) is not None:
+                setattr(held, name, wanted[name])
     return Start(model.train(), tuple(sorted(missing)), tuple(sorted(found["unexpected_keys"])))
 
 
@@ -143,6 +145,15 @@ def _check_vocabulary(source: str | Path, config: PreTrainedConfig, wanted: int 
     if wanted is not None and has is not None and wanted > has:
         raise ShapeError(
             f"{source}: the tokenizer has {wanted} tokens and the model's embedding {has} rows; "
+            "use the tokenizer that was saved with the model"
+        )
+
+
+def _check_decoder_start(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
+    has = getattr(config, "decoder_start_token_id", None)
+    if None not in (has, wanted) and has != wanted:
+        raise ConfigError(
+            f"{source}: the decoder starts with token {has} and the data's tokenizer begins targets after {wanted}; "
             "use the tokenizer that was saved with the model"
         )
 

@@ -43,8 +43,8 @@ class DialogueOptions:
     """Whose persona lines stand before the context, where the data has them: of who replies, of both, or none."""
     drop_repeated_test: bool = False
     """Leave out test dialogues that train or valid hold too; they are counted in the report in any case."""
-    tokenizer: Literal["bpe", "char"] = "bpe"
-    """Byte-pair encoding learnt from the train split, or characters."""
+    tokenizer: str = "bpe"
+    """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
     vocab_size: int = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: int = 128
@@ -144,7 +144,7 @@ class DialogueTask(Seq2SeqTask):
 
         limit = self.options.max_tokens
         contexts = encoder.encode([pair.context for pair in pairs])
-        replies = encoder.encode([pair.reply for pair in pairs])
+        replies = encoder.encode_targets([pair.reply for pair in pairs])
         long = {"contexts": contexts.lengths > limit, "replies": replies.lengths > limit}
         self._cut[split] = {name: int(mask.sum()) for name, mask in long.items()}
         if self.options.overflow == "error" and any(self._cut[split].values()):

@@ -31,8 +31,8 @@ class TranslationOptions:
     """Which test set, where the folder has several: a part of its name."""
     columns: str | None = None
     """Languages of the columns of a TSV without a header, in order, as en,fr."""
-    tokenizer: Literal["bpe", "char"] = "bpe"
-    """Joint byte-pair encoding learnt from the train split, or characters."""
+    tokenizer: str = "bpe"
+    """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
     vocab_size: int = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: int = 256
@@ -91,7 +91,7 @@ class TranslationTask(Seq2SeqTask):
         encoded: dict[Split, tuple[Ragged, Ragged]] = {}
         self._dropped = {"pairs": 0, "longest": 0}
         for split in SPLITS:
-            sides = encoder.encode(pairs[split].source), encoder.encode(pairs[split].target)
+            sides = encoder.encode(pairs[split].source), encoder.encode_targets(pairs[split].target)
             pairs[split], encoded[split] = self._within_positions(split, pairs[split], sides)
         seen = set(zip(pairs["train"].source, pairs["train"].target, strict=True))
         repeated = {

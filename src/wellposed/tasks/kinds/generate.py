@@ -45,7 +45,8 @@ def generate_texts(
 ) -> Iterator[tuple[int, list[Hypothesis]]]:
     """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index comes exactly once.
 
-    The search is transformers' ``generate``; the ids of padding, unknown and start are never produced. ``model`` is an
+    The search is transformers' ``generate``; the ids of padding and unknown are never produced, nor that of a start
+    that no target holds. ``model`` is an
     encoder-decoder in evaluation mode, ``rows`` are source ids with their end token.
     """
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
@@ -85,7 +86,9 @@ def generate_keywords(
     """Return the keywords of ``generate`` for sources of at most ``longest`` tokens."""
     positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
     wanted = LENGTH_FACTOR * longest + LENGTH_MARGIN
-    special: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+    special: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id]
+    if tokenizer.bos_token_id not in tokenizer(text_target="")["input_ids"]:
+        special.append(tokenizer.bos_token_id)
     keywords: dict[str, Any] = {
         "max_new_tokens": min(wanted, positions) if positions else wanted,
         "num_beams": decoding.beams,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wellposed.tasks.batches.ragged import Ragged
     from wellposed.tasks.kinds.generate import Decoding
     from wellposed.tasks.metrics.bleu import TextScores
+    from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
     from wellposed.tasks.text.seq2seq_tokenizers import PairEncoder
 
 
@@ -77,7 +78,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     def __init__(
         self,
         *,
-        encoder: PairEncoder,
+        encoder: PairEncoder | PretrainedPairEncoder,
         encoded: Mapping[Split, tuple[Ragged, Ragged]],
         references: Mapping[Split, Sequence[str]],
         options: PairOptions,
@@ -87,6 +88,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         pairs: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
         super().__init__(encoder=encoder, examples=pairs, max_length=options.max_tokens, source=source, details=details)
         self._pair_options = options
+        self._start_id = encoder.start_id
         self._references = dict(references)
         self._signatures: dict[str, str] = {}
         self._sides = {
@@ -95,7 +97,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         }
 
     def model_kwargs(self) -> dict[str, Any]:
-        return {**super().model_kwargs(), "decoder_start_token_id": self._encoder.bos_id}
+        return {**super().model_kwargs(), "decoder_start_token_id": self._start_id}
 
     def lengths(self, split: Split) -> Sequence[int]:
         """Return the tokens of the longer side of each pair."""
@@ -113,9 +115,8 @@ class Seq2SeqTask(TokenTask[PairExamples]):
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         from wellposed.tasks.batches.collate import collate_seq2seq
-        from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, PAD_ID
 
-        return collate_seq2seq(examples, pad_id=PAD_ID, bos_id=BOS_ID)
+        return collate_seq2seq(examples, pad_id=self._encoder.pad_id, bos_id=self._start_id)
 
     def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         total, count = self.loss_sum(logits.detach(), batch)

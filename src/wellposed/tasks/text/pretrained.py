@@ -87,8 +87,9 @@ class PretrainedEncoder(TextEncoder):
         count = 0 if unk_id is None or unk_id == self._tokenizer.eos_token_id else int((ids.flat == unk_id).sum())
         return {unk: count} if count else {}
 
-    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        self._tokenizer.model_max_length = max_length
+    def tokenizer(self, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
+        if max_length is not None:
+            self._tokenizer.model_max_length = max_length
         return self._tokenizer
 
     def description(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from wellposed.tasks.batches.ragged import Ragged
+    from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
 
 PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
 SPECIAL = (PAD, UNK, BOS, EOS)
@@ -45,6 +46,11 @@ class PairEncoder:
     eos_id: int = EOS_ID
 
     @property
+    def start_id(self) -> int:
+        """What a decoder reads first."""
+        return self.bos_id
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, special tokens included."""
         return int(self.inner.get_vocab_size())
@@ -54,6 +60,10 @@ class PairEncoder:
         from wellposed.tasks.batches.ragged import Ragged
 
         return Ragged.from_lists([row.ids for row in self.inner.encode_batch_fast(list(texts))])
+
+    def encode_targets(self, texts: Sequence[str]) -> Ragged:
+        """Return the ids of many texts of the target language; one vocabulary serves both."""
+        return self.encode(texts)
 
     def unknown(self, texts: Iterable[str]) -> dict[str, Any]:
         """Return how many characters of ``texts`` have no id, and the most frequent of them."""
@@ -73,8 +83,14 @@ class PairEncoder:
         return {"kind": self.kind, "vocabulary": self.vocab_size}
 
 
-def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> PairEncoder:
-    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages."""
+def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> PairEncoder | PretrainedPairEncoder:
+    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or ``hf:NAME_OR_PATH``."""
+    if kind.startswith("hf:") and kind != "hf:":
+        from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
+
+        return PretrainedPairEncoder(kind.removeprefix("hf:"))
+    if kind not in BUILDERS:
+        raise ConfigError(f"tokenizer = {kind!r}, expected {', '.join(BUILDERS)} or hf:NAME_OR_PATH")
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")
@@ -98,8 +114,7 @@ class _Texts:
 def _build(kind: str, vocab_size: int, digest: str, texts: _Texts) -> PairEncoder:
     del digest
     characters = frozenset(set().union(*map(set, texts.texts)))
-    build = {"bpe": _build_bpe, "char": _build_characters}[kind]
-    inner = build(texts.texts, characters, vocab_size)
+    inner = BUILDERS[kind](texts.texts, characters, vocab_size)
     inner.post_processor = tokenizers_library().processors.TemplateProcessing(
         single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)]
     )
@@ -145,3 +160,6 @@ def _white_space(tokenizers: Any) -> Any:
     """Return the normaliser that makes runs of white space one space and takes them off both ends."""
     normalizers = tokenizers.normalizers
     return normalizers.Sequence([normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Strip()])
+
+
+BUILDERS = {"bpe": _build_bpe, "char": _build_characters}
