@@ -207,6 +207,9 @@ class ContractiveOptions(L2Options):
     """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
     lipschitz_norm: Literal["tok", "inf", "2"] = option("tok", one_of("tok", "inf", "2"))
     """Norm in which l2_contractive is a contraction."""
+    contractive_bound: Literal["sharp", "kim2021"] = option("sharp", one_of("sharp", "kim2021"))
+    """What l2_contractive divides by: the least bound that is proved here, or that of Kim et al. (2021), Theorem 3.2,
+    which has norms inf and 2 only."""
 
 
 @read_by(attention="cosine")

@@ -103,6 +103,7 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         "position_scale",
         "contractive",  # test_l2_options
         "lipschitz_norm",  # test_l2_options
+        "contractive_bound",  # nn/test_l2_division_bound
         "query_width",  # test_l2_options
         "l2_init_scale",  # test_l2_options
         "cosine_eps",  # test_l2_options

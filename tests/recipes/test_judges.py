@@ -12,9 +12,9 @@ import pytest
 from wellposed.errors import ConfigError
 from wellposed.recipes.huang2020 import signal
 from wellposed.recipes.huang2020 import table_1 as huang
+from wellposed.recipes.kim2021 import bound_ratio, table_1_speed
 from wellposed.recipes.kim2021 import figures_2_7_8_bounds as bounds
 from wellposed.recipes.kim2021 import figures_3_5_6_10_inverse as inverse
-from wellposed.recipes.kim2021 import table_1_speed
 from wellposed.recipes.recipe import Reproduction
 from wellposed.recipes.sengupta2023 import figures_1_4, figures_3_5_6_7, table_4_speed, table_5_parameters
 from wellposed.recipes.sengupta2023.trained import LABELS
@@ -71,6 +71,8 @@ CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
     (inverse.judge_inverses, False, ({**SPLIT, "l2_contractive": [False]},)),
     (inverse.judge_figure_10, True, ({"dot_product": 5.0, "l2_tied": 1.0},)),
     (inverse.judge_figure_10, False, ({"dot_product": 1.5, "l2_tied": 1.0},)),
+    (bound_ratio.judge_ratio, True, ([1.0, 1250.0],)),
+    (bound_ratio.judge_ratio, False, ([0.9, 1250.0],)),
     (table_1_speed.judge_table_1, True, ([{"over_dot_product": 1.0}, {"over_dot_product": 1.4}],)),
     (table_1_speed.judge_table_1, False, ([{"over_dot_product": 1.0}, {"over_dot_product": 1.6}],)),
     (signal.judge_signal, True, ([1.0, 1.1], [3.0, 1e6])),

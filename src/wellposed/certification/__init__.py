@@ -44,7 +44,7 @@ from wellposed.certification._transformer import one_token as one_token
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds
 from wellposed.certification.theory import affinity_perturbation_bound as affinity_perturbation_bound
 from wellposed.certification.theory import inverse_d_attention_bound as inverse_d_attention_bound
-from wellposed.certification.theory import kim2021_bound as kim2021_bound
 from wellposed.certification.theory import kim2021_mixing as kim2021_mixing
 from wellposed.certification.theory import local_dot_product_bound as local_dot_product_bound
 from wellposed.certification.theory import softmax_jacobian_bound as softmax_jacobian_bound
+from wellposed.linalg import kim2021_bound as kim2021_bound

@@ -30,7 +30,8 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
 def _contractive(module: L2SelfAttention, site: Site) -> LayerBound:
     # A layer with a weight of zeros is not scaled up to its constant: its bound is 0.
     full = all(bool(weight.any()) for weight in module.parameters() if weight.ndim > 1)
-    if full and (module.norm, module.max_tokens) == (site.norm, site.seq_len):
+    sharp = module.bound == "sharp"
+    if full and sharp and (module.norm, module.max_tokens) == (site.norm, site.seq_len):
         return _contraction(module, site, float(module.contractive or math.inf))
     try:
         layers = site.remember(module, "bound_layers", lambda: module.bound_layers("cholesky"))

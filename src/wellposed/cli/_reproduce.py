@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from wellposed.errors import ConfigError
-from wellposed.recipes.reproduce import RECIPES, reproduce
+from wellposed.errors import ConfigError, DataError
+from wellposed.recipes.reproduce import RECIPES, check_data, data_of, reproduce
+from wellposed.recipes.reproduction_page import finished, reproduction_page
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ReproduceArguments:
     """Make tables and figures of the papers: CSV, SVG and a row "paper says / we got" each."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes."""
+    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes, and "all" every one:
+    those that are finished in --out are kept, and those whose data is missing are named and left out."""
     list: bool = False
     """List every recipe with the minutes it takes, and stop."""
     scale: Literal["mini", "paper", "toy"] = "mini"
@@ -27,7 +29,10 @@ class ReproduceArguments:
     out: Path = Path("runs/reproduce")
     """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
     data: str | None = None
-    """Data of recipes that train: a text file, a folder or hf:name; English prose that ships with Python otherwise."""
+    """Data of recipes that train: a text file, a folder or hf:name; English prose that ships with Python otherwise.
+    With "all" a folder of data sets, in which each recipe finds its own."""
+    page: Path = Path("docs/reproduction.md")
+    """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
     """Print the rows only."""
     strict: bool = False
@@ -42,25 +47,44 @@ def run(words: Sequence[str]) -> int:
         return 0
     if not options.names:
         raise ConfigError("name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all")
+    if "all" in options.names:
+        return _run_all(options)
     names = [recipe for name in options.names for recipe in _expand(name)]
     for name in names:
         RECIPES.get(name)
+    held = [_make(name, options, options.data) for name in names]
+    return 0 if all(held) or not options.strict else 1
+
+
+def _run_all(options: ReproduceArguments) -> int:
+    """Make every recipe that is not finished in the folder, then the page."""
+    check_data(options.data)
     held = True
-    for name in names:
-        minutes = RECIPES.get(name).minutes.get(options.scale)
-        if not options.quiet and minutes is not None:
-            print(f"{name}: about {_duration(minutes)}", file=sys.stderr, flush=True)
-        done = reproduce(
-            name,
-            scale=options.scale,
-            out=options.out,
-            data=options.data,
-            announce=_ignore if options.quiet else _announce,
-        )
-        print(done.row())
-        print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
-        held = held and done.result.holds is not False
+    for name in RECIPES:
+        done = finished(options.out, name)
+        if done is not None and done["scale"] == options.scale:
+            held = held and done["holds"] is not False
+            continue
+        try:
+            held = _make(name, options, data_of(name, options.data)) and held
+        except (ConfigError, DataError) as error:
+            print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(reproduction_page(options.out), encoding="utf-8")
+    print(f"page: {options.page}")
     return 0 if held or not options.strict else 1
+
+
+def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
+    """Make one recipe and print its row; return whether nothing was contradicted."""
+    minutes = RECIPES.get(name).minutes.get(options.scale)
+    if not options.quiet and minutes is not None:
+        print(f"{name}: about {_duration(minutes)}", file=sys.stderr, flush=True)
+    announce = _ignore if options.quiet else _announce
+    done = reproduce(name, scale=options.scale, out=options.out, data=data, announce=announce)
+    print(done.row())
+    print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
+    return done.result.holds is not False
 
 
 def _expand(name: str) -> list[str]:

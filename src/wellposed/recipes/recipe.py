@@ -90,6 +90,8 @@ class Recipe:
     """A function of a `Request`, or ``module:function`` in ``wellposed.recipes``, imported when it is needed."""
     minutes: Mapping[str, float]
     """Minutes it takes by scale: mini on two CPU cores, paper on one large GPU (estimated)."""
+    folders: tuple[str, ...] = ()
+    """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
 
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe."""

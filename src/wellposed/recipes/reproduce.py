@@ -6,13 +6,16 @@ A new recipe is one function of a `Request` and one row of its paper's catalogue
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from wellposed.charts import draw
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
 from wellposed.recipes.recipe import SCALES, Criterion, Recipe, Reproduction, Request, Scale, say_nothing
@@ -20,10 +23,47 @@ from wellposed.registry import Registry
 
 __all__ = ["RECIPES", "SCALES", "Criterion", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
 
+_PATIENCE = 3
 RECIPES: Registry[Recipe] = Registry("recipe")
 for _paper in (huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021, frontier):
     for _recipe in _paper.RECIPES:
         RECIPES.register(_recipe.name)(_recipe)
+
+
+def file_stem(name: str) -> str:
+    """Return how the files of a recipe start.
+
+    >>> file_stem("kim2021/figure-2")
+    'kim2021-figure-2'
+    """
+    return name.replace("/", "-")
+
+
+def data_of(name: str, data: str | None) -> str | None:
+    """Return the data of one recipe in a folder of many data sets, or what was given where it is no such folder."""
+    if data is None or not Path(data).is_dir():
+        return data
+    return next((str(Path(data) / item) for item in RECIPES.get(name).folders if (Path(data) / item).exists()), data)
+
+
+def check_data(data: str | None) -> None:
+    """Raise `DataError` at once where data is not there, or its host cannot be reached."""
+    if data is None:
+        return
+    if not data.startswith("hf:"):
+        if not Path(data).exists():
+            raise DataError(f"--data {data}: no such file or folder; give a file, a folder or hf:NAME")
+        return
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((str(host.hostname), host.port or 443), timeout=_PATIENCE).close()
+    except OSError as error:
+        raise DataError(
+            f"--data {data}: {host.hostname} cannot be reached ({error}); go online, give a local folder, or set "
+            "HF_HUB_OFFLINE=1 to read what is already cached"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -70,6 +110,7 @@ def reproduce(
 
     Raises:
         ConfigError: an unknown recipe (nearest three named) or scale.
+        DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
     """
@@ -80,11 +121,11 @@ def reproduce(
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
+    check_data(data)
     result = recipe(Request(scale, out, data, announce))
     if scale == "toy":
         result = replace(result, holds=None)
-    stem = name.replace("/", "-")
-    table, figure, claim = (out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
+    table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.says, result, time.perf_counter() - started, (table, figure, claim))
     write_csv(table, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
     draw(result.panels, figure)
@@ -97,7 +138,8 @@ def reproduce(
         "criterion": None if result.criterion is None else asdict(result.criterion),
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
-        "data": data,
+        "data": None if data is None else Path(data).name or data,
+        "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}",
     }
     claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

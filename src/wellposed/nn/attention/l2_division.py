@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.linalg import L2Constants, L2Layer, Norm, SpectralMethod, full_precision, power_of_two
+from wellposed.linalg import L2Layer, Norm, SpectralMethod, full_precision, kim2021_bound, power_of_two
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -104,10 +104,38 @@ class UnitWeights:
         return f"{found}; rescale the weights, or take a wider dtype" if found else None
 
 
-def division_factor(layer: L2Layer, contractive: float, constants: L2Constants, norm: Norm) -> Tensor:
-    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a silent head."""
-    bound = layer.unit_bound(constants, norm=norm).value
+def division_factor(layer: L2Layer, contractive: float, bound: Tensor) -> Tensor:
+    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a silent head.
+
+    Args:
+        layer: the weights.
+        contractive: c.
+        bound: at least ``layer.unit_bound``.
+    """
     return contractive / torch.where(bound > 0, bound, 1.0) * layer.shares[:, None, None]
+
+
+def kim2021_divisor(layer: L2Layer, weights: tuple[Tensor, Tensor, Tensor], num_tokens: int, norm: Norm) -> Tensor:
+    """Return the bound of Kim et al. (2021), Theorem 3.2, in the units of ``layer.unit_bound``.
+
+    Args:
+        layer: made of the same weights.
+        weights: of `q_proj`, `v_proj` and `o_proj`.
+        num_tokens: N.
+        norm: ``"inf"`` or ``2``.
+    """
+    (query, query_unit), (value, value_unit), (output, output_unit) = map(_unit, weights)
+    heads = len(layer.projection)
+    bound = kim2021_bound(
+        query.unflatten(0, (heads, -1)).mT,
+        value.unflatten(0, (heads, -1)).mT,
+        output.mT,
+        seq_len=num_tokens,
+        norm="inf" if norm == "inf" else 2,
+        method="gram",
+    )
+    exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit) - layer.exponent
+    return bound * torch.exp2(exponent.double()).squeeze()
 
 
 def is_stale(kept: Tensor, now: Tensor) -> bool:

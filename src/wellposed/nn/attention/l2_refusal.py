@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed, unknown_name
+from wellposed.linalg import Norm
 from wellposed.nn.attention.masks import AttentionMask
 
 Values = Literal["paper", "free", "plain"]
+DivisionBound = Literal["sharp", "kim2021"]
 _VALUES: tuple[Values, ...] = ("paper", "free", "plain")
 
 
@@ -72,6 +74,8 @@ def check_options(
     *,
     tied: bool,
     contractive: float | None,
+    bound: DivisionBound,
+    norm: Norm,
     values: Values,
     query_width: int,
     max_tokens: int | None,
@@ -82,6 +86,14 @@ def check_options(
     problems: list[str] = []
     if values not in _VALUES:
         raise unknown_name("values", str(values), _VALUES)
+    if bound not in get_args(DivisionBound):
+        raise unknown_name("bound", str(bound), get_args(DivisionBound))
+    if bound == "kim2021" and (contractive is None or norm == "tok" or values != "paper" or query_width != 1):
+        problems.append(
+            f"bound='kim2021' with contractive={contractive}, norm={norm!r}, values={values!r} and "
+            f"query_width={query_width}: the paper divides a contractive layer, in norm 'inf' or 2, with "
+            "values='paper' and query_width=1; take these, or bound='sharp'"
+        )
     if not tied and values != "plain":
         problems.append(f"values={values!r} with tied=False: values are made from z, which only tied has")
     if query_width not in (1, 2):

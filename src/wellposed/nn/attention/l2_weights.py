@@ -12,7 +12,7 @@ from wellposed.errors import NotLipschitzError
 from wellposed.linalg import Norm, check_norm
 from wellposed.nn.attention.heads import head_width
 from wellposed.nn.attention.l2_division import UnitWeights, uncompiled
-from wellposed.nn.attention.l2_refusal import Values, check_options, l2_attention_refusal
+from wellposed.nn.attention.l2_refusal import DivisionBound, Values, check_options, l2_attention_refusal
 
 
 class L2Weights(nn.Module):
@@ -26,6 +26,7 @@ class L2Weights(nn.Module):
         tied: bool = True,
         contractive: float | None = None,
         norm: Norm = "tok",
+        bound: DivisionBound = "sharp",
         values: Values | None = None,
         query_width: int = 1,
         max_tokens: int | None = None,
@@ -40,6 +41,7 @@ class L2Weights(nn.Module):
         self.tied = tied
         self.contractive = contractive
         self.norm: Norm = check_norm(norm)
+        self.bound: DivisionBound = bound
         self.values: Values = values or ("paper" if tied else "plain")
         self.query_width = query_width
         self.max_tokens = max_tokens
@@ -48,6 +50,8 @@ class L2Weights(nn.Module):
         check_options(
             tied=tied,
             contractive=contractive,
+            bound=bound,
+            norm=self.norm,
             values=self.values,
             query_width=query_width,
             max_tokens=max_tokens,
@@ -122,6 +126,8 @@ class L2Weights(nn.Module):
         parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
         if self.contractive is not None:
             parts.append(f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}")
+            if self.bound != "sharp":
+                parts.append(f"bound={self.bound!r}")
         return ", ".join([*parts, f"dropout={self.dropout}"])
 
 

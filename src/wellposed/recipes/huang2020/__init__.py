@@ -11,6 +11,7 @@ RECIPES = (
         "De-En, chosen on test)",
         "huang2020.table_1:table_1",
         {"mini": 6, "paper": 50_000},
+        ("multi30k", "iwslt14_de_en"),
     ),
     Recipe(
         "huang2020/depth",
@@ -18,6 +19,7 @@ RECIPES = (
         "without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
         "huang2020.depth:depth",
         {"mini": 15, "paper": 600},
+        ("multi30k", "iwslt14_de_en"),
     ),
     Recipe(
         "huang2020/signal",

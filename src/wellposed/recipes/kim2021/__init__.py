@@ -2,6 +2,8 @@
 
 from wellposed.recipes.recipe import Recipe
 
+_TEXT = ("ptb/ptb.char.train.txt.gz", "ptb/ptb.char.train.txt", "ptb.char.train.txt.gz", "ptb.char.train.txt")
+
 RECIPES = (
     Recipe(
         "kim2021/figure-2",
@@ -9,6 +11,13 @@ RECIPES = (
         "the slope of the lower bound in ln N is very similar to that of the upper bound: O(log N) is tight",
         "kim2021.figures_2_7_8_bounds:figure_2",
         {"mini": 1, "paper": 5},
+    ),
+    Recipe(
+        "kim2021/bound-ratio",
+        "the bound of Theorem 3.2 over the sharper one, by width, tokens and norm",
+        "Theorem 3.2 is an upper bound; contractive L2 attention is divided by it",
+        "kim2021.bound_ratio:bound_ratio",
+        {"mini": 0.5, "paper": 1},
     ),
     Recipe(
         "kim2021/figure-3",
@@ -24,6 +33,7 @@ RECIPES = (
         "for",
         "kim2021.figures_4_9_11_tables_2_3:figure_4",
         {"mini": 12, "paper": 2_300_000},
+        _TEXT,
     ),
     Recipe(
         "kim2021/table-1",
@@ -39,6 +49,7 @@ RECIPES = (
         "dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers)",
         "kim2021.figures_4_9_11_tables_2_3:table_2",
         {"mini": 12, "paper": 2_000_000},
+        _TEXT,
     ),
     Recipe(
         "kim2021/figure-5",
@@ -46,6 +57,7 @@ RECIPES = (
         "trained dot product is not invertible by fixed-point iteration",
         "kim2021.figures_3_5_6_10_inverse:figure_5",
         {"mini": 3, "paper": 120},
+        _TEXT,
     ),
     Recipe(
         "kim2021/figure-6",
@@ -67,6 +79,7 @@ RECIPES = (
         "the norm of the Jacobian of dot product keeps growing: it is not Lipschitz",
         "kim2021.figures_2_7_8_bounds:figure_8",
         {"mini": 3, "paper": 120},
+        _TEXT,
     ),
     Recipe(
         "kim2021/figure-9",
@@ -74,6 +87,7 @@ RECIPES = (
         "twice the columns of W_Q do not help: the loss by tying is not one of parameters",
         "kim2021.figures_4_9_11_tables_2_3:figure_9",
         {"mini": 9, "paper": 1_500_000},
+        _TEXT,
     ),
     Recipe(
         "kim2021/figure-10",
@@ -81,6 +95,7 @@ RECIPES = (
         "outputs of L2 attention stay in a range like that of the inputs, those of dot product are much wider",
         "kim2021.figures_3_5_6_10_inverse:figure_10",
         {"mini": 3, "paper": 120},
+        _TEXT,
     ),
     Recipe(
         "kim2021/figure-11",
@@ -88,6 +103,7 @@ RECIPES = (
         "dot product fails to train beyond 10 layers; tied and contractive L2 train stably up to 18",
         "kim2021.figures_4_9_11_tables_2_3:figure_11",
         {"mini": 8, "paper": 1500},
+        _TEXT,
     ),
     Recipe(
         "kim2021/table-3",
@@ -95,5 +111,6 @@ RECIPES = (
         "dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2 1.029 (16)",
         "kim2021.figures_4_9_11_tables_2_3:table_3",
         {"mini": 8, "paper": 1500},
+        _TEXT,
     ),
 )

@@ -9,6 +9,7 @@ RECIPES = (
         "over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key or the query alone",
         "mcgrath2024.figures_1_3_table_1_qr:figure_1",
         {"mini": 10, "paper": 450},
+        ("minbert",),
     ),
     Recipe(
         "mcgrath2024/table-1",
@@ -16,6 +17,7 @@ RECIPES = (
         "overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of one run each",
         "mcgrath2024.figures_1_3_table_1_qr:table_1",
         {"mini": 10, "paper": 450},
+        ("minbert",),
     ),
     Recipe(
         "mcgrath2024/figure-3",
@@ -23,6 +25,7 @@ RECIPES = (
         "every weight ends below its initial error, the key in every layer; the affinity does not",
         "mcgrath2024.figures_1_3_table_1_qr:figure_3",
         {"mini": 1, "paper": 45},
+        ("minbert",),
     ),
     Recipe(
         "mcgrath2024/qr",
@@ -30,5 +33,6 @@ RECIPES = (
         "a failure: accuracy is more than halved even at 1e-6, and it is too slow",
         "mcgrath2024.figures_1_3_table_1_qr:qr",
         {"mini": 8, "paper": 600},
+        ("minbert",),
     ),
 )

@@ -16,6 +16,7 @@ RECIPES = (
         "constraints raise BLEU on all six corpora, by 1.0 % to 7.3 % (De-En 34.68 to 35.20)",
         "zhang2021.tables_1_2_3_4:table_1",
         {"mini": 10, "paper": 400_000},
+        ("multi30k", "iwslt14_de_en"),
     ),
     Recipe(
         "zhang2021/table-2",
@@ -23,6 +24,7 @@ RECIPES = (
         "VAR-III raises base from 27.3 to 28.5 and big from 28.4 to 29.6",
         "zhang2021.tables_1_2_3_4:table_2",
         {"mini": 8, "paper": 400_000},
+        ("multi30k", "iwslt14_de_en"),
     ),
     Recipe(
         "zhang2021/table-3",
@@ -30,6 +32,7 @@ RECIPES = (
         "VAR-III raises En-Fr from 18.74 to 19.40, Ro-En from 22.04 to 22.61, De-En from 27.59 to 28.02",
         "zhang2021.tables_1_2_3_4:table_3",
         {"mini": 8, "paper": 60_000},
+        ("multi30k", "iwslt14_de_en"),
     ),
     Recipe(
         "zhang2021/table-4",
@@ -37,5 +40,6 @@ RECIPES = (
         "the best variant beats the Transformer in all nine measures on both (BLEU-1 13.2 to 16.3 and 12.1 to 14.0)",
         "zhang2021.tables_1_2_3_4:table_4",
         {"mini": 12, "paper": 20_000},
+        ("dailydialog", "personachat"),
     ),
 )

@@ -1,0 +1,66 @@
+"""The page of all finished artefacts: what the papers say, what we got, and how sure; free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wellposed.recipes.reproduce import RECIPES, file_stem
+
+VERDICTS = {True: "confirmed", False: "contradicted", None: "not comparable at this scale"}
+_HEAD = """# Reproduction
+
+Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
+A verdict names its test, its seeds and its uncertainty; where the scale cannot say, the verdict is "not comparable at
+this scale". Minutes are those of the call that finished the artefact, on the machine at hand; DATA in a command is the
+folder or file named under data.
+"""
+
+
+def finished(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return what a finished recipe left in its JSON file; None where there is none, or none of today's form."""
+    path = folder / f"{file_stem(name)}.json"
+    if not path.is_file():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return values if "criterion" in values and "command" in values else None
+
+
+def reproduction_page(folder: Path) -> str:
+    """Return the page, in Markdown, of the artefacts that are finished in ``folder``; toy sizes are no evidence."""
+    found = [values for name in RECIPES if (values := finished(folder, name)) and values["scale"] != "toy"]
+    counts = {verdict: sum(values["holds"] is holds for values in found) for holds, verdict in VERDICTS.items()}
+    missing = [name for name in RECIPES if name not in {values["recipe"] for values in found}]
+    lines = [
+        _HEAD,
+        f"{len(found)} of {len(found) + len(missing)} artefacts: "
+        + ", ".join(f"{n} {v}" for v, n in counts.items())
+        + ".",
+    ]
+    if missing:
+        lines.append(f"\nNot run: {', '.join(missing)}.")
+    return "\n".join([*lines, *map(_section, found)]) + "\n"
+
+
+def _section(values: Mapping[str, Any]) -> str:
+    criterion = values["criterion"] or {"test": "none", "seeds": 0, "uncertainty": "none"}
+    rows = {
+        "paper": values["paper_says"],
+        "ours": values["we_got"],
+        "verdict": VERDICTS[values["holds"]],
+        "test": criterion["test"],
+        "seeds": criterion["seeds"] or "none drawn",
+        "uncertainty": criterion["uncertainty"],
+        "minutes": f"{values['seconds'] / 60:.1f}",
+        "command": f"`{values['command']}`",
+        "data": values["data"] or "none, or what ships with the package and Python",
+        "notes": "; ".join(values["notes"]) or "none",
+    }
+    table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
+    return "\n".join([f"\n## {values['recipe']} ({values['scale']})\n", "| | |", "|---|---|", *table])
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

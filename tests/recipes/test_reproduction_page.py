@@ -1,0 +1,133 @@
+"""The page of finished artefacts: from their files alone, never from toy sizes, and `reproduce all` resumes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wellposed.charts import Panel
+from wellposed.cli import main
+from wellposed.errors import ConfigError, DataError
+from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request, data_of, file_stem, reproduce
+from wellposed.recipes.reproduction_page import reproduction_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(monkeypatch: pytest.MonkeyPatch, *, stops_at: str = "", lacks_data: str = "") -> list[str]:
+    """Let every recipe finish at once with a made-up row; return the list of those that ran."""
+    ran: list[str] = []
+
+    def made(recipe: Recipe, request: Request) -> Reproduction:
+        if recipe.name == stops_at:
+            raise KeyboardInterrupt
+        if recipe.name == lacks_data:
+            raise ConfigError("give --data FOLDER")
+        ran.append(recipe.name)
+        holds = {"figure-2": True, "figure-7": False}.get(recipe.name.removeprefix("kim2021/"))
+        criterion = Criterion("a | b", seeds=3, uncertainty="two errors")
+        return Reproduction([{"a": 1}], [Panel("t", "x", "y")], f"got {request.scale}", holds, criterion=criterion)
+
+    monkeypatch.setattr(Recipe, "__call__", made)
+    return ran
+
+
+def run_all(tmp_path: Path, *words: str) -> tuple[int, Path]:
+    page = tmp_path / "docs" / "page.md"
+    return main(["reproduce", "all", "--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]), page
+
+
+def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make(monkeypatch, stops_at="sengupta2023/table-1")
+    status, page = run_all(tmp_path)
+    assert status == 130
+    assert not page.exists()
+    second = make(monkeypatch)
+    assert run_all(tmp_path)[0] == 0
+    assert sorted([*first, *second]) == sorted(RECIPES)
+    text = page.read_text()
+    assert text == reproduction_page(tmp_path / "out")
+    assert text.count("\n## ") == len(list(RECIPES))
+    assert f"{len(list(RECIPES))} of {len(list(RECIPES))} artefacts: 1 confirmed, 1 contradicted" in text
+    section = text.partition("## kim2021/figure-2 (mini)")[2].partition("\n## ")[0]
+    for row in (
+        f"| paper | {RECIPES.get('kim2021/figure-2').says} |", "| ours | got mini |", "| verdict | confirmed |",
+        "| test | a \\| b |", "| seeds | 3 |", "| uncertainty | two errors |", "| minutes | 0.0 |",
+        "| command | `wellposed reproduce kim2021/figure-2 --scale mini` |",
+    ):  # fmt: skip
+        assert row in section
+    assert "| verdict | contradicted |" in text.partition("## kim2021/figure-7 ")[2].partition("\n## ")[0]
+    assert (
+        "| verdict | not comparable at this scale |" in text.partition("## kim2021/figure-3 ")[2].partition("\n## ")[0]
+    )
+    assert run_all(tmp_path, "--strict")[0] == 1
+
+
+def test_what_lacks_data_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(monkeypatch, lacks_data="mcgrath2024/qr")
+    status, page = run_all(tmp_path)
+    assert status == 0
+    assert "mcgrath2024/qr: left out: give --data FOLDER" in capsys.readouterr().err
+    assert "Not run: mcgrath2024/qr." in page.read_text()
+
+
+def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch)
+    _, page = run_all(tmp_path, "--scale", "toy")
+    assert "\n## " not in page.read_text()
+    ran = make(monkeypatch)
+    run_all(tmp_path)
+    assert ran == list(RECIPES)
+
+
+def test_files_of_an_earlier_form_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch)
+    run_all(tmp_path)
+    old = tmp_path / "out" / f"{file_stem('kim2021/figure-2')}.json"
+    values = json.loads(old.read_text())
+    del values["criterion"]
+    old.write_text(json.dumps(values))
+    ran = make(monkeypatch)
+    run_all(tmp_path)
+    assert ran == ["kim2021/figure-2"]
+
+
+def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path: Path) -> None:
+    for name in ("ptb", "minbert", "multi30k"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ptb" / "ptb.char.train.txt.gz").touch()
+    assert data_of("kim2021/figure-4", str(tmp_path)) == str(tmp_path / "ptb" / "ptb.char.train.txt.gz")
+    assert data_of("mcgrath2024/qr", str(tmp_path)) == str(tmp_path / "minbert")
+    assert data_of("zhang2021/table-1", str(tmp_path)) == str(tmp_path / "multi30k")
+    assert data_of("sengupta2023/table-1", str(tmp_path)) == str(tmp_path)
+    assert data_of("kim2021/figure-4", "hf:ptb") == "hf:ptb"
+    assert data_of("kim2021/figure-4", None) is None
+
+
+def test_data_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = make(monkeypatch)
+
+    def refuse(*_: Any, **__: Any) -> socket.socket:
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(DataError, match="no such file or folder; give a file"):
+        reproduce("kim2021/figure-4", out=tmp_path, data=str(tmp_path / "nothing"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(DataError, match=r"huggingface.co cannot be reached \(no route\); go online") as failed:
+        reproduce("kim2021/figure-4", out=tmp_path, data="hf:ptb")
+    assert "\n" not in str(failed.value)
+    assert ran == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    reproduce("kim2021/figure-4", out=tmp_path, data="hf:ptb")
+    assert ran == ["kim2021/figure-4"]
+
+
+def test_the_committed_page_is_that_of_the_committed_results() -> None:
+    assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction_page(ROOT / "benchmarks" / "reproduction")
