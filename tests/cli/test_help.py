@@ -44,6 +44,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("wellposed 0.")
 
 
+@pytest.mark.parametrize("module", ["wellposed", "wellposed.cli"])
+def test_the_command_without_its_script(module: str) -> None:
+    found = subprocess.run([sys.executable, "-m", module, "trane"], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "nearest: train" in found.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

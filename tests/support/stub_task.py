@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
+from wellposed.errors import WellposedError
 from wellposed.tasks import Task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
 
@@ -154,6 +155,9 @@ if __name__ == "__main__":
     out, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     dropout, resume = (float(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 4 else (0.1, "auto")
     config = make_config(steps=steps, dropout=dropout, log_every=1, eval_every=5, checkpoint_every=3)
-    result = run(config, out, resume=resume, task=StubTask(delay), progress=True)
+    try:
+        result = run(config, out, resume=resume, task=StubTask(delay), progress=True)
+    except WellposedError as error:
+        sys.exit(str(error))
     print(result.status)
     sys.exit(result.exit_code)

@@ -203,15 +203,30 @@ def test_the_newest_and_the_best_stay(held: Held) -> None:
     assert len(list(held.folder.iterdir())) == 3
 
 
-def test_a_checkpoint_of_another_model_or_other_processes_is_refused(held: Held) -> None:
+def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
     held.step()
     folder = held.save(1)
     with pytest.raises(CheckpointError, match="does not fit this run"):
         checkpoints.load_checkpoint(folder, nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match="written by 1 processes; continue with as many"):
-        checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)
     with pytest.raises(CheckpointError, match=r"expected a folder named checkpoint-<step>"):
         checkpoints.step_of(Path("somewhere/final"))
+
+
+def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_processes(held: Held) -> None:
+    held.step()
+    folder = held.save(1)
+    before = torch.manual_seed(5).get_state()
+    checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=0)
+    assert not torch.equal(torch.get_rng_state(), before)
+    values = json.loads((folder / checkpoints.STATE).read_text())
+    del values["processes"]  # as written before a run could be continued by other numbers of processes
+    (folder / checkpoints.STATE).write_text(json.dumps(values))
+    (folder / checkpoints.random_name(1)).write_bytes((folder / checkpoints.random_name(0)).read_bytes())
+    assert checkpoints.load_checkpoint(folder, held.model).processes == 2
+    assert checkpoints.processes_at_start(held.folder) == 2
+    assert checkpoints.processes_at_start(folder) is None
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wellposed.models import build_model, load_saved_model
-from wellposed.training._remote_code import MODULE, name_our_classes
+from wellposed.training.remote_code import MODULE, name_our_classes
 
 KINDS = [
     ("wellposed", "causal_lm"),

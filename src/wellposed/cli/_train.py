@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ class TrainArguments:
     variant: str | None = None
     """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
     resume: str = "never"
-    """never | auto (newest complete checkpoint of --out) | a checkpoint folder."""
+    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
     quiet: bool = False
     """Print the result only."""
 
@@ -39,8 +40,15 @@ def run(words: Sequence[str]) -> int:
     from wellposed.training import train
 
     result = train(
-        config, options.out, resume=options.resume, progress=not options.quiet, command=command_words("train", words)
+        config,
+        options.out,
+        resume=options.resume,
+        progress=not options.quiet,
+        command=command_words("train", words),
+        longer=True,
     )
+    if os.environ.get("RANK", "0") != "0":
+        return result.exit_code  # the first of several processes prints the result
     for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
         print(f"{metric:<28} {value:.6g}")
     print(f"{result.status}: {options.out}")

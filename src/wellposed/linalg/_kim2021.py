@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from wellposed.linalg._brackets import kim_bracket
+from wellposed.linalg._l2_constants import kim_bracket
 from wellposed.linalg._norms import SpectralMethod, certified_spectral_norm, infinity_norm
 
 

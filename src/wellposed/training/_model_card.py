@@ -13,9 +13,9 @@ from torch import nn
 
 from wellposed.config_record import recorded
 from wellposed.errors import WellposedError
-from wellposed.training._remote_code import is_ours
 from wellposed.training.config import RunConfig
 from wellposed.training.evaluate import Evaluation
+from wellposed.training.remote_code import is_ours
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task

@@ -19,13 +19,12 @@ from wellposed.training._manifest import verify_run_file
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
 from wellposed.training.evaluate import Evaluation
-from wellposed.training.run_folder import now
+from wellposed.training.run_folder import RESULT, now
 from wellposed.training.state import TrainerState
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
-NAME = "result.json"
 SCHEMA_VERSION = 1
 Status = Literal["success", "cancelled", "failed"]
 EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "cancelled": 130}
@@ -61,7 +60,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     Raises:
         CheckpointError: the file is not what this version writes.
     """
-    path = run_folder / NAME
+    path = run_folder / RESULT
     if not path.is_file():
         return None
     verify_run_file(path)
@@ -74,7 +73,7 @@ def read_result(run_folder: Path) -> RunResult | None:
 
 def write_result(result: RunResult) -> RunResult:
     """Write ``result.json`` in one step and return ``result``."""
-    durable_files.replace_file(result.out / NAME, to_json(result.result, indent=2))
+    durable_files.replace_file(result.out / RESULT, to_json(result.result, indent=2))
     return result
 
 

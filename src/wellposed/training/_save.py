@@ -9,8 +9,8 @@ from torch import nn
 
 from wellposed.errors import CheckpointError, RoleNotFoundError
 from wellposed.training import _manifest, checkpoints, durable_files
-from wellposed.training._remote_code import name_our_classes
 from wellposed.training.build import build_run_model
+from wellposed.training.remote_code import name_our_classes
 from wellposed.training.run_folder import import_recorded, read_config
 from wellposed.training.tensors import encode, model_tensors
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.errors import ConvergenceError
 from wellposed.tasks import build_task
-from wellposed.training import run_folder
+from wellposed.training import checkpoints, run_folder
 from wellposed.training._result import RunResult, read_result
 from wellposed.training._started import describe_start
 from wellposed.training.build import ModelFactory, build_start
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
-from wellposed.training.epochs import counted_in_steps
+from wellposed.training.epochs import counted_in_steps, with_warmup_begun
+from wellposed.training.failures import one_line_failures
 from wellposed.training.finish import cancel, fail, fail_before_start, finish
+from wellposed.training.folder_lock import only_writer
 from wellposed.training.loop import fit
+from wellposed.training.machine import build_accelerator
 from wellposed.training.metrics import MetricsFile
 from wellposed.training.progress import Progress
 from wellposed.training.run import Run
 from wellposed.training.signals import Cancelled, StopRequest
-
-DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -40,6 +39,7 @@ def train(
     command: list[str] | None = None,
     task: Task | None = None,
     model: ModelFactory | None = None,
+    longer: bool = False,
 ) -> RunResult:
     """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are those on *valid*.
 
@@ -64,6 +64,8 @@ def train(
         command: the words of the command, for ``env.json`` and ``result.json``.
         task: the data; built from ``config`` where not given.
         model: makes the model from ``(config, task)``, in the place of ``config.model`` and ``config.start``.
+        longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was begun with. The
+            learning rate then follows the schedule of the new length, and a note says what that changes.
 
     Returns:
         The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too), content of
@@ -89,52 +91,54 @@ def train(
     'success'
     """
     resume = str(resume)
-    accelerator = Accelerator(mixed_precision="no")  # bf16 is an explicit autocast in the step
+    accelerator = build_accelerator(config.train)
     if config.train.epochs is not None or config.train.warmup_share:
         task = task or build_task(config.task, config.task_options)
-        config = counted_in_steps(config, task, processes=accelerator.num_processes)
+        begun = checkpoints.processes_at_start(out) if resume != "never" else None
+        share = config.train.warmup_share
+        config = counted_in_steps(config, task, processes=begun or accelerator.num_processes)
+        if longer and share and resume != "never" and (out / run_folder.CONFIG).is_file():
+            config = with_warmup_begun(config, share, run_folder.read_config(out))
     if accelerator.is_main_process:
-        run_folder.check_run_folder(out, config, resume)
+        run_folder.check_run_folder(out, config, resume, longer=longer)
     finished = read_result(out) if resume == "auto" else None
     if finished is not None and finished.status == "success" and (out / "final").is_dir():
-        return finished
+        asked = finished.result["config"]["train"]["steps"] if longer else config.train.steps
+        if asked == config.train.steps:
+            return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
-    run = None
-    try:
-        if model is None:
-            start = build_start(config, task)
-            run = Run(config, out, task, start.model, accelerator)
-            run.started = describe_start(config.start, start)
-        else:
-            run = Run(config, out, task, model(config, task), accelerator)
-        checkpoint, notes = run.enter(resume, command)
-        shown = Progress(
-            enabled=progress and run.is_main,
-            steps=config.train.steps,
-            description=f"{config.task} {config.variant} seed {config.train.seed}",
-        )
-        with shown as run.progress, StopRequest() as run.stop:
-            for note in notes:
-                run.progress.say(note, warn="damaged" in note)
-            run.begin(checkpoint)
-            with MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main) as run.metrics:
-                return _train_to_the_end(run)
-    except ConvergenceError as error:
-        # The weights or their constraint could not be made: such a run has failed, as one whose loss is not finite.
-        return fail_before_start(
-            config, out, task, error, resume=resume, command=command, write=accelerator.is_main_process
-        )
-    except OSError as error:
-        if error.errno not in DISK_PROBLEMS:
-            raise
-        raise CheckpointError(
-            f"{error.filename or out}: cannot be written: {error.strerror}; complete checkpoints are intact; "
-            "make room or give access, then continue with --resume auto"
-        ) from error
-    finally:
-        if run is not None:
-            run.close()
+    with one_line_failures(out, config.train, accelerator), only_writer(out, enabled=accelerator.is_main_process):
+        if accelerator.is_main_process:  # again, as another process may have written between the two
+            run_folder.check_run_folder(out, config, resume, longer=longer)
+        run = None
+        try:
+            if model is None:
+                start = build_start(config, task)
+                run = Run(config, out, task, start.model, accelerator)
+                run.started = describe_start(config.start, start)
+            else:
+                run = Run(config, out, task, model(config, task), accelerator)
+            checkpoint, notes = run.enter(resume, command)
+            shown = Progress(
+                enabled=progress and run.is_main,
+                steps=config.train.steps,
+                description=f"{config.task} {config.variant} seed {config.train.seed}",
+            )
+            with shown as run.progress, StopRequest() as run.stop:
+                for note in notes:
+                    run.progress.say(note, warn="damaged" in note)
+                run.begin(checkpoint)
+                with MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main) as run.metrics:
+                    return _train_to_the_end(run)
+        except ConvergenceError as error:
+            # The weights or their constraint could not be made: such a run has failed, as one whose loss is not finite.
+            return fail_before_start(
+                config, out, task, error, resume=resume, command=command, write=accelerator.is_main_process
+            )
+        finally:
+            if run is not None:
+                run.close()
 
 
 def _train_to_the_end(run: Run) -> RunResult:

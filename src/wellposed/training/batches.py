@@ -64,6 +64,22 @@ class MicroBatches:
         return order
 
 
+def micro_batches_of_process(accumulation: int, *, begun_with: int, processes: int) -> int:
+    """Return how many micro-batches each process takes in a step that sees as many as when the run began.
+
+    Raises:
+        ConfigError: they cannot be shared out evenly.
+    """
+    total = accumulation * begun_with
+    if total % processes:
+        raise ConfigError(
+            f"the run was begun by {begun_with} processes with gradient_accumulation {accumulation}, so a step takes "
+            f"{total} micro-batches, which {processes} processes cannot share evenly; continue with a number of "
+            f"processes that divides {total}"
+        )
+    return total // processes
+
+
 def token_count(batch: Batch) -> int:
     """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of targets as well.
 

@@ -62,6 +62,22 @@ def build_start(config: RunConfig, task: Task) -> Start:
     return start
 
 
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Let ``model`` recompute its activations in the backward pass.
+
+    Raises:
+        ConfigError: its architecture cannot.
+    """
+    older_name = getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", older_name)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise ConfigError(
+            f"train.gradient_checkpointing: {type(model).__name__} cannot recompute its activations; leave the option "
+            "out, and lower --batch-size with a higher --gradient-accumulation to save memory"
+        )
+    enable({"use_reentrant": False})
+
+
 def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
     """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None when all strengths are zero.
 

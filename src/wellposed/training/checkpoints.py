@@ -142,6 +142,8 @@ def load_checkpoint(
 ) -> TrainerState:
     """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the generators of ``rank``.
 
+    The generators of a process that was not there when it was written stay as they are.
+
     Raises:
         CheckpointError: a file cannot be read, or belongs to another model.
     """
@@ -149,9 +151,10 @@ def load_checkpoint(
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
         if optimizer is not None:
             load_optimizer_tensors(optimizer, *decode((folder / OPTIMIZER).read_bytes()))
-        if rank is not None:
-            load_random_tensors(*decode(_random_file(folder, rank).read_bytes()))
-        values = json.loads((folder / STATE).read_bytes())
+        random_file = folder / random_name(rank or 0)
+        if rank is not None and random_file.is_file():
+            load_random_tensors(*decode(random_file.read_bytes()))
+        values = {"processes": random_count(folder), **json.loads((folder / STATE).read_bytes())}
     except CheckpointError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -175,9 +178,16 @@ def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> N
             shutil.rmtree(doomed)
 
 
-def _random_file(folder: Path, rank: int) -> Path:
-    path = folder / random_name(rank)
-    if not path.is_file():
-        count = len(list(folder.glob(random_name(0).replace("0", "*"))))
-        raise CheckpointError(f"{folder}: written by {count} processes; continue with as many (no {path.name})")
-    return path
+def random_count(folder: Path) -> int:
+    """Return how many processes wrote a checkpoint, each of which left the state of its generators."""
+    return len(list(folder.glob(random_name(0).replace("0", "*"))))
+
+
+def processes_at_start(run_folder: Path) -> int | None:
+    """Return how many processes a run began with, as its newest readable checkpoint says; None before the first."""
+    for folder in reversed(all_checkpoints(run_folder)):
+        try:
+            return int(json.loads((folder / STATE).read_bytes()).get("processes", random_count(folder)))
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+            continue
+    return None

@@ -127,8 +127,14 @@ class TrainOptions:
     """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
     margin_radius: float = 0.0
     """Train a classifier on the logits that the other classes could reach when its input moves by this much."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 runs the forward pass under autocast."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
+    device: str = "auto"
+    """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
+    compile: bool = False
+    """Train through torch.compile."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     eval_every: int = 200
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_batches: int | None = None

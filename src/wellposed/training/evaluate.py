@@ -63,7 +63,8 @@ def evaluate(
     """Return the metrics of ``model`` on ``split``, or None when ``stop()`` became true on the way.
 
     Status: exact. Sums and counts are added up in float64 over batches and processes, so the result does not depend
-    on the batch size. Dropout is off; no random number is drawn; the mode of the model is put back.
+    on the batch size. Every process runs the model as often; what is run beyond the split is not counted. Dropout is
+    off; no random number is drawn; the mode of the model is put back.
 
     Cost: one forward pass over the split, or over its first ``max_batches`` batches. Inside `max_test_batches` the test
     split is no longer than that says.
@@ -78,11 +79,13 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        for members in order[accelerator.process_index :: accelerator.num_processes]:
+        for members, counts in _share_of_process(order, accelerator.process_index, accelerator.num_processes):
             if stop():
                 return None
             batch = to_device(task.collate([examples[member] for member in members]), accelerator.device)
             sums = _batch_sums(accelerator, model, task, batch, options)
+            if not counts:
+                sums = dict.fromkeys(sums, (0.0, 0.0))
             if bad_batch is None and not math.isfinite(sums["loss"][0]):
                 bad_batch = batch
             totals = {
@@ -95,6 +98,13 @@ def evaluate(
     loss_sum, count = totals.pop("loss", (0.0, 0.0))
     metrics = {"loss": loss_sum / max(1.0, count), **(task.summarize(totals) if totals else {})}
     return Evaluation(metrics, sum(map(len, order)), bad_batch)
+
+
+def _share_of_process(order: list[list[int]], rank: int, world: int) -> Iterator[tuple[list[int], bool]]:
+    """Yield as many batches to every process, as their calls wait for each other; the last may not count for some."""
+    for first in range(0, len(order), world):
+        counts = first + rank < len(order)
+        yield order[first + rank if counts else first], counts
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     state, options = run.state, run.options
     rate = _rate(run, state.step + 1)
     set_learning_rate(run.optimizer, rate)
-    micro_batches = run.batches.take(options.gradient_accumulation)
+    micro_batches = run.batches.take(run.micro_batches)
     random_states = torch_states()
     numbers = compute_gradients(
         run.accelerator,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOptions, TrainOptions
 
-Rule = tuple[str, Callable[[Any], bool]]
+Rule = tuple[str, Callable[[Any], object]]
 
 AT_LEAST_ONE: Rule = ("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE: Rule = ("a finite number, 0 or more", lambda value: math.isfinite(value) and value >= 0)
 POSITIVE: Rule = ("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
 BELOW_ONE: Rule = ("0 <= value < 1", lambda value: 0 <= value < 1)
+DEVICE: Rule = ("auto, cpu, cuda, cuda:N or mps", re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch)
 SEED: Rule = ("0 <= seed < 2^32", lambda value: 0 <= value < 2**32)
 
 PENALTY_RULES: dict[str, Rule] = {
@@ -47,6 +49,7 @@ TRAIN_RULES: dict[str, Rule] = {
     "average_checkpoints": ("0, or at least 2", lambda value: value == 0 or value >= 2),
     "log_every": AT_LEAST_ONE,
     "seed": SEED,
+    "device": DEVICE,
 }
 START_CHOICES = {"attention": ("own", "l2", "cosine"), "init": ("own", "t_fixup")}
 UNSET = (False, "own")

@@ -15,8 +15,8 @@ from wellposed.training import _manifest, checkpoints, run_folder
 from wellposed.training._save import measure_model
 from wellposed.training._started import start_line
 from wellposed.training.average import weight_history
-from wellposed.training.batches import MicroBatches
-from wellposed.training.build import build_constraint, build_penalty, constrained_weights
+from wellposed.training.batches import MicroBatches, micro_batches_of_process
+from wellposed.training.build import build_constraint, build_penalty, constrained_weights, enable_gradient_checkpointing
 from wellposed.training.config import RunConfig
 from wellposed.training.evaluate import Evaluation
 from wellposed.training.metrics import MetricsFile
@@ -34,26 +34,31 @@ if TYPE_CHECKING:
 class Run:
     """Model, optimizer, penalty, constraint, counters and files of one run.
 
-    `progress`, `stop` and `metrics` are open while it trains; `begin` makes `batches`.
+    `progress`, `stop` and `metrics` are open while it trains; `begin` makes `batches` and says how many
+    `micro_batches` a step takes.
     """
 
     progress: Progress
     stop: StopRequest
     metrics: MetricsFile
     batches: MicroBatches
+    micro_batches: int
 
     def __init__(self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
         self.config, self.options, self.out, self.task = config, config.train, out, task
         self.accelerator = accelerator
         self.history = weight_history(config, out)
         self.model = model.to(accelerator.device).train()
+        if config.train.gradient_checkpointing:
+            enable_gradient_checkpointing(self.model)
         self.penalty = build_penalty(config.penalty, self.model)
         # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is saved and measured.
         # The optimizer is used without Accelerate's wrapper: with no gradient scaler it adds nothing but a search for
         # packages at every step (0.5 ms).
         constrained = constrained_weights(config.constrain, self.model)
         self.prepared, wrapper = accelerator.prepare(
-            self.model, build_optimizer(self.model, config.train, constrained=constrained)
+            torch.compile(self.model) if config.train.compile else self.model,
+            build_optimizer(self.model, config.train, constrained=constrained),
         )
         self.optimizer: torch.optim.Optimizer = wrapper.optimizer
         self.constraint = build_constraint(config.constrain, self.model, self.optimizer)
@@ -84,16 +89,28 @@ class Run:
         """Take the place of ``checkpoint``, or of the first step."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         if checkpoint is not None:
+            # Processes that were not there when it was written draw from here on.
+            torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}/{checkpoint.name}"))
             self.state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, rank=rank)
             self._saved = self._moment
         else:
             if self.started:
                 names = [name for name, _ in self.model.named_parameters()]
                 self.progress.say(start_line(self.started["started_from"], names))
+            self.state.processes = world
             self.measure("measure-initial.json")
             # Not the generator that drew the weights: dropout must not depend on how many numbers a variant drew.
             torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}"))
         state, options = self.state, self.options
+        self.micro_batches = micro_batches_of_process(
+            options.gradient_accumulation, begun_with=state.processes, processes=world
+        )
+        if checkpoint is not None and world != checkpoints.random_count(checkpoint):
+            self.progress.say(
+                f"{checkpoint}: written by {checkpoints.random_count(checkpoint)} processes, continued by {world}: a "
+                f"step still takes {world * self.micro_batches} micro-batches, {self.micro_batches} in each process; "
+                "dropout draws other numbers"
+            )
         position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
         self.batches = MicroBatches(self.task, options.batch_size, options.seed, **position)
         self._began = time.monotonic() - state.seconds

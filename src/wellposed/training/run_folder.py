@@ -16,12 +16,19 @@ from typing import Any
 from wellposed.errors import CheckpointError, ConfigError, listed
 from wellposed.finite_json import to_json
 from wellposed.plugins import import_again
-from wellposed.training import checkpoints, durable_files
+from wellposed.training import checkpoints, durable_files, folder_lock
+from wellposed.training._schedules import learning_rate
 from wellposed.training.config import RunConfig, config_difference, read_toml
+from wellposed.training.ranges import DECAYS_TO_ZERO
 from wellposed.version import __version__
 
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
+RESULT = "result.json"
+PLACE = ("train.device:",)
+"""What may change when a run is resumed: where it computes."""
+LENGTH = ("train.steps:", "train.epochs:")
+"""What may grow when a run is trained longer."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
 
 
@@ -60,13 +67,14 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
     durable_files.replace_file(run_folder / CONFIG, tomli_w.dumps(config.to_dict()).encode())
 
 
-def check_run_folder(out: Path, config: RunConfig, resume: str) -> None:
+def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:
     """Refuse a run folder that cannot be used, before any work is done; nothing is written.
 
     Args:
         out: the run folder.
         config: the configuration of this start.
         resume: ``"never"``, ``"auto"`` or the path of a checkpoint in ``out``.
+        longer: more steps or epochs than before are no other configuration.
 
     Raises:
         ConfigError: ``out`` is in use without resume, is not a run folder, was made by another configuration (every
@@ -88,16 +96,21 @@ def check_run_folder(out: Path, config: RunConfig, resume: str) -> None:
         return
     if not (out / CONFIG).is_file():
         raise ConfigError(f"{out}: holds files but no {CONFIG}, so it is not a run to resume; name another --out")
-    difference = config_difference(read_config(out), config)
-    if difference:
+    begun = read_config(out)
+    difference = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
+    grows = longer and config.train.steps > begun.train.steps
+    if any(not (grows and line.startswith(LENGTH)) for line in difference):
+        shorter = "; a run can be trained longer, never shorter" if config.train.steps < begun.train.steps else ""
         raise ConfigError(
             f"{out}: the run was started with another configuration:\n{listed(difference)}\n"
-            "resume with the same options, or train in another folder"
+            f"resume with the same options, or train in another folder{shorter}"
         )
 
 
 def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
     """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what to tell the user.
+
+    A run that is trained longer has no result until it ends again; its ``final/`` stays until then.
 
     Raises:
         CheckpointError: the checkpoint named is damaged, or every checkpoint is.
@@ -107,7 +120,26 @@ def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | 
         write_config(out, config)
         return None, []
     durable_files.remove_litter(out)
-    return find_checkpoint(out, resume)
+    checkpoint, notes = find_checkpoint(out, resume)
+    begun = read_config(out)
+    if config.train.steps > begun.train.steps:
+        (out / RESULT).unlink(missing_ok=True)  # before the configuration: a kill between must not leave both
+        notes.append(_longer(begun, config, checkpoints.step_of(checkpoint) if checkpoint else 0))
+    if config != begun:
+        write_config(out, config)
+    return checkpoint, notes
+
+
+def _longer(begun: RunConfig, config: RunConfig, step: int) -> str:
+    name, width = config.train.schedule, config.model.hidden_size
+    note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
+    if name not in DECAYS_TO_ZERO:
+        return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
+    before, after = (learning_rate(max(1, step), train, width) for train in (begun.train, config.train))
+    return (
+        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from {before:.3g} to "
+        f"{after:.3g}, so this is not the run that {config.train.steps} steps from the start would have been"
+    )
 
 
 def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
@@ -132,7 +164,9 @@ def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
 
 
 def _is_used(out: Path) -> bool:
-    return out.exists() and (not out.is_dir() or any(not durable_files.is_litter(path) for path in out.iterdir()))
+    if not out.is_dir():
+        return out.exists()
+    return any(not durable_files.is_litter(path) and path.name != folder_lock.NAME for path in out.iterdir())
 
 
 def environment(command: Sequence[str] | None) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class TrainerState:
     seconds: float = 0.0
     train_seconds: float = 0.0
     metrics_rows: int = 0
+    processes: int = 1
+    """How many the run began with; `batch_size` and `gradient_accumulation` are per process of these."""
     window: Window = field(default_factory=Window)
 
     def to_dict(self) -> dict[str, Any]:
