@@ -230,3 +230,22 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: P
             given = {name: batch[name] for name in ("input_ids", "attention_mask")}
             expected = model(**given, labels=labels).loss
         assert float(total / count) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, vocab_size=20))
+    model.save_pretrained(tmp_path / "bare")
+    assert main(["predict", str(tmp_path / "bare"), "--text", "w0"]) == 1
+    assert "the folder has no tokenizer, so no text can be read" in capsys.readouterr().err
+    table = pair_table(tmp_path / "pairs.tsv")
+    words = ["train", "text_classification", "--from", str(tmp_path / "bare"), "--data", str(table)]
+    assert main([*words, "--out", str(tmp_path / "run")]) != 0
+    assert "name it with --tokenizer hf:FOLDER" in capsys.readouterr().err
+
+
+def test_predict_refuses_a_model_without_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = encoder_folder(tmp_path / "bert", "bert")
+    assert main(["predict", str(source), "--text", "w0"]) == 2
+    assert "a BertModel gives no label of a text" in capsys.readouterr().err

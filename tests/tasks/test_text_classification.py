@@ -305,3 +305,28 @@ def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path: Path) -> N
     own, named = build(tmp_path / "x.tsv", tokenizer="character"), build(tmp_path / "x.tsv", tokenizer=f"hf:{folder}")
     assert list(own.dataset("train")) == list(named.dataset("train"))
     assert own.model_kwargs() == named.model_kwargs()
+
+
+def test_lists_of_json_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": text, "label": label} for label, text in ROWS]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.json", "a.parquet"):
+        task = build(tmp_path / name)
+        assert sorted(row for split in SPLITS for row in texts(task, split)) == sorted(ROWS)
+        assert "sha256" in task.description()["files"]["train"]
+
+
+def test_a_bad_list_of_json_and_a_bad_parquet_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x", "label": "a"}, {"text": 3, "label": "b"}]))
+    with pytest.raises(DataError, match=r"a\.json:2: 'text' is int, expected a string"):
+        build(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(DataError, match="dict, expected a list of objects"):
+        build(tmp_path / "b.json")
+    (tmp_path / "c.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        build(tmp_path / "c.parquet")

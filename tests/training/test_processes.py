@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support import stub_task
 
 from wellposed.training import read_metrics
 

@@ -48,9 +48,6 @@ class StartArguments(StartOptions):
     """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-
-
 @dataclass(frozen=True)
 class FileArguments:
     """Where a configuration comes from."""
@@ -91,7 +88,12 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     if start and (config_file or preset):
         raise ConfigError("--from and --config or --preset both name a model; give one of them")
     if start:
-        return start_config(task, start, from_scratch=any(word.startswith("--from-scratch") for word in words))
+        return start_config(
+            task,
+            start,
+            from_scratch=any(word.startswith("--from-scratch") for word in words),
+            tokenizer=option_value(words, "--tokenizer"),
+        )
     if config_file and preset:
         raise ConfigError("--config and --preset both name a configuration; give one of them")
     if preset:
@@ -106,18 +108,24 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     return RunConfig(task=task)
 
 
-def start_config(task: str, name: str, *, from_scratch: bool) -> RunConfig:
+def start_config(task: str, name: str, *, from_scratch: bool, tokenizer: str | None = None) -> RunConfig:
     """Return what a run that starts from the model ``name`` does by default: its tokenizer, and fine-tuning."""
-    from wellposed.cli.load import model_folder
+    from wellposed.cli.load import has_tokenizer, model_folder
 
     is_config = Path(name).is_file()
     source = name if is_config else model_folder(name)
     folder = Path(name).parent if is_config else Path(source)
     task_options: dict[str, Any] = {}
-    has_tokenizer = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES)
-    if has_tokenizer and any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):
-        task_options["tokenizer"] = f"hf:{folder}"
-    train = TrainOptions() if from_scratch or is_config else FINE_TUNING
+    random_weights = from_scratch or is_config
+    if any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):
+        if not folder.is_dir() or has_tokenizer(folder):
+            task_options["tokenizer"] = f"hf:{folder}"
+        elif not (random_weights or tokenizer):
+            raise ConfigError(
+                f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it there with "
+                "tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or give --from-scratch"
+            )
+    train = TrainOptions() if random_weights else FINE_TUNING
     start = StartOptions(source, from_scratch=from_scratch)
     return RunConfig(task, task_options, variant="plain", train=train, start=start)
 

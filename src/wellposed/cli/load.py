@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 _FILES = ("config.json", "config.toml", "final/config.json")
 
 
@@ -65,7 +66,18 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     from wellposed.models import load_pretrained
 
-    return load_pretrained(AutoTokenizer, _verified(name, weights=False))
+    folder = _verified(name, weights=False)
+    if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
+        raise CheckpointError(
+            f"{folder}: the folder has no tokenizer, so no text can be read; expected one of "
+            f"{', '.join(TOKENIZER_FILES)}; save it beside the model with tokenizer.save_pretrained({folder!r})"
+        )
+    return load_pretrained(AutoTokenizer, folder)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a tokenizer was saved in ``folder``."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 def _verified(name: str, *, weights: bool) -> str:

@@ -21,7 +21,7 @@ class TextClassificationOptions:
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv or jsonl file (.gz too), a folder with a train file or with train/CLASS/*.txt, or hf:name[:config]."""
+    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, or hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None

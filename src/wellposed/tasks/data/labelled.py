@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks.data.columns import TableOptions
-from wellposed.tasks.data.files import read_text
+from wellposed.tasks.data.files import describe_file, read_text
 from wellposed.tasks.data.splits import cut_missing, load_splits, refuse_split_files
-from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, read_table, table_from_hub
+from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, read_parquet, read_table, table_from_hub
 from wellposed.tasks.data.text_folders import has_class_folders, read_text_folders
 from wellposed.tasks.task import SPLITS, Split
 
@@ -37,6 +37,9 @@ def load_labelled(
     table_options = table or TableOptions()
 
     def read_file(path: Path) -> tuple[LabelledTexts, dict[str, Any]]:
+        if path.suffix == ".parquet":
+            read = read_parquet(path, table_options)
+            return read, describe_file(path) | {"columns": read.columns}
         file = read_text(path)
         read = read_table(file, table_options)
         return read, file.description() | {"columns": read.columns}

@@ -2,7 +2,8 @@
 
 Rules, in full:
 
-- ``.jsonl``: one JSON object a line. ``.tsv``: fields between tabs, quotes are ordinary characters. ``.csv``: fields
+- ``.jsonl``: one JSON object a line; ``.json``: a list of them, named by their number; ``.parquet``: columns.
+  ``.tsv``: fields between tabs, quotes are ordinary characters. ``.csv``: fields
   between commas (tabs, where the first line holds a tab and no comma), quoted as in RFC 4180: a quote is doubled, a
   backslash is an ordinary character. ``quoting`` overrides.
 - The first line is a header when it holds a name for the label and a name for the text: the names given as options, or
@@ -20,17 +21,19 @@ import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import DataError, listed
+from wellposed.errors import DataError, listed, missing_extra
 from wellposed.tasks.data.columns import TableOptions, describe_names, find_columns, find_keys, join_text, paired
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from wellposed.tasks.data.files import TextFile
 
-SUFFIXES = (".tsv", ".csv", ".jsonl")
+SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
     """Read a csv, tsv or jsonl file (``.gz`` too) by the rules of this module; all malformed rows are named at once."""
     name = file.path.name.lower().removesuffix(".gz")
     if name.endswith(".jsonl"):
-        return _read_jsonl(file, options)
+        return _read_objects(file, file.lines(), options)
+    if name.endswith(".json"):
+        return _read_objects(file, enumerate(map(json.dumps, _json_list(file)), 1), options)
     if not name.endswith((".tsv", ".csv")):
         raise DataError(f"{file.path}: expected a name that ends in {', '.join(SUFFIXES)}, each with or without .gz")
     quoted = options.quoting == "csv" or (options.quoting == "auto" and name.endswith(".csv"))
@@ -124,13 +129,39 @@ def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options:
     return table
 
 
-def _read_jsonl(file: TextFile, options: TableOptions) -> LabelledTexts:
+def _json_list(file: TextFile) -> list[Any]:
+    try:
+        rows = json.loads(file.text)
+    except ValueError as error:
+        raise DataError(f"{file.path}: not JSON: {error}; name it .jsonl if every line is an object") from None
+    if not isinstance(rows, list):
+        raise DataError(f"{file.path}: {type(rows).__name__}, expected a list of objects with a label and a text")
+    return rows
+
+
+def read_parquet(path: Path, options: TableOptions) -> LabelledTexts:
+    """Read a parquet file as a data set of the hub; rows are numbered from 1."""
+    try:
+        import pyarrow.parquet
+        from datasets import Dataset
+    except ImportError as error:
+        raise missing_extra("datasets", "hf", "parquet files") from error
+    try:
+        rows = Dataset(pyarrow.parquet.read_table(path))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}; copy the file again") from error
+    if not len(rows):
+        raise DataError(f"{path}: no rows; give a file with a row for each text")
+    return table_from_hub(rows, str(path), options)
+
+
+def _read_objects(file: TextFile, objects: Iterable[tuple[int, str]], options: TableOptions) -> LabelledTexts:
     parts: list[list[str]] = []
     labels: list[str] = []
     lines: list[int] = []
     problems: list[str] = []
     keys: tuple[str, tuple[str, ...]] | None = None
-    for number, line in file.lines():
+    for number, line in objects:
         where = f"{file.path}:{number}"
         try:
             row = json.loads(line)
