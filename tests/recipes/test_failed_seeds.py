@@ -145,4 +145,4 @@ def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path: Path) 
     assert better is None
     assert "cannot be said: 1 of 3 seeds failed" in text
     assert compared(**{plain: (None,), oc3: (25.0,)})[1] is None
-    assert compared(**{plain: (20.0,), oc3: (25.0,)})[1] is True
+    assert compared(**{plain: (20.0,), oc3: (25.0,)})[1] is None

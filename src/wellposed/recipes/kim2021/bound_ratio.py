@@ -55,8 +55,8 @@ def bound_ratio(request: Request) -> Reproduction:
         notes=(
             f"at c = {_CONTRACTIVE:g} a layer that is divided by its bound keeps c / bound of its output, so that with "
             "the paper's bound the branch starts smaller by the ratio",
-            f"weights uniform in +-{_INIT:g} / sqrt(D), appendix I; in norm 2 with the fourth power of W_Q, without which "
-            "the printed bound is none",
+            f"weights uniform in +-{_INIT:g} / sqrt(D), appendix I",
+            "in norm 2 with the fourth power of W_Q: with the printed second power it is no bound",
         ),
         criterion=Criterion(
             "the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well",
