@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -10,10 +12,11 @@ import torch
 from accelerate import Accelerator
 
 from wellposed.errors import ConfigError, WellposedError
-from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, read_metrics, train
+from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, machine, read_metrics, run, train
 from wellposed.training.failures import one_line_failures
 from wellposed.training.machine import build_accelerator
 from wellposed.training.run import Run
+from wellposed.training.state import LARGEST_SCALE, STEPS_TO_DOUBLE, TrainerState
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 DATA = {"limit_chars": 9000, "seq_len": 32}
@@ -85,8 +88,41 @@ def test_the_end_of_memory_is_one_line(tmp_path: Path, error: Exception) -> None
     message = str(caught.value)
     assert "--batch-size 16 --gradient-accumulation 4, or give --gradient-checkpointing" in message
     assert "\n" not in message
+    saving = TrainOptions(batch_size=15, gradient_checkpointing=True)
+    expected = "--batch-size 5 --gradient-accumulation 3; complete"
+    with pytest.raises(WellposedError, match=expected), one_line_failures(tmp_path, saving, Accelerator()):
+        raise error
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="mat1"), one_line_failures(tmp_path, TrainOptions(), Accelerator()):
         torch.matmul(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+def test_fp16_scales_its_loss_and_leaves_no_step_out(
+    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of fp16, 2^-11."""
+    monkeypatch.setattr(machine, "FP16_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(run, "TrainerState", partial(TrainerState, loss_scale=2.0**127))
+    config, half = (stub.make_config(steps=8, log_every=1, dropout=0.2, precision=name) for name in ("fp32", "fp16"))
+    stub.run(config, tmp_path / "fp32")
+    stub.run(half, tmp_path / "fp16")
+    full, low = ([row["loss"] for row in read_metrics(tmp_path / name)] for name in ("fp32", "fp16"))
+    assert low == pytest.approx(full, rel=1e-2)
+    assert low != full
+    state = json.loads((tmp_path / "fp16" / "checkpoint-8" / "trainer_state.json").read_text())
+    assert 1 < state["loss_scale"] < 2.0**127
+    assert 0 < state["steps_at_scale"] <= 8
+
+
+def test_the_scale_grows_after_many_finite_steps_and_has_an_end() -> None:
+    state = TrainerState()
+    for _ in range(STEPS_TO_DOUBLE):
+        state.count_scaled_step()
+    assert (state.loss_scale, state.steps_at_scale) == (2.0**17, 0)
+    for _ in range(20 * STEPS_TO_DOUBLE):
+        state.count_scaled_step()
+    assert state.loss_scale == LARGEST_SCALE
+    state.lower_scale()
+    assert state.loss_scale == LARGEST_SCALE / 2

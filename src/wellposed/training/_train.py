@@ -52,6 +52,10 @@ def train(
     weights, or with the mean of the last ``average_checkpoints`` evaluated ones where that is better on *valid*. A task
     that generates text is scored on valid and test with the same weights.
 
+    Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run: a step takes
+    ``gradient_accumulation`` micro-batches in each. Where dropout is 0 it is, to rounding, that of one process with W
+    times as many.
+
     Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed.training.learning_rate`.
 
     Args:
@@ -72,9 +76,11 @@ def train(
         ``result.json``, exit code.
 
     Raises:
-        ConfigError: ``out`` in use, a resume into a changed configuration (every field listed), an unknown name.
+        ConfigError: ``out`` in use, or written by another process at this moment, a device that is not there, a resume
+            into a changed configuration (every field listed), an unknown name.
         DataError: the data cannot be read, or is too small for one batch.
         CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as they were.
+        WellposedError: memory ended, or another process of the run did.
 
     Cost: a bare PyTorch loop and at most 5 % (``benchmarks/loop.py``), plus evaluations and checkpoints. Python's
     random generator, NumPy's and torch's are seeded.

@@ -47,13 +47,14 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
 def _out_of_memory(options: TrainOptions, device: torch.device) -> str:
     size, accumulation = options.batch_size, options.gradient_accumulation
     cheaper = "" if options.gradient_checkpointing else ", or give --gradient-checkpointing"
-    half = (
-        f"; the same gradients need less with --batch-size {size // 2} --gradient-accumulation {2 * accumulation}"
-        if size > 1
-        else "; a batch cannot be smaller: shorten the sequences or the model"
+    parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
+    smaller = (
+        f"the same gradients need less with --batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
+        if parts > 1
+        else "a batch cannot be smaller: shorten the sequences or the model"
     )
     return (
         f"out of memory on {device}: train.batch_size = {size}, gradient_accumulation = {accumulation}, "
-        f"gradient_checkpointing = {str(options.gradient_checkpointing).lower()}{half}{cheaper}; "
+        f"gradient_checkpointing = {str(options.gradient_checkpointing).lower()}; {smaller}{cheaper}; "
         "complete checkpoints are intact"
     )

@@ -55,22 +55,31 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     rate = _rate(run, state.step + 1)
     set_learning_rate(run.optimizer, rate)
     micro_batches = run.batches.take(run.micro_batches)
-    random_states = torch_states()
-    numbers = compute_gradients(
-        run.accelerator,
-        run.prepared,
-        run.task,
-        micro_batches,
-        options,
-        penalty=_penalty_of_step(run),
-        check_targets=check_targets,
-    )
-    if not numbers.finite:
+    scaled_loss, random_states = options.precision == "fp16", torch_states()
+    while True:
+        numbers = compute_gradients(
+            run.accelerator,
+            run.prepared,
+            run.task,
+            micro_batches,
+            options,
+            penalty=_penalty_of_step(run),
+            check_targets=check_targets,
+            loss_scale=state.loss_scale if scaled_loss else 1.0,
+        )
+        if numbers.finite:
+            break
         restore_torch_states(random_states)
+        if scaled_loss and numbers.finite_losses and state.loss_scale > 1:
+            state.lower_scale()  # and the same micro-batches again: no step is left out
+            run.optimizer.zero_grad(set_to_none=True)
+            continue
         raise _divergence(run, numbers, micro_batches, rate)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
+    if scaled_loss:
+        state.count_scaled_step()
     state.epoch, state.batch_index = run.batches.epoch, run.batches.index
     state.count(numbers, time.perf_counter() - began)
     if state.step % options.log_every == 0 or state.step == options.steps:

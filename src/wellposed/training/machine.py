@@ -11,6 +11,8 @@ from accelerate.state import AcceleratorState
 from wellposed.errors import ConfigError
 from wellposed.training.config import TrainOptions
 
+FP16_DEVICES = ("cuda",)
+
 
 def build_accelerator(options: TrainOptions) -> Accelerator:
     """Return the accelerator of ``options.device`` over the processes that a launcher made, by gloo without a GPU.
@@ -27,7 +29,7 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
     if earlier is not None and kind not in ("auto", earlier.type):
         AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process chose another device
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")  # half precision is an explicit autocast in the step
-    if options.precision == "fp16" and accelerator.device.type != "cuda":
+    if options.precision == "fp16" and accelerator.device.type not in FP16_DEVICES:
         raise ConfigError(
             f"train.precision = 'fp16' on {accelerator.device}: only CUDA devices train in it; give --precision bf16 "
             "or fp32, or --device cuda"

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOptions, TrainOptions
 
-Rule = tuple[str, Callable[[Any], object]]
+Rule = tuple[str, Callable[[Any], bool]]
 
 AT_LEAST_ONE: Rule = ("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE: Rule = ("a finite number, 0 or more", lambda value: math.isfinite(value) and value >= 0)
 POSITIVE: Rule = ("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
 BELOW_ONE: Rule = ("0 <= value < 1", lambda value: 0 <= value < 1)
-DEVICE: Rule = ("auto, cpu, cuda, cuda:N or mps", re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch)
 SEED: Rule = ("0 <= seed < 2^32", lambda value: 0 <= value < 2**32)
 
 PENALTY_RULES: dict[str, Rule] = {
@@ -49,10 +48,13 @@ TRAIN_RULES: dict[str, Rule] = {
     "average_checkpoints": ("0, or at least 2", lambda value: value == 0 or value >= 2),
     "log_every": AT_LEAST_ONE,
     "seed": SEED,
-    "device": DEVICE,
 }
+<<<<<<< HEAD
 START_CHOICES = {"attention": ("own", "l2", "cosine"), "init": ("own", "t_fixup")}
 UNSET = (False, "own")
+=======
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+>>>>>>> part-machines
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
 
@@ -105,6 +107,8 @@ def start_problems(options: StartOptions) -> list[str]:
 def train_problems(options: TrainOptions) -> list[str]:
     """Return one line per field of ``options`` that is out of range or does not fit the schedule."""
     problems = _out_of_range(options, TRAIN_RULES)
+    if not DEVICE.fullmatch(options.device):
+        problems.append(f"device = {options.device!r}, expected auto, cpu, cuda, cuda:N or mps")
     if options.warmup_share and options.warmup_steps:
         problems.append(f"warmup_share = {options.warmup_share} and warmup_steps = {options.warmup_steps}: give one")
     if options.schedule in NEEDS_WARMUP and options.warmup_steps < 1 and not options.warmup_share:

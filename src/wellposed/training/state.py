@@ -27,6 +27,12 @@ class Window:
     seconds: float = 0.0
 
 
+FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**24, 2000
+"""Of the loss in fp16 (Micikevicius et al. 2018, section 3.2), with the numbers of torch's scaler."""
+ADDED = {"loss_scale": FIRST_SCALE, "steps_at_scale": 0}
+"""What checkpoints written before fp16 lack."""
+
+
 @dataclass
 class TrainerState:
     """Where a run stands; stored as ``trainer_state.json`` in every checkpoint."""
@@ -44,6 +50,9 @@ class TrainerState:
     seconds: float = 0.0
     train_seconds: float = 0.0
     metrics_rows: int = 0
+    loss_scale: float = FIRST_SCALE
+    """By what the loss of the next step is multiplied in fp16; other precisions leave it alone."""
+    steps_at_scale: int = 0
     processes: int = 1
     """How many the run began with; `batch_size` and `gradient_accumulation` are per process of these."""
     window: Window = field(default_factory=Window)
@@ -56,6 +65,7 @@ class TrainerState:
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
         """Rebuild from `to_dict`; another set of fields is a `CheckpointError`."""
         known = {item.name for item in dataclasses.fields(cls)}
+        values = {**ADDED, **values}
         if set(values) != known:
             raise CheckpointError(
                 f"{where}: fields {sorted(set(values) ^ known)} differ from what this version reads; "
@@ -76,6 +86,16 @@ class TrainerState:
         window.seconds += seconds
         self.tokens += numbers.tokens
         self.train_seconds += seconds
+
+    def lower_scale(self) -> None:
+        """Halve the scale of the loss, whose gradient was not finite."""
+        self.loss_scale, self.steps_at_scale = self.loss_scale / 2, 0
+
+    def count_scaled_step(self) -> None:
+        """Note a step whose scaled gradient was finite; after many of them the scale is doubled."""
+        self.steps_at_scale += 1
+        if self.steps_at_scale == STEPS_TO_DOUBLE:
+            self.loss_scale, self.steps_at_scale = min(2 * self.loss_scale, LARGEST_SCALE), 0
 
     def record_evaluation(
         self, value: float, metrics: dict[str, float], examples: int, *, higher_is_better: bool

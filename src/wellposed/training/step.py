@@ -48,7 +48,12 @@ class StepNumbers:
     @property
     def finite(self) -> bool:
         """Whether losses, penalty and gradient are all finite."""
-        return all(map(math.isfinite, (self.loss_sum, self.penalty, self.grad_norm, self.auxiliary or 0.0)))
+        return self.finite_losses and math.isfinite(self.grad_norm)
+
+    @property
+    def finite_losses(self) -> bool:
+        """Whether losses and penalty are finite; their gradient may overflow where it is scaled."""
+        return all(map(math.isfinite, (self.loss_sum, self.penalty, self.auxiliary or 0.0)))
 
 
 def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
@@ -57,10 +62,10 @@ def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
 
 
 def autocast(device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
-    """Return the context of a forward pass: bf16 autocast where asked, nothing otherwise."""
-    if options.precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
+    """Return the context of a forward pass: autocast where asked, nothing otherwise."""
+    if options.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16 if options.precision == "bf16" else torch.float16)
 
 
 def compute_gradients(
@@ -72,12 +77,14 @@ def compute_gradients(
     *,
     penalty: Penalty | None = None,
     check_targets: bool = False,
+    loss_scale: float = 1.0,
 ) -> StepNumbers:
     """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over all micro-batches.
 
     Status: exact to rounding. The number of targets is that of all micro-batches of all processes, so that k
     micro-batches give the gradient of their concatenation, however unevenly the targets are spread. The penalty of a
     micro-batch, and the loss a model has of its own (``output.auxiliary_loss``), weigh as its share of the sequences.
+    Gradients are computed of ``loss_scale`` times the loss, a power of two, and divided by it: fp16 holds smaller ones.
     The global norm is clipped to ``max_grad_norm``. Losses, penalty and norm come to the host in a single transfer,
     which the guard before the optimizer needs.
 
@@ -116,12 +123,14 @@ def compute_gradients(
                 has_auxiliary = True
                 auxiliary_value += auxiliary.detach() * share
                 loss = loss + auxiliary * (share * world)
-            accelerator.backward(loss)
+            accelerator.backward(loss * loss_scale if loss_scale != 1 else loss)
         loss_sum += batch_sum.detach()
         if check_targets:
             counted += float(count)
     if check_targets:
         check_target_count(task, int(mine[0]), counted)
+    if loss_scale != 1:
+        torch._foreach_div_([weight.grad for weight in model.parameters() if weight.grad is not None], loss_scale)
     norm = _clip(accelerator, model, options.max_grad_norm)
     sums = sum_over_processes(accelerator, torch.stack([loss_sum, penalty_value, auxiliary_value]))
     loss_number, penalty_number, auxiliary_number, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
