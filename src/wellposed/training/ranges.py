@@ -49,12 +49,9 @@ TRAIN_RULES: dict[str, Rule] = {
     "log_every": AT_LEAST_ONE,
     "seed": SEED,
 }
-<<<<<<< HEAD
 START_CHOICES = {"attention": ("own", "l2", "cosine"), "init": ("own", "t_fixup")}
 UNSET = (False, "own")
-=======
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
->>>>>>> part-machines
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
 
