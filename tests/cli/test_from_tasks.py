@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.support.tokenizers import bert_words, byte_level_bpe, word_level
+from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
 
 from wellposed.cli import main
 from wellposed.tasks import build_task

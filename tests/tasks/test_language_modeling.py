@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.support.tokenizers import bert_words, byte_level_bpe
+from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, Task, build_task

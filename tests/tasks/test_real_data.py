@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.tokenizers import bert_words
+from tests.support.tokenizer_folders import bert_words
 
 from wellposed.tasks import SPLITS, CharLMTask, Task, build_task
 

@@ -13,6 +13,7 @@ from wellposed.errors import ConvergenceError
 from wellposed.recipes.compare import compare
 from wellposed.report import aggregate
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_result, result_schema, train
+from wellposed.training.build import build_run_model
 
 
 @pytest.mark.parametrize("when", ["start", "step"])
@@ -38,12 +39,10 @@ def test_a_convergence_error_is_a_failed_run(stub: ModuleType, tmp_path: Path, w
 
 
 def test_a_comparison_goes_on_and_the_report_lists_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make: Any = (train.__kwdefaults__ or {})["model"]
-
     def breaking(config: RunConfig, task: Any) -> Any:
         if config.variant == "rezero":
             raise ConvergenceError("the initialisation did not converge")
-        return make(config, task)
+        return build_run_model(config, task)
 
     defaults = {**(train.__kwdefaults__ or {}), "model": breaking}
     monkeypatch.setattr(train, "__kwdefaults__", defaults)

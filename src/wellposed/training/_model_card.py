@@ -86,11 +86,11 @@ def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
 
 
 def _loading(model: nn.Module) -> list[str]:
+    if not hasattr(model, "save_pretrained"):
+        return []
     from wellposed.models import auto_class
 
     changes = recorded(getattr(model, "config", None))
-    if not hasattr(model, "save_pretrained"):
-        return []
     if changes:
         code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=" and ".join(_lost(changes)))
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from wellposed.charts import Panel, Row, lines
 from wellposed.recipes.frontier.accuracy import Model
 from wellposed.recipes.frontier.texts import Sizes, find_texts, text_run
-from wellposed.recipes.recipe import Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, depths_trained, train_grid
 
 MODELS = {"plain, no norm": Model("post_ln", norm="none"), "rezero": Model("rezero"), "lipschitz": Model("lipschitz")}
@@ -57,6 +57,9 @@ def depth(request: Request) -> Reproduction:
         got=f"{'; '.join(said)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds",
         holds=trained["lipschitz"] == list(depths) and largest["lipschitz"] <= 1,
         notes=("a depth trains where every seed's accuracy on valid is above that of the most frequent label",),
+        criterion=Criterion(
+            "`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, "every seed must agree"
+        ),
     )
 
 
