@@ -1,17 +1,20 @@
-"""Run by test_kill.py: train, kill -9 at random moments, resume; print as JSON how the files compare.
+"""Run by test_kill.py: train, kill -9 at random moments and at the last renames, resume; print how the files compare.
 
 Each run is a process of its own, forked from this one once the imports are done; this one never trains.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import accelerate  # noqa: F401  (imported before the forks, to save time)
@@ -74,6 +77,23 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def killed_at_rename(work: Callable[[], None], number: int, *, after: bool) -> None:
+    """Run ``work`` and die just before or after the rename with this number, counted from 0."""
+    rename, count = Path.replace, itertools.count()
+
+    def replace(path: Path, target: Path) -> Path:
+        here = next(count) == number
+        if here and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        renamed = rename(path, target)
+        if here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return renamed
+
+    Path.replace = replace  # type: ignore[method-assign]
+    work()
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -86,7 +106,12 @@ def main() -> None:
     began = time.monotonic()
     assert exit_code(forked(lambda: run(folder / "straight"))) == 0
     whole = time.monotonic() - began
-    outcomes = []
+    outcomes = [*at_random_moments(run, folder, whole), *at_the_last_renames(run, folder)]
+    print(json.dumps(outcomes))
+
+
+def at_random_moments(run: Callable[[Path], None], folder: Path, whole: float) -> list[dict[str, object]]:
+    outcomes: list[dict[str, object]] = []
     while len(outcomes) < 3:
         out = folder / f"killed-{len(outcomes)}"
         kills = []
@@ -98,7 +123,26 @@ def main() -> None:
             kills.append(exit_code(child))
         again = exit_code(forked(lambda out=out: run(out)))
         outcomes.append({"kills": kills, "resumed": again, **compare(folder / "straight", out)})
-    print(json.dumps(outcomes))
+    return outcomes
+
+
+def at_the_last_renames(run: Callable[[Path], None], folder: Path) -> list[dict[str, object]]:
+    """Kill a run that ends, before and after each rename; every start has the last ones alone to do."""
+    outcomes: list[dict[str, object]] = []
+    begun = folder / "begun"
+    assert exit_code(forked(lambda: run(begun))) == 0
+    for name in ("result.json", "manifest.json"):
+        (begun / name).unlink()
+    for moment in itertools.count():
+        number, after = divmod(moment, 2)
+        out = folder / f"rename-{number}-{'after' if after else 'before'}"
+        shutil.copytree(begun, out)
+        killed = exit_code(forked(partial(killed_at_rename, partial(run, out), number, after=bool(after))))
+        if killed == 0:
+            return outcomes
+        again = exit_code(forked(lambda out=out: run(out)))
+        outcomes.append({"kills": [killed], "resumed": again, **compare(folder / "straight", out)})
+    raise AssertionError("unreachable")
 
 
 def compare(straight: Path, out: Path) -> dict[str, object]:
@@ -110,6 +154,7 @@ def compare(straight: Path, out: Path) -> dict[str, object]:
         "different": [name for name in FILES if (straight / name).read_bytes() != (out / name).read_bytes()],
         "same_rows": rows[0] == rows[1],
         "litter": [path.name for path in out.iterdir() if path.name.startswith(".")],
+        "recorded": (out / "manifest.json").is_file(),
         "starts": [start["from_step"] for start in json.loads((out / "env.json").read_text())["starts"]],
     }
 

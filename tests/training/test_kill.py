@@ -1,4 +1,4 @@
-"""kill -9 at random moments, ``--resume auto``, run to the end: every bit as in the run that was not killed."""
+"""kill -9, ``--resume auto``, run to the end: every bit as in the run that was not killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+def test_killed_at_random_moments_and_at_the_last_renames(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "support" / "kill_and_resume.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -21,10 +21,11 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout.splitlines()[-1])
-    assert len(outcomes) == 3
+    assert len(outcomes) >= 3 + 2 * 3  # of env.json, manifest.json and result.json at least
     assert any(-9 in outcome["kills"] for outcome in outcomes)
     for outcome in outcomes:
         assert outcome["resumed"] == 0, (outcomes, done.stderr)
         assert outcome["different"] == [], outcomes
         assert outcome["same_rows"], outcomes
         assert outcome["litter"] == [], outcomes
+        assert outcome["recorded"], outcomes

@@ -24,10 +24,11 @@ def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     return {name: _entry(len(data), sha256(data).hexdigest()) for name, data in sorted(files.items())}
 
 
-def write(folder: Path, names: Iterable[str]) -> None:
-    """Write the manifest of those files of ``folder`` that exist, in one step."""
+def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None) -> None:
+    """Write the manifest of those files of ``folder`` that exist, and of those still to come, in one step."""
     paths = [folder / name for name in sorted(names)]
     entries = {path.name: _entry(path.stat().st_size, durable_files.digest(path)) for path in paths if path.is_file()}
+    entries |= describe(coming or {})
     durable_files.replace_file(folder / NAME, to_json({"format": FORMAT, "files": entries}, indent=2))
 
 

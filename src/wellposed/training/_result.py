@@ -14,8 +14,7 @@ import torch
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import to_json
-from wellposed.training import durable_files
-from wellposed.training._manifest import verify_run_file
+from wellposed.training import _manifest, durable_files
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
 from wellposed.training.evaluate import Evaluation
@@ -63,7 +62,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     path = run_folder / RESULT
     if not path.is_file():
         return None
-    verify_run_file(path)
+    _manifest.verify_run_file(path)
     try:
         values = json.loads(path.read_bytes())
         return RunResult(values["train_info"]["status"], run_folder, values, values["train_info"].get("reason", ""))
@@ -72,8 +71,11 @@ def read_result(run_folder: Path) -> RunResult | None:
 
 
 def write_result(result: RunResult) -> RunResult:
-    """Write ``result.json`` in one step and return ``result``."""
-    durable_files.replace_file(result.out / RESULT, to_json(result.result, indent=2))
+    """Write the manifest of the run's records and last, in one step, ``result.json``: with it the run has ended."""
+    path, data = result.out / RESULT, to_json(result.result, indent=2)
+    path.unlink(missing_ok=True)  # that of an earlier end would not be what the new manifest describes
+    _manifest.write(result.out, _manifest.RECORDS, coming={RESULT: data})
+    durable_files.replace_file(path, data)
     return result
 
 

@@ -12,6 +12,7 @@ from wellposed.tasks import build_task
 from wellposed.training import checkpoints, run_folder
 from wellposed.training._result import RunResult, read_result
 from wellposed.training._started import describe_start
+from wellposed.training.average import weight_history
 from wellposed.training.build import ModelFactory, build_start
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
@@ -107,11 +108,10 @@ def train(
             config = with_warmup_begun(config, share, run_folder.read_config(out))
     if accelerator.is_main_process:
         run_folder.check_run_folder(out, config, resume, longer=longer)
-    finished = read_result(out) if resume == "auto" else None
-    if finished is not None and finished.status == "success" and (out / "final").is_dir():
-        asked = finished.result["config"]["train"]["steps"] if longer else config.train.steps
-        if asked == config.train.steps:
-            return finished
+    if resume == "auto" and (finished := _finished_run(config, out, longer=longer)) is not None:
+        if accelerator.is_main_process and (history := weight_history(config, out)) is not None:
+            history.remove()  # a kill after the last record leaves it
+        return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
     with one_line_failures(out, config.train, accelerator), only_writer(out, enabled=accelerator.is_main_process):
@@ -145,6 +145,14 @@ def train(
         finally:
             if run is not None:
                 run.close()
+
+
+def _finished_run(config: RunConfig, out: Path, *, longer: bool) -> RunResult | None:
+    finished = read_result(out)
+    if finished is None or finished.status != "success" or not (out / "final").is_dir():
+        return None
+    trained = finished.result["config"]["train"]["steps"]
+    return None if longer and trained != config.train.steps else finished
 
 
 def _train_to_the_end(run: Run) -> RunResult:

@@ -173,5 +173,4 @@ def end(
     result = RunResult(status, run.out, values, message)
     if run.is_main:
         write_result(result)
-        _manifest.write(run.out, _manifest.RECORDS)
     return result
