@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from wellposed.cli import COMMANDS, main
+from wellposed.cli.parser import OTHER_SPELLINGS
 from wellposed.recipes.variants import VARIANTS
 from wellposed.tasks import TASKS
+from wellposed.training.config import TrainOptions
 
 PROBE = """
 import sys
@@ -23,7 +26,12 @@ raise SystemExit(status)
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "char_lm", "-h"], ["compare", "listops", "-h"]],
+    [
+        ["--help"],
+        *([name, "--help"] for name in COMMANDS),
+        ["train", "char_lm", "-h"],
+        ["compare", "listops", "--help-all"],
+    ],
 )
 def test_help_exits_zero_and_imports_nothing_heavy(words: list[str]) -> None:
     found = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, check=False)
@@ -37,6 +45,35 @@ def test_every_command_and_task_and_variant_is_in_the_help(capsys: pytest.Captur
     assert main(["compare"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in (*COMMANDS, *TASKS, *VARIANTS))
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("task", TASKS.names())
+def test_the_first_help_fits_a_screen_and_the_second_is_whole(
+    command: str, task: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([command, task, "--help"]) == 0
+    first = capsys.readouterr().out
+    assert main([command, task, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert len(first.splitlines()) <= 48
+    assert "--help-all` lists all" in first
+    assert all(name in first for name in ("--data", "--steps", "--learning-rate", "--from", "--out"))
+    options = [item.name.replace("_", "-") for item in dataclasses.fields(TrainOptions)]
+    assert [name for name in options if f"--{name}" not in whole] == []
+    assert "--model.norm" in whole
+    assert "{None}" not in first + whole
+
+
+@pytest.mark.parametrize(("word", "meant"), OTHER_SPELLINGS.items())
+def test_spellings_of_other_libraries_are_told_what_they_are_here(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "char_lm", word, "3"]) == 2
+    assert f"no option {word}; did you mean {meant}?" in capsys.readouterr().err
+    assert main(["train", "char_lm", "--help-all"]) == 0
+    assert meant.partition(" ")[0] in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.parser import HELP, HELP_ALL, OTHER_SPELLINGS, Flat, parse_words
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
@@ -28,7 +29,15 @@ from wellposed.training.config import (
     read_toml,
 )
 
-Flat = tyro.conf.arg(name="")
+COMMON = frozenset(
+    {
+        *("variant", "variants", "seeds", "out", "resume", "certify"),
+        *("data", "src", "tgt", "model"),
+        *("steps", "epochs", "batch_size", "learning_rate", "seed"),
+        *("model.hidden_size", "model.num_hidden_layers"),
+    }
+)
+"""The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 FINE_TUNING = TrainOptions(
     epochs=3,
     learning_rate=3e-5,
@@ -64,7 +73,7 @@ class FileArguments:
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Take the task name, the first word that is not an option, from the words of ``train`` or ``compare``."""
-    if not words or words[0] in {"-h", "--help"}:
+    if not words or words[0] in {*HELP, HELP_ALL}:
         return None, list(words)
     if words[0].startswith("-"):
         raise ConfigError(f"wellposed {command}: expected a task first, received {words[0]!r}; tasks: {_task_names()}")
@@ -164,12 +173,16 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         constrain=base.constrain,
         start=StartArguments(**dataclasses.asdict(base.start)),
     )
-    parsed: Any = tyro.cli(
+    for word in words:
+        if (meant := OTHER_SPELLINGS.get(word.partition("=")[0])) is not None:
+            raise ConfigError(f"{command} {base.task}: no option {word.partition('=')[0]}; did you mean {meant}?")
+    parsed: Any = parse_words(
         arguments,
-        args=list(words),
+        words,
         default=default,
         prog=f"wellposed {command} {base.task}",
         description=summary,
+        common=COMMON,
     )
     run = dataclasses.replace(
         base,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError
 from wellposed.text_table import aligned
 
@@ -65,7 +66,7 @@ class CertifyArguments:
 
 def run(words: Sequence[str]) -> int:
     """Print the certificate, and for a classifier run its certified accuracy; return the exit status."""
-    options = tyro.cli(CertifyArguments, args=list(words), prog="wellposed certify", description=__doc__)
+    options = parse_words(CertifyArguments, words, prog="wellposed certify", description=__doc__)
     radii = _radii(options.radii)
 
     from wellposed.certification import certify

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import tyro
-
+from wellposed.cli.parser import parse_words
 from wellposed.version import __version__
 
 PACKAGES = (
@@ -35,7 +34,7 @@ class DoctorArguments:
 
 def run(words: Sequence[str]) -> int:
     """Print what was found and return 0 if every check passed, else 1."""
-    tyro.cli(DoctorArguments, args=list(words), prog="wellposed doctor")
+    parse_words(DoctorArguments, words, prog="wellposed doctor")
     print(f"wellposed     {__version__}")
     print(f"python        {platform.python_version()} on {platform.platform()}")
     for package, extra in PACKAGES:

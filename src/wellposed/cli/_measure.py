@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.parser import parse_words
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class MeasureArguments:
 
 def run(words: Sequence[str]) -> int:
     """Print the table, write the files and return the exit status."""
-    options = tyro.cli(MeasureArguments, args=list(words), prog="wellposed measure")
+    options = parse_words(MeasureArguments, words, prog="wellposed measure")
 
     from wellposed.cli.load import load_model, load_tokenizer
     from wellposed.measurement import measure

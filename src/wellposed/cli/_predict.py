@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.parser import parse_words
 from wellposed.cli.prediction.lines import LineSource, line_writer
 from wellposed.errors import ConfigError, DataError
 
@@ -58,7 +59,7 @@ class PredictArguments:
 
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
-    options = tyro.cli(PredictArguments, args=list(words), prog="wellposed predict")
+    options = parse_words(PredictArguments, words, prog="wellposed predict")
     _check(options)
 
     from wellposed.cli.load import load_model, load_tokenizer

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from wellposed.cli.parser import parse_words
+
 
 @dataclass(frozen=True)
 class ReportArguments:
@@ -22,7 +24,7 @@ class ReportArguments:
 
 def run(words: Sequence[str]) -> int:
     """Write the report, print the comparison and the page's path."""
-    options = tyro.cli(ReportArguments, args=list(words), prog="wellposed report")
+    options = parse_words(ReportArguments, words, prog="wellposed report")
 
     from wellposed.report import aggregate, build_report
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.reproduce import RECIPES, check_data, data_of, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
@@ -41,7 +42,7 @@ class ReproduceArguments:
 
 def run(words: Sequence[str]) -> int:
     """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not hold."""
-    options = tyro.cli(ReproduceArguments, args=list(words), prog="wellposed reproduce", description=__doc__)
+    options = parse_words(ReproduceArguments, words, prog="wellposed reproduce", description=__doc__)
     if options.list:
         print(_listing())
         return 0

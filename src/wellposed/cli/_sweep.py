@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.recipes.mcgrath2024.grid import SCALES, chosen_cells, grid
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
@@ -53,9 +52,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     if words[0] not in STUDIES:
         raise unknown_name("study", words[0], STUDIES)
-    options = tyro.cli(
-        SweepArguments, args=list(words[1:]), prog=f"wellposed sweep {words[0]}", description=__doc__ or ""
-    )
+    options = parse_words(SweepArguments, words[1:], prog=f"wellposed sweep {words[0]}", description=__doc__ or "")
     settings = _settings(options)
     open_sweep(settings, options.resume)
     total = len(settings.trainings())

@@ -1,0 +1,118 @@
+"""One parser for all commands: tyro, with optional values shown as what they are and help that fits a screen first."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+Arguments = TypeVar("Arguments")
+Flat = tyro.conf.arg(name="")
+HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
+OTHER_SPELLINGS = {
+    "--lr": "--learning-rate",
+    "--bs": "--batch-size",
+    "--max-steps": "--steps",
+    "--num-steps": "--steps",
+    "--num-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
+    "--wd": "--weight-decay",
+    "--output-dir": "--out",
+    "--model": "--from",
+    "--accum": "--gradient-accumulation",
+    "--bf16": "--precision bf16",
+    "--fp16": "--precision fp16",
+    "--layers": "--model.num-hidden-layers",
+    "--hidden-size": "--model.hidden-size",
+}
+"""What people type who come from elsewhere -> the option of `train` and `compare`."""
+
+
+def parse_words(
+    arguments: type[Arguments],
+    words: Sequence[str],
+    *,
+    prog: str,
+    description: str | None = None,
+    default: Arguments | None = None,
+    common: Collection[str] = (),
+) -> Arguments:
+    """Return the options among the words of a command.
+
+    Args:
+        arguments: dataclass of the options; its docstrings are their help.
+        words: what followed the command's name.
+        prog: the command, as usage and messages print it.
+        description: the first lines of the help; the docstring of ``arguments`` where not given.
+        default: values where no option is given.
+        common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty: both show all.
+    """
+    if common and any(word in HELP for word in words):
+        arguments, default = only(arguments, default, common)
+        description = f"{description or ''}\n\nThe most used options; `{prog} {HELP_ALL}` lists all."
+    words = ["--help" if word == HELP_ALL else word for word in words]
+    with _REGISTRY:
+        parsed = tyro.cli(arguments, args=words, default=default, prog=prog, description=description)
+    return typing.cast(Arguments, parsed)
+
+
+def only(cls: type[Any], default: Any, names: Collection[str], prefix: str = "") -> tuple[type[Any], Any]:
+    """Return ``cls`` and ``default`` with all options hidden but those needed and those whose dotted name is named."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields, values = [], {}
+    for item in dataclasses.fields(cls):
+        hint, path = hints[item.name], f"{prefix}{item.name}"
+        inner, marks = _unwrapped(hint)
+        value = getattr(default, item.name)
+        if dataclasses.is_dataclass(inner):
+            short, value = only(typing.cast(type, inner), value, names, prefix if Flat in marks else f"{path}.")
+            hint = Annotated[(short, *marks)] if marks else short
+        elif path not in names and value is not tyro.MISSING:
+            hint = Annotated[hint, tyro.conf.Suppress]
+        values[item.name] = value
+        fields.append((item.name, hint, field(default=value)))
+    short = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
+    short.__doc__ = cls.__doc__
+    return short, short(**values)
+
+
+def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return (hint.__origin__, hint.__metadata__) if hasattr(hint, "__metadata__") else (hint, ())
+
+
+_REGISTRY = ConstructorRegistry()
+
+
+@dataclass(frozen=True)
+class _Optional:
+    """Reads a value of one type, or the word None."""
+
+    kind: type
+
+    def read(self, words: Sequence[str]) -> Any:
+        return None if words == ["None"] else self.kind(words[0])
+
+    def holds(self, value: object) -> bool:
+        return value is None or isinstance(value, self.kind)
+
+
+@_REGISTRY.primitive_rule
+def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Show ``int | None`` as INT; tyro's own rule shows {None}|INT."""
+    kinds = [kind for kind in typing.get_args(info.type) if kind is not type(None)]
+    if type(None) not in typing.get_args(info.type) or len(kinds) != 1 or kinds[0] not in (int, float, str, Path):
+        return None
+    optional = _Optional(kinds[0])
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kinds[0].__name__.upper(),
+        instance_from_str=optional.read,
+        is_instance=optional.holds,
+        str_from_instance=lambda value: [str(value)],
+    )
