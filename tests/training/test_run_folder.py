@@ -42,8 +42,10 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, stub: ModuleType) -> None:
     with pytest.raises(ConfigError, match=r"no config\.toml, so it is not a run"):
         stub.run(config, tmp_path, resume="auto")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    with pytest.raises(ConfigError, match="already holds files"):
+    with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
         stub.run(config, tmp_path / "thesis.txt")
+    with pytest.raises(ConfigError, match=r"--resume yes: expected never, auto .* or the folder of a checkpoint"):
+        stub.run(config, tmp_path / "new", resume="yes")
 
 
 def test_every_changed_field_is_listed(tmp_path: Path, stub: ModuleType) -> None:

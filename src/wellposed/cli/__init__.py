@@ -67,6 +67,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _describe(error: Exception) -> str:
+    if isinstance(error, FileExistsError):
+        return f"{error.filename}: there is a file of that name, expected a folder; name another one"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'system'}: {error.strerror}"
     return str(error)

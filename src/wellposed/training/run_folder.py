@@ -80,9 +80,16 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
         ConfigError: ``out`` is in use without resume, is not a run folder, was made by another configuration (every
             differing field is listed), or ``resume`` names a checkpoint of another run or none at all.
     """
+    if out.is_file():
+        raise ConfigError(f"{out}: there is a file of that name, expected a folder; name another --out")
     if _is_used(out) and resume == "never":
         raise ConfigError(
             f"{out}: already holds files; name another --out, or continue the run in it with --resume auto"
+        )
+    if resume not in ("never", "auto") and not checkpoints.NAME.match(Path(resume).name):
+        raise ConfigError(
+            f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out) or the folder of a "
+            f"checkpoint, {out / 'checkpoint-STEP'}"
         )
     if resume not in ("never", "auto") and Path(resume).resolve().parent != out.resolve():
         raise ConfigError(
