@@ -197,6 +197,33 @@ def test_the_number_of_generated_texts_can_be_limited(corpus: Path) -> None:
         assert len(model.widths) == count
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, beams: int) -> None:
+    from wellposed.models import build_model
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    task: Any = build(corpus, generate_beams=beams)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = build_model("wellposed", "seq2seq_lm", **sizes, **task.model_kwargs())
+    told: list[tuple[int, int]] = []
+    silent = task.generate_metrics(model, "valid", batch_size=2, max_examples=4)
+    heard = task.generate_metrics(
+        model, "valid", batch_size=2, max_examples=4, notify=lambda *numbers: told.append(numbers)
+    )
+    assert heard == silent
+    assert sorted(set(told)) == [(0, 4), (2, 4)]
+    assert len(told) > 2
+
+    def stop(done: int, count: int) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        task.generate_metrics(model.train(), "valid", batch_size=2, notify=stop)
+    assert model.training
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, beams: int) -> None:
     """Batched by length, every row gets what it gets alone."""

@@ -63,6 +63,30 @@ def test_quiet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     assert "a [bold]message[/bold]" in caplog.text
 
 
+def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = iter([0.0, 9.0, 10.0, 10.5, 21.0])
+    monkeypatch.setattr("wellposed.training.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(enabled=True, steps=10, description="") as progress:
+        for done in range(5):
+            progress.part("generating", done, 7)
+    assert stream.getvalue().splitlines() == ["generating: 0/7", "generating: 2/7", "generating: 4/7"]
+
+
+def test_a_part_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(enabled=True, steps=10, description="training") as progress:
+        progress.part("generating", 0, 7)
+        progress.part("generating", 3, 7)
+    assert "generating" in stream.getvalue()
+    assert "3/7" in stream.getvalue()
+
+
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])
 def test_the_time_that_remains(monkeypatch: pytest.MonkeyPatch, done: int, began: float, expected: str) -> None:
     clock: Any = iter([began, 10.0])

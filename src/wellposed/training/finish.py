@@ -140,12 +140,16 @@ def choose_mean_weights(run: Run) -> dict[str, Any]:
 
 def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
     """Return the scores of texts that the final weights generate for ``split``; none for a task without texts."""
-    if run.task.report_headline is not None:
-        if run.stop_requested():
+    if run.task.report_headline is not None and run.stop_requested():
+        raise Cancelled
+
+    def notify(done: int, count: int) -> None:
+        if run.stop.requested and run.accelerator.num_processes == 1:
             raise Cancelled
-        run.progress.say(f"generating the {split} split")
+        run.progress.part(f"generating the texts of {split}", done, count)
+
     batch_size = min(GENERATE_BATCH, run.options.batch_size)
-    scores = run.task.generate_metrics(run.model, split, batch_size=batch_size, max_examples=None)
+    scores = run.task.generate_metrics(run.model, split, batch_size=batch_size, notify=notify)
     return {name: float(value) for name, value in scores.items()}
 
 

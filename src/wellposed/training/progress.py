@@ -10,6 +10,7 @@ from typing import Any
 
 logger = logging.getLogger("wellposed.training")
 
+SECONDS_BETWEEN_LINES = 10.0
 SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
 
 
@@ -27,6 +28,7 @@ class Progress:
         self._task: Any = None
         self._first_step: int | None = None
         self._began = 0.0
+        self._parts: dict[str, Any] = {}
 
     def __enter__(self) -> Progress:
         if self._enabled and sys.stderr.isatty():
@@ -68,6 +70,18 @@ class Progress:
         self._first_step, self._began = step, time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
+
+    def part(self, name: str, done: int, count: int) -> None:
+        """Show how far a part of the run is that has no steps: a bar of its own, or a line every ten seconds."""
+        began = name not in self._parts
+        now = time.monotonic()
+        if self._bar is not None:
+            if began:
+                self._parts[name] = self._bar.add_task(name, total=count, loss="-", speed="-")
+            self._bar.update(self._parts[name], completed=done, total=count)
+        elif began or now - self._parts[name] >= SECONDS_BETWEEN_LINES:
+            self._parts[name] = now
+            self.say(f"{name}: {done}/{count}")
 
     def row(self, row: dict[str, Any]) -> None:
         """Show one row of ``metrics.jsonl``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,27 +43,35 @@ def generate_texts(
     decoding: Decoding,
     *,
     batch_size: int,
+    notify: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, list[Hypothesis]]]:
     """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index comes exactly once.
 
     The search is transformers' ``generate``; the ids of padding and unknown are never produced, nor that of a start
-    that no target holds. ``model`` is an
-    encoder-decoder in evaluation mode, ``rows`` are source ids with their end token.
+    that no target holds. ``model`` is an encoder-decoder in evaluation mode, ``rows`` are source ids with their end
+    token. ``notify`` is called after every token with the rows that are done; what it raises ends the search.
     """
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        found = _generate_batch(model, tokenizer, [rows[member] for member in members], decoding)
+        each_token = None if notify is None else partial(notify, start)
+        found = _generate_batch(model, tokenizer, [rows[member] for member in members], decoding, each_token)
         yield from zip(members, found, strict=True)
 
 
 def _generate_batch(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], decoding: Decoding
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[int]],
+    decoding: Decoding,
+    each_token: Callable[[], None] | None,
 ) -> list[list[Hypothesis]]:
     import torch
 
     inputs = pad_batch(rows, int(tokenizer.pad_token_id), model.device)  # type: ignore[arg-type]
     keywords = generate_keywords(model, tokenizer, longest=inputs["input_ids"].shape[1], decoding=decoding)
+    if each_token is not None:
+        keywords["stopping_criteria"] = [_goes_on(each_token)]
     with torch.inference_mode():
         out: Any = model.generate(**inputs, **keywords)  # type: ignore[operator]
     texts = tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
@@ -70,6 +79,17 @@ def _generate_batch(
     numbers = [None] * len(texts) if scores is None else scores.tolist()
     pairs = [Hypothesis(text, score) for text, score in zip(texts, numbers, strict=True)]
     return [pairs[i : i + decoding.num_return] for i in range(0, len(pairs), decoding.num_return)]
+
+
+def _goes_on(each_token: Callable[[], None]) -> Callable[..., Tensor]:
+    """Return a criterion that stops no row and calls ``each_token``."""
+
+    def criterion(input_ids: Tensor, scores: Any, **keywords: Any) -> Tensor:
+        del scores, keywords
+        each_token()
+        return input_ids.new_zeros(input_ids.shape[0]).bool()
+
+    return criterion
 
 
 def pad_batch(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> dict[str, Tensor]:

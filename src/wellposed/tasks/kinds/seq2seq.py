@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -136,7 +136,13 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return {"loss": nats, "perplexity": perplexity(nats)}
 
     def generate_metrics(
-        self, model: Any, split: Split, *, batch_size: int, max_examples: int | None = None
+        self,
+        model: Any,
+        split: Split,
+        *,
+        batch_size: int,
+        max_examples: int | None = None,
+        notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
         from wellposed.tasks.kinds.generate import generate_texts
 
@@ -148,8 +154,16 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         model.eval()
         try:
             rows = [source[index].tolist() for index in range(count)]
-            for index, found in generate_texts(model, self.tokenizer, rows, self._decoding(), batch_size=batch_size):
-                texts[index] = found[0].text
+            found = generate_texts(
+                model,
+                self.tokenizer,
+                rows,
+                self._decoding(),
+                batch_size=batch_size,
+                notify=None if notify is None else lambda done: notify(done, count),
+            )
+            for index, hypotheses in found:
+                texts[index] = hypotheses[0].text
         finally:
             model.train(was_training)
         scored = self._score(texts, self._references[split][:count])
