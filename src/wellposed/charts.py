@@ -10,8 +10,8 @@ from typing import Any, Literal
 from wellposed.measurement.figures import COLOURS, add_grid, figure_style, new_figure
 
 Row = Mapping[str, Any]
-Style = Literal["solid", "dashed", "dots", "bars"]
-_DASHES = {"solid": "-", "dashed": (0, (5, 1.5)), "dots": ""}
+Style = Literal["solid", "dashed", "dotted", "dots", "bars"]
+_DASHES = {"solid": "-", "dashed": (0, (5, 1.5)), "dotted": (0, (1, 1.2)), "dots": ""}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             axes.bar(series.x, series.y, width=width, color=colour, alpha=0.5, label=series.label)
             continue
         marker = "o" if len(series.x) <= 40 else None
-        dash: Any = _DASHES[series.style]
+        again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
+        dash: Any = _DASHES["dotted" if again else series.style]
         axes.plot(
             series.x, series.y, color=colour, linestyle=dash or "none", linewidth=1.5, marker=marker, markersize=3,
             label=series.label, gid=f"variant-{number}",

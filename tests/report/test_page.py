@@ -85,7 +85,7 @@ def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) 
 def test_tables_have_as_many_files_as_there_are_tables(report: tuple[Path, str]) -> None:
     page = Page(report[1])
     sortable = [table for table in page.tags["table"] if "data-sort" in table]
-    figures = 2 * 3  # curves, spectra and weights of each task
+    figures = 2 * 2  # curves and spectra of each task
     assert len(page.csv_names()) == len(sortable) + figures + 1
 
 

@@ -50,6 +50,8 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
+    data: CsvLink | None = None
+    """A file with more than the columns, to stand in place of theirs."""
 
     @property
     def headings(self) -> list[Column]:
@@ -70,6 +72,8 @@ class Table:
     @property
     def csv(self) -> CsvLink:
         """The whole table as CSV."""
+        if self.data is not None:
+            return self.data
         rows = [{name: v.value if isinstance(v, Cell) else v for name, v in row.items()} for row in self.rows]
         return csv_link(self.name, [column.name for column in self.columns], rows)
 

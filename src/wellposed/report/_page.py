@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import missing_extra
+from wellposed.measurement.figures import COLOURS
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, compare_runs
 from wellposed.report._artefacts import find_artefacts
@@ -70,6 +71,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
         artefacts=artefacts,
         running=running_section(unfinished, numbers),
         numbers=numbers,
+        colours=len(COLOURS),
         remarks=comparison.remarks(),
         excluded=_excluded(comparison),
         results=_all_results(comparison),

@@ -26,7 +26,7 @@ def panel_svg(panel: Panel, prefix: str) -> Any:
         figure.set_dpi(72)  # of SVG: positions below are those of the file
         axes = figure.subplots()
         draw_panel(axes, panel)
-        names = ", ".join(series.label for series in panel.series)
+        names = "; ".join(series.label for series in panel.series)
         markup = svg_markup(figure, prefix=prefix, label=f"{panel.title} over {panel.x_label}: {names}")
         values = json.dumps(_hover(panel, axes), separators=(",", ":"))
     markup = re.sub(rf'\bid="{prefix}-variant-(\d+)"', r'data-variant="\1"', markup)

@@ -19,7 +19,7 @@ from wellposed.report._figures import (
     weight_rows,
 )
 from wellposed.report._heat import HeatMaps, Weights, heat_maps
-from wellposed.report._html_table import Cell, Column, CsvLink, Table, csv_link, slug
+from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
 from wellposed.report._runs import Run
 from wellposed.report._tables import conclusions
 from wellposed.report._words import metric_words
@@ -47,7 +47,6 @@ class TaskSection:
     training: Table
     settings: Table | None
     weights: Table | None
-    all_weights: CsvLink | None
     data: Sequence[tuple[str, str]]
 
 
@@ -63,7 +62,6 @@ def task_section(number: int, task: TaskComparison, runs: Sequence[Sequence[Run]
         certified_figure(f"{name}-certified", task, runs, numbers),
         spectra_figure(f"{name}-spectra", weights, numbers),
     )
-    columns = ["variant", "when", *WEIGHT_COLUMNS]
     return TaskSection(
         anchor=f"task-{number}",
         name=task.task,
@@ -77,8 +75,7 @@ def task_section(number: int, task: TaskComparison, runs: Sequence[Sequence[Run]
         heat=heat_maps(f"{name}-orthogonality", weights),
         training=_training(f"{name}-training", task, runs),
         settings=_settings(f"{name}-settings", task, runs),
-        weights=_weight_table(f"{name}-weights-before-after", weights) if weights else None,
-        all_weights=csv_link(f"{name}-weights", columns, weight_rows(weights)) if weights else None,
+        weights=_weight_table(f"{name}-weights", weights) if weights else None,
         data=_data(runs),
     )
 
@@ -232,7 +229,8 @@ def _weight_table(name: str, weights: Weights) -> Table:
         for when in ("before", "after")
     ]
     fixed = [VARIANT, Column("weight", "weight", "text"), Column("shape", "shape", "text")]
-    return Table(name, "Every weight, before and after training", [*fixed, *columns], rows)
+    data = csv_link(name, ["variant", "when", *WEIGHT_COLUMNS], weight_rows(weights))
+    return Table(name, "Every weight, before and after training", [*fixed, *columns], rows, data)
 
 
 def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:

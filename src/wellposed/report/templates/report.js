@@ -62,9 +62,8 @@ for (const svg of all("svg[data-hover]")) {
       .map(([number, name], k) => ({ number, name, value: values[k] }))
       .filter(({ number, value }) => value && !hidden.has(String(number)))
       .map(({ number, name, value }) => {
-        const swatch = make("span", { className: "swatch" });
-        swatch.style.background = `var(--c${number % 7})`;
-        return make("div", {}, swatch, `${name}: ${value}`);
+        const swatch = document.querySelector(`#variants [data-number="${number}"] .swatch`);
+        return make("div", {}, swatch?.cloneNode() ?? "", `${name}: ${value}`);
       });
     tip.replaceChildren(make("strong", { textContent: heading }), ...lines);
     tip.hidden = false;
