@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.html_page import Page
 
 from wellposed.certification import certify
 from wellposed.cli import main
@@ -81,8 +81,7 @@ def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(compared
     assert "certified@0.1,test" in table
     page = build_report([compared], tmp_path / "report.html").read_text()
     assert "what no perturbation can undo (solid)" in page
-    with (tmp_path / "report_data" / "1-text_classification-certified.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = Page(page).csv("1-text_classification-certified")
     curves = [found(compared / "lipschitz" / f"seed-{seed}")["certified"] for seed in (0, 1)]
     mine = [row for row in rows if row["variant"] == "lipschitz"]
     assert [float(row["radius"]) for row in mine] == list(TOKEN_SHARES)

@@ -43,5 +43,5 @@ def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs: Path) -> None:
 
 def test_the_page_shows_it(runs: Path, tmp_path: Path) -> None:
     page = build_report([runs], tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "bleu,test" in page
-    assert "loss,valid" in page
+    assert "Test BLEU: higher is better" in page
+    assert "validation loss (nats) 6 is no better than the reference 5.5" in page

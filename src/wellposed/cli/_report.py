@@ -1,4 +1,4 @@
-"""``wellposed report RUN...``: one offline HTML page."""
+"""``wellposed report RUN...``: one HTML page that can be mailed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ from wellposed.cli.parser import parse_words
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write one offline HTML page about finished runs."""
+    """Write one HTML page about runs, reproductions and sweeps; nothing beside it is needed to read it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, or folders that hold run folders; the first variant is the one others are compared with."""
+    """Folders of runs, reproductions or sweeps, or folders that hold run folders; the first variant is the one others
+    are compared with."""
     out: Path = Path("report.html")
-    """Page to write; the data of its figures goes to a folder beside it, as CSV."""
+    """Page to write; the data of its tables and figures is inside, as CSV."""
+    watch: bool = False
+    """Write the page again whenever a run has logged or ended, until Ctrl-C; an open page follows."""
 
 
 def run(words: Sequence[str]) -> int:
     """Write the report, print the comparison and the page's path."""
     options = parse_words(ReportArguments, words, prog="wellposed report")
 
-    from wellposed.report import aggregate, build_report
+    from wellposed.report import aggregate, build_report, watch_report
 
+    if options.watch:
+        watch_report(options.runs, options.out, lambda line: print(line, flush=True))
+        return 0
     page = build_report(options.runs, options.out)  # first, since it reads more files: damage must not follow a table
-    print(aggregate(options.runs).table())
+    if table := aggregate(options.runs).table():
+        print(table)
     print(f"report: {page}")
     return 0

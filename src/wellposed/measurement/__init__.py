@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from wellposed.lazy import import_on_first_use
 from wellposed.measurement._measurement import WEIGHT_COLUMNS as WEIGHT_COLUMNS
 from wellposed.measurement._measurement import Measurement as Measurement
+from wellposed.measurement._measurement import csv_text as csv_text
 from wellposed.measurement._measurement import write_csv as write_csv
 from wellposed.text_table import format_number as format_number
 from wellposed.text_table import text_table as text_table

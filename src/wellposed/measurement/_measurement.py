@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -201,11 +202,17 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, An
     Text that a spreadsheet would run as a formula gets an apostrophe in front, which spreadsheets do not show.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(map(_cell, columns))
-        writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    path.write_text(csv_text(columns, rows), encoding="utf-8", newline="")
     return path
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what `write_csv` writes."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(_cell, columns))
+    writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    return out.getvalue()
 
 
 def mean_of(values: Sequence[float] | None) -> float | None:

@@ -311,11 +311,12 @@ def _layer_key(layer: tuple[str, Any]) -> tuple[bool, str, Any]:
     return (layer[0] != "encoder", layer[0], layer[1])
 
 
-def _role_key(name: str) -> tuple[bool, int, str]:
-    """Self-attention, feed-forward, then cross-attention; roles in the order data flows."""
+def _role_key(name: str) -> tuple[bool, int, list[str | int]]:
+    """Self-attention, feed-forward, then cross-attention; roles in the order data flows, 2 before 10."""
     role = name.partition(" ")[0].removeprefix("cross_")
     order = ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER)
-    return (name.startswith("cross_"), order, name)
+    parts = re.split(r"(\d+)", name)
+    return (name.startswith("cross_"), order, [int(part) if part.isdecimal() else part for part in parts])
 
 
 def _matplotlib() -> Any:

@@ -12,6 +12,7 @@ from wellposed.errors import DataError
 from wellposed.finite_json import to_json
 from wellposed.measurement import write_csv
 from wellposed.options import flat_options
+from wellposed.report._artefacts import find_artefacts
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
 from wellposed.report._tables import task_table
 from wellposed.statistics import (
@@ -160,7 +161,7 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     wellposed.errors.DataError: runs cannot be read:
       no-such-folder: does not exist
     """
-    return compare_runs(find_runs(run_dirs))
+    return compare_runs(find_runs(run_dirs, needed=not find_artefacts(run_dirs)))
 
 
 def compare_runs(found: FoundRuns) -> Comparison:

@@ -91,14 +91,14 @@ class FoundRuns:
     excluded: tuple[ExcludedRun, ...]
 
 
-def find_runs(paths: Sequence[Path]) -> FoundRuns:
+def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
     """Read ``result.json`` of every run folder among or below ``paths``.
 
     A run folder holds ``result.json`` or ``config.toml``. Variants keep the order of the ``compare.json`` above them,
     else the order in which folders are given, else that of their dates.
 
     Raises:
-        DataError: a path that does not exist, no run at all, or a damaged ``result.json``; all are named.
+        DataError: a path that does not exist, no run although one is ``needed``, or a damaged ``result.json``.
     """
     files = RunFiles()
     folders = _run_folders([Path(path) for path in paths], files.problems)
@@ -106,7 +106,7 @@ def find_runs(paths: Sequence[Path]) -> FoundRuns:
     files.refuse("runs cannot be read")
     runs = [run for run, _ in read if run is not None]
     excluded = [entry for _, entry in read if entry is not None]
-    if not runs and not excluded:
+    if needed and not runs and not excluded:
         places = ", ".join(str(path) for path in paths) or "nothing"
         raise DataError(f"no run folder (with result.json or config.toml) in {places}; give the --out of a training")
     kept, repeated = _without_repetitions(_in_order(runs, paths))

@@ -1,0 +1,126 @@
+"""Folders of ``wellposed reproduce`` and ``wellposed sweep``: what was claimed, what was found, tables and drawings."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import DataError
+from wellposed.report._html_table import Column, Table, slug
+
+SWEEP = "sweep.csv"
+VERDICTS = {True: "holds", False: "does not hold", None: "cannot be said at this scale"}
+_NEEDED = ("recipe", "paper_says", "we_got", "holds")
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """One reproduced table or figure, or one sweep."""
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+    remarks: Sequence[str]
+    tables: Sequence[Table]
+    drawings: Sequence[tuple[str, str]]
+    """What each shows, and the SVG as an address; as an image it can neither run nor fetch anything."""
+
+
+def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
+    """Return what was reproduced or swept in ``paths`` or the folders right below them.
+
+    Raises:
+        DataError: a table or text of theirs cannot be read.
+    """
+    folders: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if path.is_dir():
+            for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
+                folders.setdefault(folder.resolve(), folder)
+    return [found for folder in folders.values() for found in _in_folder(folder)]
+
+
+def _in_folder(folder: Path) -> Iterator[Artefact]:
+    try:
+        for file in sorted(folder.glob("*.json")):
+            values = _claim(file)
+            if values is not None:
+                yield _reproduction(file, values)
+        if (folder / SWEEP).is_file():
+            yield _sweep(folder)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{folder}: a table, text or drawing cannot be read ({error}); make it again") from error
+
+
+def _claim(file: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and all(name in values for name in _NEEDED) else None
+
+
+def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
+    criterion = values.get("criterion")
+    test = criterion if isinstance(criterion, dict) else {}
+    verdict = VERDICTS[values["holds"] if values["holds"] in (True, False) else None]
+    facts = {
+        "paper says": values["paper_says"], "we got": values["we_got"], "verdict": verdict,
+        "test": test.get("test"), "seeds": test.get("seeds"), "uncertainty": test.get("uncertainty"),
+        "scale": values.get("scale"), "seconds": values.get("seconds"), "data": values.get("data"),
+        "command": values.get("command"),
+    }  # fmt: skip
+    notes = values.get("notes")
+    return Artefact(
+        str(values["recipe"]),
+        [(name, str(value)) for name, value in facts.items() if value is not None],
+        [str(note) for note in notes] if isinstance(notes, list) else [],
+        [_table(path) for path in [file.with_suffix(".csv")] if path.is_file()],
+        [_drawing(path, str(values["recipe"])) for path in [file.with_suffix(".svg")] if path.is_file()],
+    )
+
+
+def _sweep(folder: Path) -> Artefact:
+    page = folder / "results.md"
+    lines = page.read_text(encoding="utf-8").split("\n") if page.is_file() else []
+    title = next((line.removeprefix("# ") for line in lines if line.startswith("# ")), f"Sweep {folder.name}")
+    prose = [line for line in lines if line and not line.startswith(("#", "|", "**", "- "))]
+    return Artefact(
+        title,
+        [("what ran", " ".join(prose))] if prose else [],
+        [line.removeprefix("- ") for line in lines if line.startswith("- ")],
+        [_table(file) for file in sorted(folder.glob("*.csv"))],
+        [_drawing(file, f"{title}, {file.stem}") for file in sorted(folder.glob("*.svg"))],
+    )
+
+
+def _table(file: Path) -> Table:
+    with file.open(newline="", encoding="utf-8") as lines:
+        heading, *rows = list(csv.reader(lines)) or [[]]
+    numeric = [all(_number(row[k]) is not None for row in rows if k < len(row) and row[k]) for k in range(len(heading))]
+    cells = [
+        {name: _number(text) if numeric[k] else text for k, (name, text) in enumerate(zip(heading, row, strict=False))}
+        for row in rows
+    ]
+    columns = [
+        Column(name, name.replace("_", " "), "number" if number else "text")
+        for name, number in zip(heading, numeric, strict=True)
+    ]
+    return Table(slug(file.stem), f"{file.name}, {len(rows):,} rows", columns, cells)
+
+
+def _number(text: str) -> float | int | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _drawing(file: Path, what: str) -> tuple[str, str]:
+    return what, f"data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}"

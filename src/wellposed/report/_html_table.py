@@ -1,0 +1,115 @@
+"""Tables of a page: what a cell shows, what it is sorted by, and the whole table as CSV inside the page."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from wellposed.measurement import csv_text
+from wellposed.text_table import format_number
+
+SHOWN_ROWS = 300
+"""Rows of a table that stand in the page; the CSV has all."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value whose text or look is not what its column would give it."""
+
+    value: Any
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name in the CSV, its heading, and how values are written."""
+
+    name: str
+    heading: str
+    kind: Literal["text", "number", "count", "hidden"] = "number"
+    digits: int = 4
+
+
+class ShownCell(NamedTuple):
+    """What the template writes: text, CSS classes, and the number to sort by where the text is none."""
+
+    text: str
+    style: str
+    sort: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by column name; the first column heads its row. Values are raw: the CSV has every digit."""
+
+    name: str
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    data: CsvLink | None = None
+    """A file with more than the columns, to stand in place of theirs."""
+
+    @property
+    def headings(self) -> list[Column]:
+        """The columns that the page shows."""
+        return [column for column in self.columns if column.kind != "hidden"]
+
+    @property
+    def body(self) -> list[list[ShownCell]]:
+        """The rows that the page shows."""
+        return [[_shown(row.get(c.name), c) for c in self.headings] for row in self.rows[:SHOWN_ROWS]]
+
+    @property
+    def left_out(self) -> str:
+        """What the page says where it does not show every row."""
+        count = len(self.rows)
+        return f"The first {SHOWN_ROWS} of {count:,} rows; the CSV has all." if count > SHOWN_ROWS else ""
+
+    @property
+    def csv(self) -> CsvLink:
+        """The whole table as CSV."""
+        if self.data is not None:
+            return self.data
+        rows = [{name: v.value if isinstance(v, Cell) else v for name, v in row.items()} for row in self.rows]
+        return csv_link(self.name, [column.name for column in self.columns], rows)
+
+
+class CsvLink(NamedTuple):
+    """A file inside the page."""
+
+    file: str
+    address: str
+
+
+def csv_link(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> CsvLink:
+    """Return a CSV file as the address of a link; no cell of it is a formula."""
+    content = base64.b64encode(csv_text(columns, rows).encode()).decode()
+    return CsvLink(f"{slug(name)}.csv", f"data:text/csv;charset=utf-8;base64,{content}")
+
+
+def slug(name: str) -> str:
+    """Return ``name`` as part of a file name.
+
+    >>> slug("1 Char LM: <b>")
+    '1-char-lm-b'
+    """
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")[:60]
+
+
+def _shown(value: Any, column: Column) -> ShownCell:
+    cell = value if isinstance(value, Cell) else Cell(value, _text(value, column))
+    number = isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool)
+    style = " ".join(filter(None, ("text" if column.kind == "text" else "", cell.style)))
+    return ShownCell(cell.text, style, repr(cell.value) if number else "")
+
+
+def _text(value: Any, column: Column) -> str:
+    if value is None or value == "":
+        return "-"
+    if column.kind == "count":
+        return f"{value:,.0f}"
+    return format_number(value, column.digits)

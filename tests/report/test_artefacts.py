@@ -1,0 +1,89 @@
+"""Folders of `reproduce` and `sweep` on the page: claim, verdict with its test, table, drawing; hostile ones too."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.html_page import Page
+
+from wellposed.charts import Panel, Series, draw
+from wellposed.errors import DataError
+from wellposed.report import aggregate, build_report
+
+CLAIM: dict[str, Any] = {
+    "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "the bound is tight", "we_got": "0.877 at N = 100",
+    "holds": True, "criterion": {"test": "the ratio is at least 0.8", "seeds": 3, "uncertainty": "attained values"},
+    "notes": ["<script>alert(1)</script>"], "seconds": 12.5, "data": None,
+    "command": "wellposed reproduce kim2021/figure-2 --scale mini",
+}  # fmt: skip
+
+
+def write_artefact(folder: Path, claim: dict[str, Any] = CLAIM) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "kim2021-figure-2.json").write_text(json.dumps(claim))
+    (folder / "kim2021-figure-2.csv").write_text("bound,name,tokens\n0.5,=1+1,100\n0.25,<b>,1000\n")
+    draw([Panel("bound", "tokens", "ratio", [Series("upper", [100, 1000], [1, 2])])], folder / "kim2021-figure-2.svg")
+
+
+@pytest.mark.parametrize(
+    ("holds", "verdict"), [(True, "holds"), (False, "does not hold"), (None, "cannot be said at this scale")]
+)
+def test_a_claim_stands_with_its_verdict_and_the_test_of_it(tmp_path: Path, holds: bool | None, verdict: str) -> None:
+    write_artefact(tmp_path / "out", {**CLAIM, "holds": holds})
+    text = build_report([tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert f"<dt>verdict</dt><dd>{verdict}</dd>" in text
+    for name in ("paper_says", "we_got", "command"):
+        assert CLAIM[name] in page.words
+    assert "the ratio is at least 0.8" in page.words
+    assert len(page.tags["script"]) == 1
+    assert "&lt;script&gt;" in text
+    rows = page.csv("kim2021-figure-2")
+    assert [(row["bound"], row["name"], row["tokens"]) for row in rows] == [
+        ("0.5", "'=1+1", "100"), ("0.25", "<b>", "1000"),
+    ]  # fmt: skip
+    (image,) = page.tags["img"]
+    content = re.sub("^data:image/svg[+]xml;base64,", "", str(image["src"]))
+    assert base64.b64decode(content) == (tmp_path / "out" / "kim2021-figure-2.svg").read_bytes()
+
+
+def test_a_sweep_shows_its_conclusions_tables_and_drawings(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "sweep"
+    folder.mkdir(parents=True)
+    (folder / "sweep.csv").write_text("cell,overall\nbaseline,0.38\nkey:1e-2,0.39\n")
+    (folder / "results.md").write_text(
+        "# McGrath (2024), mini scale\n\nModel: a BERT\n\n| cell |\n| --- |\n\n- none of the cells differs\n"
+    )
+    draw([Panel("score", "cell", "overall", [Series("ours", [0, 1], [0.38, 0.39])])], folder / "figure-1.svg")
+    page = Page(build_report([tmp_path / "runs"], tmp_path / "page.html").read_text(encoding="utf-8"))
+    for expected in ("McGrath (2024), mini scale", "Model: a BERT", "none of the cells differs"):
+        assert expected in page.words
+    assert page.csv("sweep") == [
+        {"cell": "baseline", "overall": "0.38"}, {"cell": "key:1e-2", "overall": "0.39"},
+    ]  # fmt: skip
+    assert page.tags["img"][0]["alt"] == "McGrath (2024), mini scale, figure-1"
+
+
+def test_runs_and_artefacts_share_a_page(compare: Any, tmp_path: Path) -> None:
+    folder = compare({"post_ln": [0.4]})
+    write_artefact(tmp_path / "out")
+    page = Page(build_report([folder, tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "1 finished run, 1 task" in page.words
+    assert "kim2021/figure-2" in page.words
+
+
+def test_other_files_are_no_claims_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text('{"recipe": "soup"}')
+    (tmp_path / "cut.json").write_text('{"recipe": "so')
+    with pytest.raises(DataError, match="no run folder"):
+        build_report([tmp_path], tmp_path / "page.html")
+    write_artefact(tmp_path)
+    assert aggregate([tmp_path]).table() == ""
+    (tmp_path / "kim2021-figure-2.csv").write_bytes(b"a,b\n\xff\xfe,1\n")
+    with pytest.raises(DataError, match="make it again"):
+        build_report([tmp_path], tmp_path / "page.html")

@@ -1,0 +1,90 @@
+"""`report --watch`: a whole page at every moment, written again when a run logs, at rest after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.html_page import Page
+
+from wellposed.report import build_report
+
+
+def until(holds: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def refreshes(page: Page) -> bool:
+    return any(meta.get("http-equiv") == "refresh" for meta in page.tags["meta"])
+
+
+def test_it_follows_a_run_and_ends_with_a_whole_page(make_run: Any, tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "page.html"
+    words = [sys.executable, "-m", "wellposed", "report", str(runs), "--watch", "--out", str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("waiting: runs cannot be read")
+        make_run(tmp_path / "made", value=0.42)
+        whole = (tmp_path / "made" / "result.json").read_bytes()
+        (tmp_path / "made" / "result.json").unlink()
+        (tmp_path / "made").rename(runs)
+        until(out.exists)
+        going = Page(out.read_text(encoding="utf-8"))
+        assert refreshes(going)
+        assert "0 finished runs" in going.words
+        assert [(row["step"], row["steps"]) for row in going.csv("running")] == [("100", "100")]
+        (runs / "result.json").write_bytes(whole)
+        until(lambda: "1 finished run," in out.read_text(encoding="utf-8"))
+        (runs / "result.json").write_bytes(whole[:40])
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read()
+        assert process.wait(timeout=120) == 0
+    assert "not valid JSON" in said
+    last = Page(out.read_text(encoding="utf-8"))
+    assert "1 finished run," in last.words
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
+
+
+def test_the_page_after_the_end_does_not_load_itself_again(make_run: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    assert refreshes(Page(build_report([tmp_path], tmp_path / "page.html", refresh=2).read_text(encoding="utf-8")))
+    words = [
+        sys.executable,
+        "-m",
+        "wellposed",
+        "report",
+        str(tmp_path),
+        "--watch",
+        "--out",
+        str(tmp_path / "page.html"),
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"report: {tmp_path / 'page.html'}\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 0
+    assert not refreshes(Page((tmp_path / "page.html").read_text(encoding="utf-8")))
+
+
+def test_runs_that_go_on_are_shown_apart(compare: Any, make_run: Any, tmp_path: Path) -> None:
+    folder = compare({"post_ln": [0.4, 0.41]})
+    going = make_run(folder / "rezero" / "seed-0", variant="rezero")
+    (going / "result.json").unlink()
+    rows = (going / "metrics.jsonl").read_text().split("\n")
+    (going / "metrics.jsonl").write_text("\n".join(rows[:6]) + "\n" + rows[6][:20])
+    page = Page(build_report([folder], tmp_path / "page.html").read_text(encoding="utf-8"))
+    (row,) = page.csv("running")
+    last = [json.loads(line) for line in rows[:6] if '"train"' in line][-1]
+    assert (row["step"], float(row["train"])) == (str(last["step"]), last["loss"])
+    labels = [str(svg["aria-label"]) for svg in page.tags["svg"]]
+    assert "listops: training loss (nats) over step: rezero, seed 0" in labels
+    assert {row["variant"] for row in page.csv("1-listops-curves")} == {"post_ln"}
