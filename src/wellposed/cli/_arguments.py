@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
+from wellposed.cli._start import READ_BY, start_config
 from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.parser import HELP, HELP_ALL, OTHER_SPELLINGS, Flat, parse_words
 from wellposed.errors import ConfigError, DataError, unknown_name
@@ -38,15 +39,6 @@ COMMON = frozenset(
     }
 )
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
-FINE_TUNING = TrainOptions(
-    epochs=3,
-    learning_rate=3e-5,
-    schedule="linear",
-    warmup_share=0.1,
-    adam_beta2=0.999,
-    adam_epsilon=1e-8,
-)
-"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix A.3)."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
             task,
             start,
             from_scratch=any(word.startswith("--from-scratch") for word in words),
-            tokenizer=option_value(words, "--tokenizer"),
+            given=[name for name in READ_BY if option_value(words, f"--{name}")],
         )
     if config_file and preset:
         raise ConfigError("--config and --preset both name a configuration; give one of them")
@@ -115,28 +107,6 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
         import_again(config.imports, where=config_file)
         return config
     return RunConfig(task=task)
-
-
-def start_config(task: str, name: str, *, from_scratch: bool, tokenizer: str | None = None) -> RunConfig:
-    """Return what a run that starts from the model ``name`` does by default: its tokenizer, and fine-tuning."""
-    from wellposed.cli.load import has_tokenizer, model_folder
-
-    is_config = Path(name).is_file()
-    source = name if is_config else model_folder(name)
-    folder = Path(name).parent if is_config else Path(source)
-    task_options: dict[str, Any] = {}
-    random_weights = from_scratch or is_config
-    if any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):
-        if not folder.is_dir() or has_tokenizer(folder):
-            task_options["tokenizer"] = f"hf:{folder}"
-        elif not (random_weights or tokenizer):
-            raise ConfigError(
-                f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it there with "
-                "tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or give --from-scratch"
-            )
-    train = TrainOptions() if random_weights else FINE_TUNING
-    start = StartOptions(source, from_scratch=from_scratch)
-    return RunConfig(task, task_options, variant="plain", train=train, start=start)
 
 
 def read_config(path: Path) -> RunConfig:
@@ -194,6 +164,12 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
         start=StartOptions(**{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}),
         imports={**base.imports, **imported_files()},
     )
+    if not (run.start.model or TASKS.get(run.task).own_models):
+        raise ConfigError(
+            f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face model with --from "
+            "FOLDER, or the config.json of one (docs/howto.md has one for small images); the task image reads pixels "
+            "one by one"
+        )
     if parsed.files.print_config:
         _print_config(run)
     return run, parsed.command

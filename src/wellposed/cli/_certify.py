@@ -35,7 +35,7 @@ class CertifyArguments:
     model: Annotated[str, tyro.conf.Positional]
     """A run folder, a saved Hugging Face model, or the name of a hub model."""
     seq_len: int | None = None
-    """The bound covers at most this many tokens; the model's positions where not given."""
+    """The bound covers at most this many tokens; the model's positions, or the patches of an image, where not given."""
     min_tokens: int = 1
     """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
@@ -201,7 +201,10 @@ def _refuse_other_vocabulary(task: Task, options: CertifyArguments) -> None:
 
 
 def _positions(model: Any, name: str) -> int:
-    length = getattr(model.config, "max_position_embeddings", None)
+    from wellposed.certification import patch_grid
+
+    grid = patch_grid(model)
+    length = grid.tokens if grid else getattr(model.config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ConfigError(f"{name}: the model does not say how many tokens it takes; give --seq-len")
     return length

@@ -1,4 +1,4 @@
-"""``wellposed predict MODEL``: continue a text, or label or translate every line of one."""
+"""``wellposed predict MODEL``: continue a text, label or translate every line of one, or label images."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.parser import parse_words
 from wellposed.cli.prediction.lines import LineSource, line_writer
 from wellposed.errors import ConfigError, DataError
+from wellposed.tasks.data.images import IMAGE_SUFFIXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 200
+TEXT_ONLY = ("text", "max_new_tokens", "temperature", "seed")
 TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
 
 
 @dataclass(frozen=True)
 class PredictArguments:
-    """Continue a text with a language model, label each line with a classifier, or translate it."""
+    """Continue a text with a language model, label each line with a classifier, translate it, or label images."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A run folder or a saved model folder."""
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
-    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads standard input."""
+    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads standard input. For a
+    model of images: an image, a folder of them, or a file with the path of one on each line."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
     max_new_tokens: int | None = None
@@ -42,7 +45,7 @@ class PredictArguments:
     seed: int = 0
     """Seed of the sampling."""
     batch_size: int = 32
-    """Lines that are labelled or translated at a time."""
+    """Lines or images that are labelled or translated at a time."""
     beams: int = 4
     """Beams of a translation; 1 is greedy."""
     length_penalty: float = 1.0
@@ -63,8 +66,13 @@ def run(words: Sequence[str]) -> int:
     _check(options)
 
     from wellposed.cli.load import load_model, load_tokenizer
+    from wellposed.models import reads_images
 
-    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+    model = load_model(options.model)
+    if reads_images(model):
+        return _write(_image_labels(model, options), options)
+    _refuse_images(model, options)
+    tokenizer = load_tokenizer(options.model)
     if model.config.is_encoder_decoder:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
@@ -78,6 +86,10 @@ def run(words: Sequence[str]) -> int:
         from wellposed.cli.prediction.labels import label_lines
 
         lines = label_lines(model, tokenizer, _lines(options), options.batch_size)
+    return _write(lines, options)
+
+
+def _write(lines: Iterable[str], options: PredictArguments) -> int:
     with line_writer(options.output) as file:
         file.writelines(f"{line}\n" for line in lines)
     if options.output is not None:
@@ -85,12 +97,33 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
+def _image_labels(model: PreTrainedModel, options: PredictArguments) -> Iterable[str]:
+    from wellposed.cli.load import load_image_processor
+    from wellposed.cli.prediction.image_labels import find_images, label_images
+
+    _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
+    if options.input is None:
+        raise ConfigError(
+            f"wellposed predict: a {type(model).__name__} reads images; give --input IMAGE, FOLDER or LIST"
+        )
+    images = find_images(options.input)
+    return label_images(model, load_image_processor(options.model), images, options.batch_size)
+
+
+def _refuse_images(model: PreTrainedModel, options: PredictArguments) -> None:
+    """Refuse images for a model of texts."""
+    path = options.input
+    if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
+        kind = "a folder" if path.is_dir() else "an image"
+        raise DataError(f"{path}: is {kind}, and a {type(model).__name__} reads texts; give a file of lines of text")
+
+
 def _check(options: PredictArguments) -> None:
     if (options.text is None) == (options.input is None):
         raise ConfigError("wellposed predict: give the text with --text, or a file with --input (exactly one of them)")
     if options.batch_size < 1 or (options.max_new_tokens or 1) < 1:
         raise ConfigError("wellposed predict: --batch-size and --max-new-tokens must be at least 1")
-    if options.input is not None and str(options.input) != "-" and not options.input.is_file():
+    if options.input is not None and str(options.input) != "-" and not options.input.exists():
         raise DataError(f"{options.input}: no such file")
 
 

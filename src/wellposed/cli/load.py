@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, DataError, nearest_names
 
@@ -73,6 +73,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"{', '.join(TOKENIZER_FILES)}; save it beside the model with tokenizer.save_pretrained({folder!r})"
         )
     return load_pretrained(AutoTokenizer, folder)
+
+
+def load_image_processor(name: str) -> Any:
+    """Load the image processor saved beside the model."""
+    from wellposed.tasks.data.pixel_values import load_processor
+
+    return load_processor(_verified(name, weights=False))
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -42,6 +42,7 @@ from wellposed.models._sequence_pair_classification import (
     WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )
 from wellposed.models._start import Start as Start
+from wellposed.models._start import reads_images as reads_images
 from wellposed.models._start import start_config as start_config
 from wellposed.models._start import start_model as start_model
 from wellposed.models._start import text_positions as text_positions

@@ -24,6 +24,7 @@ AUTO_CLASSES: dict[str, Any] = {
     "ForSequencePairClassification": AutoModelForSequencePairClassification,
     "ForConditionalGeneration": transformers.AutoModelForSeq2SeqLM,
     "ForSeq2SeqLM": transformers.AutoModelForSeq2SeqLM,
+    "ForImageClassification": transformers.AutoModelForImageClassification,
 }
 """Auto class by the end of a class name."""
 

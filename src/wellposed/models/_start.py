@@ -135,6 +135,17 @@ def text_positions(config: PreTrainedConfig) -> int | None:
     return int(has) - taken
 
 
+def reads_images(model: Any) -> bool:
+    """Return whether ``model`` reads ``pixel_values``.
+
+    Status: exact for models of transformers, which say what they read.
+
+    >>> reads_images(transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=0)))
+    True
+    """
+    return getattr(model, "main_input_name", None) == "pixel_values"
+
+
 def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
     body = f"{model.base_model_prefix}."
     return not name.startswith(body) or name.startswith(f"{body}pooler.")
@@ -182,4 +193,4 @@ def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
 
 
 def _is_classifier(architecture: str) -> bool:
-    return architecture.endswith(("ForSequenceClassification", "ForImageClassification"))
+    return "ForSequenceClassification" in architecture or "ForImageClassification" in architecture

@@ -6,6 +6,8 @@ from wellposed.tasks.dialogue import DialogueOptions as DialogueOptions
 from wellposed.tasks.dialogue import DialogueTask as DialogueTask
 from wellposed.tasks.image import ImageOptions as ImageOptions
 from wellposed.tasks.image import ImageTask as ImageTask
+from wellposed.tasks.image_classification import ImageClassificationOptions as ImageClassificationOptions
+from wellposed.tasks.image_classification import ImageClassificationTask as ImageClassificationTask
 from wellposed.tasks.language_modeling import LanguageModelingOptions as LanguageModelingOptions
 from wellposed.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
 from wellposed.tasks.listops import ListOpsOptions as ListOpsOptions

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerFast
 
-Kind: TypeAlias = Literal["causal_lm", "sequence_classification", "seq2seq_lm", "sequence_pair_classification"]
+Kind: TypeAlias = Literal[
+    "causal_lm", "sequence_classification", "seq2seq_lm", "sequence_pair_classification", "image_classification"
+]
 Split: TypeAlias = Literal["train", "valid", "test"]
 Example: TypeAlias = "dict[str, list[int]]"
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -52,6 +54,11 @@ class Task(ABC):
     @abstractmethod
     def _build_tokenizer(self) -> PreTrainedTokenizerFast: ...
 
+    @property
+    def processor(self) -> Any:
+        """What is saved beside the model to read inputs as in training: the tokenizer, or the processor of images."""
+        return self.tokenizer
+
     @abstractmethod
     def model_kwargs(self) -> dict[str, Any]:
         """Return what the data fixes in a model's config: vocabulary, positions, pad token, labels."""
@@ -69,6 +76,7 @@ class Task(ABC):
         """Return ``input_ids`` and ``attention_mask`` (batch, tokens) and ``labels``, padded to the longest example.
 
         ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and are not shifted.
+        Of images: ``pixel_values`` (batch, channels, height, width) and ``labels``.
         """
 
     @abstractmethod
@@ -147,6 +155,8 @@ class TaskSpec:
     options: type[Any]
     build: Callable[[Any], Task]
     summary: str
+    own_models: bool = True
+    """Whether an architecture of this package can learn it; else only a model that is given."""
 
 
 TASKS: Registry[TaskSpec] = Registry("task", entry_points="wellposed.tasks")

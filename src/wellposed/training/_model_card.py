@@ -88,13 +88,15 @@ def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
 def _loading(model: nn.Module) -> list[str]:
     if not hasattr(model, "save_pretrained"):
         return []
-    from wellposed.models import auto_class
+    from wellposed.models import auto_class, reads_images
 
     changes = recorded(getattr(model, "config", None))
     if changes:
         code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=" and ".join(_lost(changes)))
     else:
         code, note = (WITH_OUR_CLASSES, NOTE_ON_CLASSES) if is_ours(model) else (AS_IT_IS, "")
+    if reads_images(model):
+        code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
     lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```", note.format(auto=auto)]
     return [line for line in lines if line]

@@ -26,7 +26,7 @@ CARD = "README.md"
 def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Path:
     """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by ``from_pretrained``.
 
-    The card is not in the manifest: its readers may add to it.
+    A model of images is saved with its image processor. The card is not in the manifest: its readers may add to it.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -62,7 +62,7 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
     name_our_classes(folder, model)
-    task.tokenizer.save_pretrained(folder)
+    task.processor.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(readable)  # safetensors writes files that other users cannot read
@@ -83,7 +83,8 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and its tokenizer.
 
     Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the best checkpoint is
-    taken, else the newest complete one, and the tokenizer is built from the data again.
+    taken, else the newest complete one, and the tokenizer is built from the data again. A model of images comes with
+    its image processor in the place of the tokenizer.
 
     Args:
         run_dir: a run folder.
@@ -124,13 +125,14 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
         best = run_dir / f"checkpoint-{state.best_step}"
         checkpoints.verify(best)
         checkpoints.load_checkpoint(best, model)
-    return model.eval(), task.tokenizer
+    return model.eval(), task.processor
 
 
 def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    from wellposed.models import load_pretrained, load_saved_model
+    from wellposed.models import load_pretrained, load_saved_model, reads_images
 
     _manifest.verify_final(final)
-    return load_saved_model(final), load_pretrained(AutoTokenizer, final)
+    model = load_saved_model(final)
+    return model, load_pretrained(AutoImageProcessor if reads_images(model) else AutoTokenizer, final)

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.training.batches import forward
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ def build_start(config: RunConfig, task: Task) -> Start:
         from_scratch=options.from_scratch,
         new_head=options.new_head,
     )
+    if task.kind == "image_classification":
+        _try_image(start.model, task, options.model)
     if options.init == "t_fixup":
         from wellposed.initialize import t_fixup_
 
@@ -60,6 +64,21 @@ def build_start(config: RunConfig, task: Task) -> Start:
 
         set_attention_(start.model, f"wellposed_{options.attention}")
     return start
+
+
+def _try_image(model: nn.Module, task: Task, source: str) -> None:
+    """Run ``model`` on one image: what sizes and channels it takes is known to its forward pass alone."""
+    batch = task.collate([task.dataset("train")[0]])
+    try:
+        with torch.no_grad():
+            forward(model.eval(), batch)
+    except (ValueError, RuntimeError) as error:
+        shape = tuple(batch["pixel_values"].shape[1:])
+        raise ConfigError(
+            f"{source}: the model cannot read images of shape {shape} (channels, height, width): {error}; give the "
+            "processor that was saved with it (--processor hf:FOLDER), or --processor config:FOLDER for its size"
+        ) from error
+    model.train()
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:

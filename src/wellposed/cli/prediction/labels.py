@@ -31,7 +31,6 @@ def label_lines(
     import torch
 
     inputs = _Inputs(model, tokenizer)
-    names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for start in range(0, len(lines), batch_size):
         given = inputs.encode(lines[start : start + batch_size], start)
         with torch.inference_mode():
@@ -41,10 +40,16 @@ def label_lines(
                 f"wellposed predict: a {type(model).__name__} gives no label of a text; expected a classifier, a "
                 "language model or an encoder-decoder: train one with `wellposed train text_classification --from`"
             )
-        for probabilities in logits.float().softmax(-1):
-            best = int(probabilities.argmax())
-            yield f"{names.get(best, best)}\t{float(probabilities[best]):.4f}"
+        yield from label_and_probability(model, logits)
     inputs.report()
+
+
+def label_and_probability(model: PreTrainedModel, logits: Tensor) -> Iterator[str]:
+    """Yield the most probable label of every row of logits and its probability, with a tab between."""
+    names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
+    for probabilities in logits.float().softmax(-1):
+        best = int(probabilities.argmax())
+        yield f"{names.get(best, best)}\t{float(probabilities[best]):.4f}"
 
 
 @dataclass

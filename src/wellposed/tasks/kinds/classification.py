@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key
 from wellposed.tasks.batches.rows import Rows
+from wellposed.tasks.kinds.labels import LabelTask
 from wellposed.tasks.kinds.token_task import Encoder, TokenTask
 from wellposed.tasks.task import SPLITS, Example, Kind, Split
 
@@ -76,7 +77,7 @@ class LabelledPairs(Rows[Example]):
         }
 
 
-class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs]):
+class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask):
     """Classification of token sequences, or of pairs of them; a subclass says where the examples come from.
 
     ``accuracy`` is the share of rows whose largest logit is on the label. The reference is the share of the most
@@ -84,8 +85,6 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs]):
     """
 
     kind: ClassVar[Kind] = "sequence_classification"
-    headline: ClassVar[str] = "accuracy"
-    higher_is_better: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -103,12 +102,10 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs]):
         self._lengths = {split: examples[split].lengths.tolist() for split in SPLITS}
 
     def model_kwargs(self) -> dict[str, Any]:
-        return {
-            **super().model_kwargs(),
-            "num_labels": len(self.labels),
-            "id2label": dict(enumerate(self.labels)),
-            "label2id": {label: index for index, label in enumerate(self.labels)},
-        }
+        return {**TokenTask.model_kwargs(self), **LabelTask.model_kwargs(self)}
+
+    def split_labels(self, split: Split) -> NDArray[np.integer]:
+        return self._examples[split].labels
 
     def lengths(self, split: Split) -> Sequence[int]:
         return self._lengths[split]
@@ -121,30 +118,11 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs]):
 
         return collate_classification(examples, pad_id=self._encoder.pad_id)
 
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        from wellposed.tasks.kinds.objectives import accuracy_sums
-
-        return {"accuracy": accuracy_sums(logits, batch["labels"])}
-
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        correct, count = totals["accuracy"]
-        return {"accuracy": correct / count}
-
-    def reference(self) -> dict[str, float]:
-        """Return the share of valid's most frequent label."""
-        import numpy as np
-
-        counts = np.bincount(self._examples["valid"].labels)
-        return {"accuracy": float(counts.max() / counts.sum())}
-
     def _describe_examples(self) -> dict[str, Any]:
-        import numpy as np
-
         per_split: dict[str, Any] = {"examples": {}, "tokens": {}, "longest": {}, "labels": {}}
         for split, examples in self._examples.items():
-            counts = np.bincount(examples.labels, minlength=len(self.labels))
             per_split["examples"][split] = len(examples)
             per_split["tokens"][split] = int(examples.lengths.sum())
             per_split["longest"][split] = examples.longest
-            per_split["labels"][split] = dict(zip(self.labels, counts.tolist(), strict=True))
+            per_split["labels"][split] = self.label_counts(split)
         return per_split

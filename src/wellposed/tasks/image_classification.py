@@ -1,0 +1,95 @@
+"""Task ``image_classification``: the class of an image, for a Hugging Face model that reads pixels (ViT, DeiT, ...)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from wellposed.errors import DataError, listed
+from wellposed.tasks.checks import require_positive
+from wellposed.tasks.data.image_sources import label_names, load_images
+from wellposed.tasks.data.images import ImageFiles, find_class_files
+from wellposed.tasks.data.pixel_values import build_processor
+from wellposed.tasks.kinds.images import PixelValuesTask
+from wellposed.tasks.task import TASKS, TaskSpec
+
+
+@dataclass(frozen=True)
+class ImageClassificationOptions:
+    """Options of the task `image_classification`."""
+
+    data: str = "builtin"
+    """builtin (drawn shapes), a folder with a folder of images for each class (in train, valid and test folders, or
+    cut), CIFAR-10 (Python or binary), or an npz file or folder."""
+    valid: str | None = None
+    """npz file of the valid split; found beside the train file, or cut from it, where not given."""
+    test: str | None = None
+    """npz file of the test split; found beside the train file, or cut from it, where not given."""
+    processor: str = "data"
+    """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the size of that model,
+    with mean and deviation of train; data: at their own size. With --from, that of the model."""
+    flip: bool = False
+    """Turn train images left to right, each with probability 1/2."""
+    limit_train: int | None = None
+    """Keep only the first images of train."""
+    data_seed: int | None = None
+    """Seed of the drawn shapes; 0 where not given."""
+
+
+class ImageClassificationTask(PixelValuesTask):
+    """Classification of images by a Hugging Face model of images.
+
+    A folder of classes is read as torchvision's ``ImageFolder`` reads it: labels are the names of the folders in
+    alphabetical order, images lie at any depth. Gray images become colour, or colour gray, as the model has channels;
+    an alpha channel is left out. Every file is decoded once at the start, and those that cannot be are named at once.
+
+    >>> from wellposed.tasks import build_task
+    >>> task = build_task("image_classification", {"limit_train": 40})
+    >>> task.labels, task.collate([task.dataset("train")[0]])["pixel_values"].shape
+    (('disc', 'ring', 'square', 'cross'), torch.Size([1, 3, 32, 32]))
+    """
+
+    name: ClassVar[str] = "image_classification"
+
+    def __init__(self, options: ImageClassificationOptions) -> None:
+        require_positive(self.name, options, "limit_train")
+        self.options = options
+        found, names, source = load_images(self.name, options, read_folder=_checked_files, prefer="rgb")
+        images = dict(found)
+        full = len(images["train"])
+        if options.limit_train is not None:
+            images["train"] = images["train"].select(range(min(full, options.limit_train)))
+        super().__init__(
+            images=images,
+            labels=label_names(images, names, options.data),
+            processor=build_processor(options.processor, images["train"], options.data),
+            source=source,
+            details={"train_images_left_out_by_limit_train": full - len(images["train"])},
+            flip=options.flip,
+        )
+
+
+def _checked_files(folder: Path) -> tuple[ImageFiles, list[str], dict[str, Any]]:
+    """Return the image files of a folder of classes, each decoded once to see that it can be."""
+    files, classes, described = find_class_files(folder)
+    problems = []
+    for row in range(len(files)):
+        try:
+            files.image(row)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError(f"{len(problems)} images that cannot be used; correct or remove them:\n" + listed(problems))
+    return files, classes, {**described, "sha256": files.sha256()}
+
+
+TASKS.register("image_classification")(
+    TaskSpec(
+        "image_classification",
+        ImageClassificationOptions,
+        ImageClassificationTask,
+        "the class of an image, by a Hugging Face model of images: with --from (accuracy)",
+        own_models=False,
+    )
+)
