@@ -110,11 +110,11 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
 
 def start_config(task: str, name: str, *, from_scratch: bool, tokenizer: str | None = None) -> RunConfig:
     """Return what a run that starts from the model ``name`` does by default: its tokenizer, and fine-tuning."""
-    from wellposed.cli.load import has_tokenizer, model_folder
+    from wellposed.cli.load import start_source
+    from wellposed.tasks.text.tokenizer_files import has_tokenizer
 
-    is_config = Path(name).is_file()
-    source = name if is_config else model_folder(name)
-    folder = Path(name).parent if is_config else Path(source)
+    source, is_config = start_source(name), Path(name).is_file()
+    folder = Path(source).parent if is_config else Path(source)
     task_options: dict[str, Any] = {}
     random_weights = from_scratch or is_config
     if any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):

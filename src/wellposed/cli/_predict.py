@@ -6,11 +6,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Literal
 
 from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.model_argument import ModelName, parse_with_model
 from wellposed.cli.prediction.lines import LineSource, line_writer
 from wellposed.errors import ConfigError, DataError
 
@@ -25,8 +24,8 @@ TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
 class PredictArguments:
     """Continue a text with a language model, label each line with a classifier, or translate it."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder or a saved model folder."""
+    model: ModelName
+    """A run folder, a saved Hugging Face model with its tokenizer, or a hub name; also as --from MODEL."""
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
@@ -58,7 +57,7 @@ class PredictArguments:
 
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
-    options = tyro.cli(PredictArguments, args=list(words), prog="wellposed predict")
+    options = parse_with_model(PredictArguments, "predict", words)
     _check(options)
 
     from wellposed.cli.load import load_model, load_tokenizer
