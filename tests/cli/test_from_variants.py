@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.bert import make_checkpoint, make_table
+from transformers import AutoTokenizer
 
 from wellposed.cli import main
-from wellposed.models import load_saved_model
+from wellposed.models import load_pretrained, load_saved_model
 
 SMALL = ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2", "--quiet"]
 
@@ -110,6 +111,20 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path)
     for code in (trusted, imported):
         found = torch.tensor(json.loads(_in_a_fresh_process(code + end, tmp_path / "cache")))
         assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path: Path) -> None:
+    words = ["train", "char_lm", "--limit-chars", "20000", "--seq-len", "64", "--steps", "2", *SMALL]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0
+    final = tmp_path / "run" / "final"
+    line = (final / "README.md").read_text().partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
+    code = (
+        "import sys; from transformers import PreTrainedTokenizerFast; "
+        f"tokenizer = PreTrainedTokenizerFast{line.replace('FOLDER', str(final))}; "
+        "assert not any(name.startswith('wellposed') for name in sys.modules); print(tokenizer('a cat')['input_ids'])"
+    )
+    expected = load_pretrained(AutoTokenizer, final)("a cat")["input_ids"]
+    assert json.loads(_in_a_fresh_process(code, tmp_path / "cache")) == expected
 
 
 def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(files: Path, tmp_path: Path) -> None:

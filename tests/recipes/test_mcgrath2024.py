@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.minbert import write_minbert
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel
 
@@ -33,33 +33,11 @@ TINY = MultiTaskOptions(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=120, max_length=16, batch_size=4, steps=3,
     measure_every=2,
 )  # fmt: skip
-WORDS = ["good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "where", "old", "new"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty rows of each set in which the label can be read off the words."""
-    folder = tmp_path_factory.mktemp("minbert")
-    draw = random.Random(0)
-
-    def words() -> str:
-        return " ".join(draw.choices(WORDS, k=5))
-
-    for split, count in (("train", 40), ("dev", 24)):
-        sst, para, sts = [], [], []
-        for index in range(count):
-            text, other = words(), words()
-            sst.append(f"{index}\tx\t{text}\t{min(4, text.count('good') * 2)}")
-            para.append(f"{index}\tx\t{text}\t{text if index % 2 else other}\t{float(index % 2)}")
-            sts.append(f"{index}\tx\t{text}\t{other}\t{min(5, len(set(text.split()) & set(other.split()))):.1f}")
-        for name, label, rows in (
-            ("ids-sst", "sentiment", sst),
-            ("quora", "is_duplicate", para),
-            ("sts", "similarity", sts),
-        ):
-            columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
-            (folder / f"{name}-{split}.csv").write_text(f"\tid\t{columns}\t{label}\n" + "\n".join(rows) + "\n")
-    return folder
+    return write_minbert(tmp_path_factory.mktemp("minbert"))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.cli.imports import ImportedFiles
-from wellposed.cli.parser import parse_words
+from wellposed.cli.model_argument import ModelName, parse_with_model
 from wellposed.errors import ConfigError
 from wellposed.text_table import aligned
 
@@ -32,8 +30,8 @@ _LOSSES = 6
 class CertifyArguments:
     """Certified Lipschitz bound of every layer; for a run that classifies, certified accuracy beside an attack."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a saved Hugging Face model, or the name of a hub model."""
+    model: ModelName
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
     seq_len: int | None = None
     """The bound covers at most this many tokens; the model's positions, or the patches of an image, where not given."""
     min_tokens: int = 1
@@ -66,13 +64,13 @@ class CertifyArguments:
 
 def run(words: Sequence[str]) -> int:
     """Print the certificate, and for a classifier run its certified accuracy; return the exit status."""
-    options = parse_words(CertifyArguments, words, prog="wellposed certify", description=__doc__)
+    options = parse_with_model(CertifyArguments, "certify", words, __doc__)
     radii = _radii(options.radii)
 
     from wellposed.certification import certify
-    from wellposed.cli.load import load_model
+    from wellposed.cli.load import load_model_or_draw
 
-    model = load_model(options.model)
+    model = load_model_or_draw(options.model)
     norm: Norm = 2 if options.norm == "2" else options.norm
     ask = partial(
         certify,

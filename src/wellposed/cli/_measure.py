@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from wellposed.cli.imports import ImportedFiles
-from wellposed.cli.parser import parse_words
+from wellposed.cli.model_argument import ModelName, parse_with_model
 
 
 @dataclass(frozen=True)
 class MeasureArguments:
     """Orthogonality error, singular values, condition number and stable rank of every weight, by role and layer."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a saved Hugging Face model, or the name of a hub model."""
+    model: ModelName
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
     text: str | None = None
     """Also run the model on this text: activation norms and attention entropy."""
     imports: ImportedFiles = ()
@@ -29,12 +26,12 @@ class MeasureArguments:
 
 def run(words: Sequence[str]) -> int:
     """Print the table, write the files and return the exit status."""
-    options = parse_words(MeasureArguments, words, prog="wellposed measure")
+    options = parse_with_model(MeasureArguments, "measure", words)
 
-    from wellposed.cli.load import load_model, load_tokenizer
+    from wellposed.cli.load import load_model_or_draw, load_tokenizer
     from wellposed.measurement import measure
 
-    model = load_model(options.model)
+    model = load_model_or_draw(options.model)
     batch = None
     if options.text is not None:
         encoded = load_tokenizer(options.model)([options.text], return_tensors="pt")

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Literal
 
 from wellposed.cli.imports import ImportedFiles
-from wellposed.cli.parser import parse_words
+from wellposed.cli.model_argument import ModelName, parse_with_model
 from wellposed.cli.prediction.lines import LineSource, line_writer
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.images import IMAGE_SUFFIXES
@@ -28,8 +26,8 @@ TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
 class PredictArguments:
     """Continue a text with a language model, label each line with a classifier, translate it, or label images."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder or a saved model folder."""
+    model: ModelName
+    """A run folder, a saved Hugging Face model with its tokenizer, or a hub name; also as --from MODEL."""
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
@@ -62,7 +60,7 @@ class PredictArguments:
 
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
-    options = parse_words(PredictArguments, words, prog="wellposed predict")
+    options = parse_with_model(PredictArguments, "predict", words)
     _check(options)
 
     from wellposed.cli.load import load_model, load_tokenizer

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from wellposed.cli.load import has_tokenizer, model_folder
+from wellposed.cli.load import start_source
 from wellposed.errors import ConfigError
 from wellposed.tasks import TASKS
 from wellposed.tasks.data.pixel_values import PROCESSOR_FILES, has_processor
+from wellposed.tasks.text.tokenizer_files import has_tokenizer
 from wellposed.training.config import RunConfig, StartOptions, TrainOptions
 
 FINE_TUNING = TrainOptions(
@@ -41,7 +42,7 @@ def start_config(task: str, name: str, *, from_scratch: bool, given: Sequence[st
     ``given`` are those of `READ_BY` that the user says.
     """
     is_config = Path(name).is_file()
-    loaded = name if is_config else model_folder(name)
+    loaded = start_source(name)
     source = _Source(loaded, Path(name).parent if is_config else Path(loaded), random=from_scratch or is_config)
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
     found = {option: find(source, task) for option, find in READ_BY.items() if option in known and option not in given}

@@ -8,9 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
+
+from wellposed.cli.imports import ImportedFiles
+from wellposed.cli.load import start_source
 from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, unknown_name
+from wellposed.plugins import imported_files
 from wellposed.recipes.mcgrath2024.grid import SCALES, chosen_cells, grid
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
 
@@ -35,8 +41,11 @@ class SweepArguments:
     """Processes; by default one for each CPU core at mini scale, else one."""
     cells: str = ""
     """Only these cells, comma separated (key:1e-2, householder:1e-6); the baseline is always among them."""
-    encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, in place of the one of the scale."""
+    encoder: Annotated[str | None, tyro.conf.arg(name="from", aliases=("--encoder",))] = None
+    """Train this encoder in place of the one of the scale: a folder, a hub name, a finished run, or a config.json
+    (random weights)."""
+    imports: ImportedFiles = ()
+    """Run this Python file first, in every process: model classes and families that it registers can be trained."""
     steps: int | None = None
     """Optimizer steps, in place of those of the scale."""
     device: str = "cpu"
@@ -85,6 +94,8 @@ def _settings(options: SweepArguments) -> SweepSettings:
     if options.seeds < 1:
         raise ConfigError(f"--seeds {options.seeds}: expected at least 1")
     changes = {name: value for name in ("encoder", "steps") if (value := getattr(options, name)) is not None}
+    if options.encoder is not None:
+        changes["encoder"] = start_source(options.encoder)
     return SweepSettings(
         data=str(options.data),
         out=str(options.out or Path("runs") / f"mcgrath2024-{options.scale}"),
@@ -93,6 +104,7 @@ def _settings(options: SweepArguments) -> SweepSettings:
         cells=chosen_cells([name.strip() for name in options.cells.split(",") if name.strip()]),
         seeds=tuple(range(options.seeds)),
         device=options.device,
+        imports=imported_files(),
     )
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, DataError, nearest_names
+from wellposed.tasks.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 _FILES = ("config.json", "config.toml", "final/config.json")
 
 
@@ -41,10 +42,16 @@ def model_folder(name: str) -> str:
             + (f"; runs inside: {', '.join(runs[:5])}" if runs else "")
         )
     if path.exists():
-        raise DataError(f"{name}: is a file, expected a run folder or a saved model; name the folder that holds it")
+        only = ": a config.json holds no weights" if path.suffix == ".json" else ""
+        raise DataError(f"{name}: is a file, expected a run folder or a saved model{only}; name the folder of a model")
     if _is_path(name):
         raise DataError(f"{name}: no such folder{_nearest(path)}")
     return name
+
+
+def start_source(name: str) -> str:
+    """Return what a training that begins ``--from`` name reads: a ``config.json`` itself, else `model_folder`."""
+    return name if Path(name).is_file() else model_folder(name)
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -58,6 +65,20 @@ def load_model(name: str) -> PreTrainedModel:
         if Path(name).exists():
             raise
         raise DataError(f"{error}; no folder has that name either{_nearest(Path(name))}") from error
+
+
+def load_model_or_draw(name: str) -> PreTrainedModel:
+    """Load the model as `load_model`; of a ``config.json`` draw one at random (seed 0) and say so."""
+    if not Path(name).is_file():
+        return load_model(name)
+    import torch
+
+    from wellposed.models import draw_model
+
+    torch.manual_seed(0)
+    model = draw_model(name)
+    print(f"{name}: random weights of a {type(model).__name__} (seed 0)", file=sys.stderr)
+    return model
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -80,11 +101,6 @@ def load_image_processor(name: str) -> Any:
     from wellposed.tasks.data.pixel_values import load_processor
 
     return load_processor(_verified(name, weights=False))
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a tokenizer was saved in ``folder``."""
-    return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 def _verified(name: str, *, weights: bool) -> str:

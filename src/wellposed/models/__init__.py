@@ -20,6 +20,7 @@ from wellposed.models._init import INITS as INITS
 from wellposed.models._init import Initializer as Initializer
 from wellposed.models._init import xavier_ as xavier_
 from wellposed.models._loading import auto_class as auto_class
+from wellposed.models._loading import draw_model as draw_model
 from wellposed.models._loading import load_pretrained as load_pretrained
 from wellposed.models._loading import load_pretrained_model as load_pretrained_model
 from wellposed.models._loading import load_saved_model as load_saved_model

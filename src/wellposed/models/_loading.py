@@ -112,11 +112,50 @@ def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, 
     """
     _refuse_pickles(Path(name), kind)
     model, found = _load(kind, str(name), use_safetensors=True, output_loading_info=True, **options)
-    removed = tuple(f"{path}." for path in remove_recorded_norms_(model))
+    removed = tuple(f"{path}." for path in _change_as_recorded_(model))
+    return model, {**found, "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)}}
+
+
+def _change_as_recorded_(model: Any) -> tuple[str, ...]:
+    """Make the changes of ``model`` that its configuration notes; return the paths of the norms it lost."""
+    removed = remove_recorded_norms_(model)
     attention = recorded(model.config).get("attention")
     if attention is not None:
         set_attention_(model, attention)
-    return model, {**found, "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)}}
+    return removed
+
+
+def draw_model(config_file: str | Path) -> Any:
+    """Return the model that a ``config.json`` describes, of the class it names, with weights from its initialisation.
+
+    Status: deterministic in torch's generator. Changes that the configuration notes are made, as by `load_saved_model`.
+
+    Args:
+        config_file: a ``config.json`` of Hugging Face.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: the file cannot be read, or describes no model of transformers or of this package.
+
+    Cost: drawing the weights. When not to use: to train one, `start_model` gives it the head of a task.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1).save_pretrained(folder)
+    ...     type(draw_model(Path(folder) / "config.json")).__name__
+    'GPT2Model'
+    """
+    config = load_pretrained(transformers.AutoConfig, config_file)
+    kind = _saved_class(config)
+    try:
+        model = kind.from_config(config) if hasattr(kind, "_model_mapping") else kind(config)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{config_file}: no model can be made of it: {said or type(error).__name__}") from error
+    _change_as_recorded_(model)
+    return model.eval()
 
 
 def load_saved_model(name: str | Path) -> Any:
@@ -141,18 +180,19 @@ def load_saved_model(name: str | Path) -> Any:
     ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
-    named = load_pretrained(transformers.AutoConfig, name).architectures
-    first = named[0] if isinstance(named, list) and named else None
-    return load_pretrained_model(_saved_class(first), name)
+    return load_pretrained_model(_saved_class(load_pretrained(transformers.AutoConfig, name)), name)
 
 
-def _saved_class(architecture: Any) -> Any:
-    """Return what loads ``architecture``, one that transformers or this package has.
+def _saved_class(config: Any) -> Any:
+    """Return what loads the architecture that ``config`` names, one that transformers or this package has.
 
-    >>> [_saved_class(name).__name__ for name in ("BertForMaskedLM", "WellposedForCausalLM", 7)]
-    ['BertForMaskedLM', 'AutoModelForCausalLM', 'AutoModel']
+    >>> from types import SimpleNamespace
+    >>> names = (["BertForMaskedLM"], ["WellposedForCausalLM"], [7], None)
+    >>> [_saved_class(SimpleNamespace(architectures=found)).__name__ for found in names]
+    ['BertForMaskedLM', 'AutoModelForCausalLM', 'AutoModel', 'AutoModel']
     """
-    name = architecture if isinstance(architecture, str) else ""
+    first = config.architectures[0] if isinstance(config.architectures, list) and config.architectures else None
+    name = first if isinstance(first, str) else ""
     known = getattr(transformers, name, None) if name else None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
     return auto_class(name) or (known if is_model else transformers.AutoModel)

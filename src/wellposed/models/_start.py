@@ -14,12 +14,13 @@ from wellposed.errors import CheckpointError, ConfigError, ShapeError
 from wellposed.models._loading import load_pretrained, load_with_report
 
 AUTO_CLASSES: Mapping[str, Any] = {
+    "encoder": transformers.AutoModel,
     "causal_lm": transformers.AutoModelForCausalLM,
     "sequence_classification": transformers.AutoModelForSequenceClassification,
     "seq2seq_lm": transformers.AutoModelForSeq2SeqLM,
     "image_classification": transformers.AutoModelForImageClassification,
 }
-"""What loads a Hugging Face model for each kind of task."""
+"""What loads a Hugging Face model for each kind of task; an encoder has no head."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 LABELS = ("num_labels", "id2label", "label2id")
 OWN_TOKEN_POSITIONS = ("roberta", "xlm-roberta", "camembert")
@@ -147,7 +148,7 @@ def reads_images(model: Any) -> bool:
 
 
 def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
-    body = f"{model.base_model_prefix}."
+    body = "" if model.base_model is model else f"{model.base_model_prefix}."
     return not name.startswith(body) or name.startswith(f"{body}pooler.")
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from wellposed.training import RunResult
 
 
+ORDER = "compare.json"
+"""File that names the variants in their order."""
+
+
 @dataclass(frozen=True)
 class ComparisonRuns:
     """What a comparison left behind: the folders of its runs and how each one ended."""
@@ -77,7 +81,7 @@ def compare(
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
     """
     configs = _configurations(base, variants, seeds)
-    if resume == "never" and out.is_dir() and any(out.iterdir()):
+    if resume == "never" and any(path.is_file() and path != out / ORDER for path in out.rglob("*")):
         raise ConfigError(
             f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
         )
@@ -91,7 +95,7 @@ def compare(
         )
     out.mkdir(parents=True, exist_ok=True)
     # Before the first run, so that a report on a comparison that was killed knows the baseline.
-    (out / "compare.json").write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
+    (out / ORDER).write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
     planned = [
         PlannedRun(
             out / variant_folder(config.variant) / f"seed-{config.train.seed}",

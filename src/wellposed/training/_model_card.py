@@ -39,7 +39,8 @@ model = load_saved_model("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 NOTE_ON_CLASSES = (
     "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed: `modeling_wellposed.py` "
-    "imports the classes."
+    'imports the classes. Tokens alone need neither: `PreTrainedTokenizerFast.from_pretrained("FOLDER")` of '
+    "transformers reads them, where `AutoTokenizer` would first ask about the classes of the model."
 )
 NOTE_ON_LOADER = (
     "**A plain `from_pretrained` gives another model**, without a warning: {lost}. `config.json` notes the change "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from wellposed.errors import CheckpointError, ConfigError, missing_extra
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.tasks.data.minbert import EncodedRows, MinBertSet, encode_rows, train_word_pieces
+from wellposed.tasks.text.tokenizer_files import has_tokenizer
 
 OUTPUTS = {"sst": 5, "para": 1, "sts": 1}
 
@@ -34,11 +36,12 @@ def encode_sets(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> En
     """
     length = options.max_length
     kept = {name: data.train.first(options.train_rows) for name, data in sets.items()}
-    if options.encoder is None:
-        texts = [text for rows in kept.values() for sentences in rows.sentences for text in sentences]
-        tokenizer: Any = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
+    own = options.encoder and _own_tokenizer(options.encoder)
+    if own:
+        tokenizer: Any = _tokenizer(own)
     else:
-        tokenizer = _load("AutoTokenizer", options.encoder)
+        texts = [text for rows in kept.values() for sentences in rows.sentences for text in sentences]
+        tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
     train = {name: encode_rows(rows, tokenizer, max_length=length) for name, rows in kept.items()}
     valid = {name: encode_rows(data.valid, tokenizer, max_length=length) for name, data in sets.items()}
     description = {
@@ -90,9 +93,9 @@ class MultiTaskModel(nn.Module):
 
 
 def build_multitask_model(options: MultiTaskOptions, tokenizer: Any) -> MultiTaskModel:
-    """Return the model of ``options``: a small BERT with fresh weights, or a pretrained encoder, and fresh heads."""
+    """Return the model of ``options``: a small BERT with fresh weights, or the encoder it names, and fresh heads."""
     if options.encoder is not None:
-        return MultiTaskModel(_load("AutoModel", options.encoder), options.dropout)
+        return MultiTaskModel(_encoder(options.encoder, options, tokenizer), options.dropout)
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -109,19 +112,72 @@ def build_multitask_model(options: MultiTaskOptions, tokenizer: Any) -> MultiTas
     return MultiTaskModel(BertModel(config, add_pooling_layer=False), options.dropout)
 
 
-def _load(kind: str, name: str) -> Any:
+def _own_tokenizer(encoder: str) -> str | None:
+    """Return where the tokenizer of ``encoder`` is; None for a ``config.json`` without one beside it."""
+    if not Path(encoder).is_file():
+        return encoder
+    folder = Path(encoder).parent
+    return str(folder) if has_tokenizer(folder) else None
+
+
+def _tokenizer(name: str) -> Any:
+    from wellposed.models import load_pretrained
+
+    try:
+        return load_pretrained(_transformers().AutoTokenizer, name)
+    except CheckpointError as error:
+        raise _cannot_load(name, error) from error
+
+
+def _encoder(name: str, options: MultiTaskOptions, tokenizer: Any) -> nn.Module:
+    """Return the encoder ``name`` where its first token sees the whole row.
+
+    Raises:
+        ConfigError: it cannot be loaded, reads a second sequence, has too few positions, or its first token sees itself
+            alone.
+        ShapeError: the tokenizer has more tokens than the encoder.
+    """
+    _transformers()
+    from wellposed.models import start_model, text_positions
+
+    try:
+        wanted = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        encoder = start_model(name, "encoder", wanted).model
+    except CheckpointError as error:
+        raise _cannot_load(name, error) from error
+    positions = text_positions(encoder.config)
+    if positions is not None and positions < options.max_length:
+        raise ConfigError(
+            f"{name}: the rows have up to {options.max_length} tokens and the encoder has {positions} positions; "
+            "give one with more"
+        )
+    if encoder.config.is_encoder_decoder or not _first_token_sees_the_last(encoder):
+        raise ConfigError(
+            f"{name}: a {type(encoder).__name__} is no encoder whose first token sees the whole row, and the heads of "
+            "this study read that token; give an encoder, such as BERT, RoBERTa or DistilBERT"
+        )
+    return encoder
+
+
+@torch.no_grad()
+def _first_token_sees_the_last(encoder: Any) -> bool:
+    """Return whether another last token changes the first hidden state."""
+    training = encoder.training
+    first, second = (encoder.eval()(input_ids=torch.tensor([[1, last]])).last_hidden_state[0, 0] for last in (1, 2))
+    encoder.train(training)
+    return bool((first != second).any())
+
+
+def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
         raise missing_extra("transformers", "hf", "pretrained encoders") from error
-    from wellposed.models import load_pretrained, load_pretrained_model
+    return transformers
 
-    try:
-        if kind == "AutoTokenizer":
-            return load_pretrained(transformers.AutoTokenizer, name)
-        return load_pretrained_model(transformers.AutoModel, name, unread="pooler.")  # the first hidden state is read
-    except CheckpointError as error:
-        raise ConfigError(
-            f"encoder {name!r} cannot be loaded ({kind}): {error}; give a folder that holds "
-            "config.json, model.safetensors and tokenizer.json, or a hub name that is cached or reachable"
-        ) from error
+
+def _cannot_load(name: str, error: CheckpointError) -> ConfigError:
+    return ConfigError(
+        f"encoder {name!r} cannot be loaded: {error}; give a folder that holds config.json, model.safetensors and "
+        "tokenizer.json, a config.json, or a hub name that is cached or reachable"
+    )

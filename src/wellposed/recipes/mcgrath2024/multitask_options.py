@@ -25,7 +25,8 @@ class MultiTaskOptions:
     """How one encoder with three heads is built and trained."""
 
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder with its tokenizer; None trains the small BERT below from scratch."""
+    """Folder or hub name of a pretrained encoder with its tokenizer, or the config.json of one to train from scratch;
+    None trains the small BERT below from scratch."""
     hidden_size: int = 64
     """Width of the small BERT; its feed-forward layers are four times as wide."""
     num_hidden_layers: int = 2
@@ -33,7 +34,7 @@ class MultiTaskOptions:
     num_attention_heads: int = 4
     """Heads of the small BERT."""
     vocab_size: int = 4000
-    """Word pieces learned from the train rows for the small BERT."""
+    """Word pieces learned from the train rows where the encoder brings no tokenizer."""
     max_length: int = 48
     """Longest row in tokens, pairs together; longer rows are cut and counted."""
     dropout: float = 0.1

@@ -12,13 +12,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, WellposedError, listed, missing_extra
 from wellposed.finite_json import to_json
+from wellposed.plugins import import_file
 from wellposed.recipes.mcgrath2024.grid import STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.tasks.data.minbert import read_minbert
@@ -57,6 +58,8 @@ class SweepSettings:
     cells: tuple[Cell, ...]
     seeds: tuple[int, ...]
     device: str = "cpu"
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """Path and SHA-256 of every Python file that was imported for this sweep."""
 
     def trainings(self) -> list[Training]:
         """Return every training, seed by seed, so that a sweep cut short has whole rounds."""
@@ -68,7 +71,8 @@ class SweepSettings:
 
     def identity(self) -> dict[str, Any]:
         """Return what may not change between a start and a resume; cells and seeds may be added."""
-        return {"data": str(Path(self.data).resolve()), "scale": self.scale, **self.options.to_dict()}
+        imports = {"imports": dict(self.imports)} if self.imports else {}
+        return {"data": str(Path(self.data).resolve()), "scale": self.scale, **self.options.to_dict(), **imports}
 
 
 def open_sweep(settings: SweepSettings, resume: str) -> None:
@@ -202,6 +206,8 @@ def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
     with StopRequest() as request:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
+            for name in settings.imports:
+                import_file(Path(name))
             work(settings, announce=announce, stop=lambda: request.requested)
         except Cancelled:
             sys.exit(130)
@@ -220,6 +226,8 @@ def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, sto
     study = trial.study
     cell, seed = training.cell, training.seed
     record: dict[str, Any] = {"cell": cell.name, "seed": seed, "scale": settings.scale, "status": "success"}
+    if settings.imports:
+        record["imports"] = dict(settings.imports)
     try:
         found = train_multitask(
             sets, settings.options, penalty=cell.penalty(), seed=seed, check=check, device=settings.device

@@ -1,0 +1,74 @@
+"""The model of `measure`, `certify` and `predict`: a folder or a config.json, as the first word or after `--from`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tests.support.bert import make_checkpoint
+
+from wellposed.cli import main
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
+def test_a_folder_is_the_same_as_the_first_word_and_after_from(
+    bert: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for words in ([command[0], str(bert), *command[1:]], [*command, "--from", str(bert)], [*command, f"--from={bert}"]):
+        assert main(words) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] != ""
+
+
+@pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
+def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
+    bert: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        assert main([*command, "--from", str(bert / "config.json")]) == 0
+        captured = capsys.readouterr()
+        said.append(captured.out)
+        assert "config.json: random weights of a BertModel (seed 0)" in captured.err
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["predict", "--from", "{bert}/config.json", "--text", "a"], "a config.json holds no weights"),
+        (["measure", "--from"], "--from names no model"),
+        (["certify", "--from", "{bert}/no-such"], "no such folder"),
+        (["measure", "--from", "{bert}/broken.json"], "broken.json"),
+    ],
+)
+def test_what_is_no_model_is_one_line(
+    bert: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bert / "broken.json").write_text('{"model_type": "bert", "hidden_size": 15, "num_attention_heads": 2}')
+    assert main([word.format(bert=bert) for word in words]) != 0
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
+
+
+def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(bert, id2label={0: "bad", 1: "good"})
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["predict", "--from", str(tmp_path), "--text", "w1 good w2"]) == 0
+    assert capsys.readouterr().out.split("\t")[0] in ("bad", "good")

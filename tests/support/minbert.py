@@ -1,0 +1,32 @@
+"""The three sets of McGrath (2024) at toy size."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+WORDS = ["good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "where", "old", "new"]
+
+
+def write_minbert(folder: Path) -> Path:
+    """Write forty rows of each set, and twenty-four dev rows, in which the label can be read off the words."""
+    draw = random.Random(0)
+
+    def words() -> str:
+        return " ".join(draw.choices(WORDS, k=5))
+
+    for split, count in (("train", 40), ("dev", 24)):
+        sst, para, sts = [], [], []
+        for index in range(count):
+            text, other = words(), words()
+            sst.append(f"{index}\tx\t{text}\t{min(4, text.count('good') * 2)}")
+            para.append(f"{index}\tx\t{text}\t{text if index % 2 else other}\t{float(index % 2)}")
+            sts.append(f"{index}\tx\t{text}\t{other}\t{min(5, len(set(text.split()) & set(other.split()))):.1f}")
+        for name, label, rows in (
+            ("ids-sst", "sentiment", sst),
+            ("quora", "is_duplicate", para),
+            ("sts", "similarity", sts),
+        ):
+            columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
+            (folder / f"{name}-{split}.csv").write_text(f"\tid\t{columns}\t{label}\n" + "\n".join(rows) + "\n")
+    return folder
