@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from wellposed.measurement.figures import COLOURS, add_grid, figure_style, new_figure
+from wellposed.measurement.figures import COLOURS, add_grid, figure_style, new_figure, note_image
 
 Row = Mapping[str, Any]
 Style = Literal["solid", "dashed", "dotted", "dots", "bars"]
@@ -83,6 +83,7 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int = 4) -> None:
             axes.set_axis_off()
         for axes, panel in zip(grid, panels, strict=False):
             draw_panel(axes, panel)
+        note_image(path.stem, figure)
         # A page of unknown colour may show the file, so it brings its own.
         figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tests.support.minbert import write_minbert
+from tests.support.notebook import Notebook
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel
 
@@ -280,6 +282,32 @@ def test_a_training_that_diverges_is_a_result(data: Path, tmp_path: Path, monkey
     ]
     assert main(words) == 1
     assert "Failed: key:1e-2 seed 0: step 2: not finite" in (out / "results.md").read_text()
+
+
+def test_a_tracker_is_told_of_every_training_and_of_the_tables(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: Any, penalty: Any, **__: Any) -> dict[str, Any]:
+        if penalty is not None:
+            raise ConvergenceError("step 2: not finite")
+        scores = {"sst": 0.3, "para": 0.6, "sts": 0.1, "overall": 0.48}
+        errors = [{"step": step, "encoder.0.key": 1.0 + step} for step in (0, 2)]
+        return {"scores": scores, "errors": errors, "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(Notebook, "records", [])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)
+    monkeypatch.setattr(multitask, "train_multitask", train)
+    monkeypatch.setitem(study.SCALES, "mini", TINY)
+    words = ["sweep", "mcgrath2024", "--data", str(data), "--out", str(tmp_path / "out"), "--cells", "key:1e-2"]
+    assert main([*words, "--seeds", "1", "--jobs", "1", "--track", "notebook"]) == 1
+    baseline, failed, tables = Notebook.records
+    assert baseline.config is not None
+    assert (baseline.config["cell"], baseline.config["seed"]) == ("baseline", 0)
+    assert baseline.rows[:2] == [(step, {"orthogonality_error/encoder.0.key": 1.0 + step}) for step in (0, 2)]
+    assert baseline.rows[2][1]["final/valid/overall"] == 0.48
+    assert failed.rows == [(0, {"final/succeeded": 0})]
+    assert tables.rows[0][1]["final/baseline/sst"] == 0.3
+    assert set(tables.shown) == {"figure-1", "figure-3", "table-1"}
 
 
 def test_the_command_writes_his_figures_and_table(

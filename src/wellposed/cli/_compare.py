@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
+from wellposed.cli.tracking import TrackerNames, report_images, tracking
 from wellposed.recipes.variants import VARIANTS, summary
+
+if TYPE_CHECKING:
+    from wellposed.report import Comparison
+    from wellposed.training.tracking import Tracking
 
 VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
@@ -28,6 +34,9 @@ class CompareArguments:
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
     certify: int = 0
     """Certified and attacked accuracy of each run on so many test examples, for the report; 0: none."""
+    track: TrackerNames = ()
+    """Also report the runs and what comes of them to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow,
+    ...; may be repeated."""
     quiet: bool = False
     """Print the table only."""
 
@@ -44,6 +53,7 @@ def run(words: Sequence[str]) -> int:
     from wellposed.recipes.compare import compare
     from wellposed.report import aggregate, build_report
 
+    reported = tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
     names = [name.strip() for name in given.split(",") if name.strip()]
@@ -57,12 +67,29 @@ def run(words: Sequence[str]) -> int:
         command=command_words("compare", words),
         announce=None if options.quiet else lambda line: print(line, flush=True),
         certify=options.certify,
+        tracking=reported,
     )
     if runs.cancelled:
         print(f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto", file=sys.stderr)
         return 130
-    print(aggregate(runs.folders).table())
+    found = aggregate(runs.folders)
+    print(found.table())
     print(f"report: {build_report(runs.folders, options.out / 'report.html')}")
+    if options.track:
+        described = {**config.to_dict(), "variant": ",".join(names)}
+        _report_comparison(reported, options.out, described, runs.folders, found)
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0
+
+
+def _report_comparison(
+    tracking: Tracking, out: Path, config: Mapping[str, Any], folders: Sequence[Path], found: Comparison
+) -> None:
+    """Leave one more record in each tracker: the means of every variant and the figures of the report on all runs."""
+    from wellposed.training.tracking import Trackers
+
+    means = {f"{record['metric']},{record['variant']}": record["mean"] for record in found.records()}
+    reported = replace(tracking, figures=lambda _: report_images(*folders))
+    with Trackers(reported, out, title=f"{config['task']} compared", config=config) as trackers:
+        trackers.end(means, succeeded=True)

@@ -15,10 +15,12 @@ import tyro
 from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.load import start_source
 from wellposed.cli.parser import parse_words
+from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.plugins import imported_files
 from wellposed.recipes.mcgrath2024.grid import SCALES, chosen_cells, grid
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
+from wellposed.recipes.mcgrath2024.tracked import track_sweep, track_training
 
 STUDIES = {"mcgrath2024": "orthogonality penalties on key and query weights, three tasks at once"}
 
@@ -50,6 +52,9 @@ class SweepArguments:
     """Optimizer steps, in place of those of the scale."""
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""
+    track: TrackerNames = ()
+    """Also report the trainings, when they end, and what comes of them to this tracker of Accelerate: trackio,
+    tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
     """Print the tables and the conclusion only."""
 
@@ -63,6 +68,7 @@ def run(words: Sequence[str]) -> int:
         raise unknown_name("study", words[0], STUDIES)
     options = parse_words(SweepArguments, words[1:], prog=f"wellposed sweep {words[0]}", description=__doc__ or "")
     settings = _settings(options)
+    tracking(options.track)
     open_sweep(settings, options.resume)
     total = len(settings.trainings())
     jobs = options.jobs if options.jobs is not None else default_jobs(options.scale)
@@ -71,7 +77,7 @@ def run(words: Sequence[str]) -> int:
             f"{len(settings.cells)} cells x {len(settings.seeds)} seeds = {total} trainings in {settings.out}",
             flush=True,
         )
-    finished = run_sweep(settings, jobs=jobs, announce=_ignore if options.quiet else _announce)
+    finished = run_sweep(settings, jobs=jobs, announce=_ignore if options.quiet else _announce, report=track_training)
     if not finished:
         again = [*words, *([] if "--resume" in words else ["--resume", "auto"])]
         print(f"interrupted; continue with: wellposed sweep {shlex.join(again)}", file=sys.stderr)
@@ -81,9 +87,12 @@ def run(words: Sequence[str]) -> int:
         print(f"{len(results)} of {total} trainings are done; another process has the rest and writes the tables")
         return 0
 
+    from wellposed.measurement.figures import drawn_images
     from wellposed.recipes.mcgrath2024.output import write_outputs
 
-    print(write_outputs(settings))
+    with drawn_images() as images:
+        print(write_outputs(settings))
+    track_sweep(settings, images)
     print(f"written: {settings.out}/results.md, table-1.csv, figure-1.svg, figure-3.svg, sweep.csv, ...")
     return 1 if any(result["status"] != "success" for result in results) else 0
 
@@ -105,6 +114,7 @@ def _settings(options: SweepArguments) -> SweepSettings:
         seeds=tuple(range(options.seeds)),
         device=options.device,
         imports=imported_files(),
+        track=options.track,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.cli._arguments import base_config, command_words, option_value, parse, split_task, task_usage
+from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.recipes.variants import VARIANTS, apply_variant
 
 
@@ -21,6 +22,8 @@ class TrainArguments:
     """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
     resume: str = "never"
     """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
+    track: TrackerNames = ()
+    """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
     """Print the result only."""
 
@@ -46,6 +49,7 @@ def run(words: Sequence[str]) -> int:
         progress=not options.quiet,
         command=command_words("train", words),
         longer=True,
+        tracking=tracking(options.track),
     )
     if os.environ.get("RANK", "0") != "0":
         return result.exit_code  # the first of several processes prints the result

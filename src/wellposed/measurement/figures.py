@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +42,35 @@ ROLE_ORDER = (
     "token_embedding",
     "position_embedding",
 )
+
+
+_IMAGES: ContextVar[dict[str, Any] | None] = ContextVar("drawn_images", default=None)
+
+
+@contextmanager
+def drawn_images() -> Iterator[dict[str, Any]]:
+    """Yield a dictionary that each figure drawn for a page or a file goes to as well.
+
+    It holds pixels, (height, width, 3) uint8, by the prefix of the figure or the stem of its file.
+    """
+    images: dict[str, Any] = {}
+    token = _IMAGES.set(images)
+    try:
+        yield images
+    finally:
+        _IMAGES.reset(token)
+
+
+def note_image(name: str, figure: Figure) -> None:
+    """Give ``figure`` to `drawn_images`, where that is open."""
+    if (images := _IMAGES.get()) is None:
+        return
+    import numpy as np
+
+    out = io.BytesIO()
+    figure.savefig(out, format="rgba", facecolor="white", dpi=100)
+    width, height = figure.canvas.get_width_height()
+    images[name] = np.frombuffer(out.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
 
 
 @contextmanager
@@ -88,6 +118,7 @@ def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
     """
     from html import escape
 
+    note_image(prefix, figure)
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     markup = out.getvalue()

@@ -13,6 +13,7 @@ from wellposed.recipes.recipe import say_nothing
 from wellposed.recipes.runs import PlannedRun, train_planned
 from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.training.config import RunConfig
+from wellposed.training.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
     from wellposed.training import RunResult
@@ -52,6 +53,7 @@ def compare(
     command: list[str] | None = None,
     announce: Callable[[str], None] | None = None,
     certify: int = 0,
+    tracking: Tracking = NOT_TRACKED,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the same order.
 
@@ -69,6 +71,7 @@ def compare(
         command: the words of the command, for the report.
         announce: called with one line before each run.
         certify: leave certified and attacked accuracy of so many examples of *test* in every run folder.
+        tracking: trackers that follow each run, as in `wellposed.training.train`.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
@@ -105,7 +108,13 @@ def compare(
         for number, config in enumerate(configs, start=1)
     ]
     trained = train_planned(
-        planned, announce=announce or say_nothing, task=task, resume=resume, progress=progress, command=command
+        planned,
+        announce=announce or say_nothing,
+        task=task,
+        resume=resume,
+        progress=progress,
+        command=command,
+        tracking=tracking,
     )
     results = tuple(trained)
     runs = ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)

@@ -13,6 +13,7 @@ from wellposed.charts import Series
 from wellposed.recipes.recipe import Request
 from wellposed.statistics import mean_and_standard_error
 from wellposed.training.config import RunConfig
+from wellposed.training.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -95,6 +96,7 @@ def train_planned(
     progress: bool = False,
     command: list[str] | None = None,
     test_batches: int | None = None,
+    tracking: Tracking = NOT_TRACKED,
 ) -> Iterator[RunResult]:
     """Train one run after the other and yield how each ended, until one is cancelled; finished runs are not repeated.
 
@@ -106,6 +108,7 @@ def train_planned(
         progress: draw a progress bar.
         command: the words of the command, for the report.
         test_batches: read only so many batches of the test split.
+        tracking: trackers that follow each run, as in `wellposed.training.train`.
     """
     from wellposed.tasks import build_task
     from wellposed.training import train
@@ -118,7 +121,15 @@ def train_planned(
         if not given and data != read_for:
             task, read_for = build_task(*data), data
         with max_test_batches(test_batches):
-            result = train(config, folder, resume=resume, progress=progress, command=command, task=task)
+            result = train(
+                config,
+                folder,
+                resume=resume,
+                progress=progress,
+                command=command,
+                task=task,
+                tracking=tracking,
+            )
         yield result
         if result.status == "cancelled":
             return

@@ -26,6 +26,7 @@ from wellposed.training.metrics import MetricsFile
 from wellposed.training.progress import Progress
 from wellposed.training.run import Run
 from wellposed.training.signals import Cancelled, StopRequest
+from wellposed.training.tracking import NOT_TRACKED, Tracking, check_trackers
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -41,6 +42,7 @@ def train(
     task: Task | None = None,
     model: ModelFactory | None = None,
     longer: bool = False,
+    tracking: Tracking = NOT_TRACKED,
 ) -> RunResult:
     """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are those on *valid*.
 
@@ -71,6 +73,8 @@ def train(
         model: makes the model from ``(config, task)``, in the place of ``config.model`` and ``config.start``.
         longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was begun with. The
             learning rate then follows the schedule of the new length, and a note says what that changes.
+        tracking: trackers of Accelerate that are told the configuration, each row as it is written, the results and
+            figures; see `wellposed.training.tracking.Trackers`.
 
     Returns:
         The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too), content of
@@ -78,7 +82,7 @@ def train(
 
     Raises:
         ConfigError: ``out`` in use, or written by another process at this moment, a device that is not there, a resume
-            into a changed configuration (every field listed), an unknown name.
+            into a changed configuration (every field listed), an unknown name, a tracker that is not installed.
         DataError: the data cannot be read, or is too small for one batch.
         CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as they were.
         WellposedError: memory ended, or another process of the run did.
@@ -98,6 +102,7 @@ def train(
     'success'
     """
     resume = str(resume)
+    check_trackers(tracking.names)
     accelerator = build_accelerator(config.train)
     if config.train.epochs is not None or config.train.warmup_share:
         task = task or build_task(config.task, config.task_options)
@@ -135,7 +140,10 @@ def train(
                 for note in notes:
                     run.progress.say(note, warn="damaged" in note)
                 run.begin(checkpoint)
-                with MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main) as run.metrics:
+                with (
+                    MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main) as run.metrics,
+                    run.open_trackers(tracking) as run.trackers,
+                ):
                     return _train_to_the_end(run)
         except ConvergenceError as error:
             # The weights or their constraint could not be made: such a run has failed, as one whose loss is not finite.

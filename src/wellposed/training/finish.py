@@ -177,4 +177,5 @@ def end(
     result = RunResult(status, run.out, values, message)
     if run.is_main:
         write_result(result)
+        run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
     return result

@@ -26,6 +26,7 @@ from wellposed.training.signals import StopRequest
 from wellposed.training.state import TrainerState
 from wellposed.training.step import sum_over_processes
 from wellposed.training.tensors import gather_bytes
+from wellposed.training.tracking import NOT_TRACKED, Trackers, Tracking
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
 class Run:
     """Model, optimizer, penalty, constraint, counters and files of one run.
 
-    `progress`, `stop` and `metrics` are open while it trains; `begin` makes `batches` and says how many
+    `progress`, `stop`, `metrics` and `trackers` are open while it trains; `begin` makes `batches` and says how many
     `micro_batches` a step takes.
     """
 
     progress: Progress
     stop: StopRequest
     metrics: MetricsFile
+    trackers: Trackers
     batches: MicroBatches
     micro_batches: int
 
@@ -151,6 +153,19 @@ class Run:
         """Add a row to ``metrics.jsonl`` and show it."""
         self.metrics.append(row)
         self.progress.row(row)
+        self.trackers.row(row)
+
+    def open_trackers(self, tracking: Tracking) -> Trackers:
+        """Open the records of this run, in the process that writes its files."""
+        config = self.config
+        return Trackers(
+            tracking if self.is_main else NOT_TRACKED,
+            self.out,
+            title=f"{config.task} {config.variant} seed {config.train.seed}",
+            config=config.to_dict(),
+            step=self.state.step,
+            warn=lambda line: self.progress.say(line, warn=True),
+        )
 
     def elapsed(self) -> float:
         """Return the seconds of this run, those before it was interrupted included."""

@@ -32,6 +32,8 @@ JOURNAL = "journal.log"
 DATA = "data.json"
 MAX_JOBS = 8
 Announce = Callable[[str], None]
+Record = dict[str, Any]
+"""What a result file of a training holds."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class SweepSettings:
     device: str = "cpu"
     imports: Mapping[str, str] = field(default_factory=dict)
     """Path and SHA-256 of every Python file that was imported for this sweep."""
+    track: tuple[str, ...] = ()
+    """Trackers of Accelerate that are told of every training."""
 
     def trainings(self) -> list[Training]:
         """Return every training, seed by seed, so that a sweep cut short has whole rounds."""
@@ -106,8 +110,17 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
         _enqueue_missing(settings)
 
 
-def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool]) -> int:
+def _unreported(settings: SweepSettings, training: Training, record: Record) -> None:
+    del settings, training, record
+
+
+Report = Callable[[SweepSettings, Training, Record], None]
+
+
+def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool], report: Report = _unreported) -> int:
     """Train one enqueued trial after the other until none waits; return how many were trained here.
+
+    Each is given to ``report`` when its result is written.
 
     Raises:
         Cancelled: ``stop`` said so; the trial at work is enqueued again.
@@ -125,7 +138,8 @@ def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool
             everything = settings.trainings()
             finished = sum(settings.result_path(other).exists() for other in everything)
             announce(f"[{finished}/{len(everything)}] {training.cell.name} seed {training.seed}")
-            _run(settings, trial, training, sets, stop)
+            record = _run(settings, trial, training, sets, stop)
+            report(settings, training, record)
             done += 1
     return done
 
@@ -147,10 +161,11 @@ def finished_results(settings: SweepSettings) -> list[dict[str, Any]]:
     return results
 
 
-def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce) -> bool:
+def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report: Report = _unreported) -> bool:
     """Run the sweep in ``jobs`` processes, this one alone for 1; return False where the user stopped it.
 
-    With several processes ``announce`` is called in each of them, so it is a function at the top of a module.
+    With several processes ``announce`` and ``report`` are called in each of them, so they are functions at the top of a
+    module.
 
     Raises:
         ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that meets them.
@@ -159,9 +174,9 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce) -> bool
         raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
     with StopRequest() as request:
         if jobs > 1:
-            return _run_processes(settings, jobs, announce, request)
+            return _run_processes(settings, jobs, (announce, report), request)
         try:
-            work(settings, announce=announce, stop=lambda: request.requested)
+            work(settings, announce=announce, stop=lambda: request.requested, report=report)
         except Cancelled:
             return False
         return not request.requested
@@ -172,23 +187,23 @@ def default_jobs(scale: str) -> int:
     return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
 
 
-def _run_processes(settings: SweepSettings, jobs: int, announce: Announce, request: StopRequest) -> bool:
+def _run_processes(settings: SweepSettings, jobs: int, told: tuple[Announce, Report], request: StopRequest) -> bool:
     import multiprocessing
 
     spawn = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    workers = [spawn.Process(target=_worker, args=(settings, threads, announce), daemon=True) for _ in range(jobs)]
+    workers = [spawn.Process(target=_worker, args=(settings, threads, *told), daemon=True) for _ in range(jobs)]
     for worker in workers:
         worker.start()
-    told = False
+    asked = False
     while any(worker.is_alive() for worker in workers):
         for worker in workers:
             worker.join(timeout=0.1)
-        if request.requested and not told:
-            told = True
+        if request.requested and not asked:
+            asked = True
             for worker in workers:
                 worker.terminate()  # SIGTERM, which a worker takes as a request to stop
-    fine = (0, 130, -signal.SIGTERM) if told else (0,)
+    fine = (0, 130, -signal.SIGTERM) if asked else (0,)
     broken = [str(worker.exitcode) for worker in workers if worker.exitcode not in fine]
     if broken:
         raise WellposedError(
@@ -198,7 +213,7 @@ def _run_processes(settings: SweepSettings, jobs: int, announce: Announce, reque
     return not request.requested
 
 
-def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
+def _worker(settings: SweepSettings, threads: int, announce: Announce, report: Report) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent passes it on once, as SIGTERM
@@ -208,7 +223,7 @@ def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
         try:
             for name in settings.imports:
                 import_file(Path(name))
-            work(settings, announce=announce, stop=lambda: request.requested)
+            work(settings, announce=announce, stop=lambda: request.requested, report=report)
         except Cancelled:
             sys.exit(130)
         except (WellposedError, OSError) as error:
@@ -216,7 +231,7 @@ def _worker(settings: SweepSettings, threads: int, announce: Announce) -> None:
             sys.exit(1)
 
 
-def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> None:
+def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> Record:
     from wellposed.recipes.mcgrath2024.multitask import train_multitask
 
     def check(step: int) -> None:
@@ -225,7 +240,7 @@ def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, sto
 
     study = trial.study
     cell, seed = training.cell, training.seed
-    record: dict[str, Any] = {"cell": cell.name, "seed": seed, "scale": settings.scale, "status": "success"}
+    record: Record = {"cell": cell.name, "seed": seed, "scale": settings.scale, "status": "success"}
     if settings.imports:
         record["imports"] = dict(settings.imports)
     try:
@@ -243,9 +258,10 @@ def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, sto
         record |= found
     replace_file(settings.result_path(training), to_json(record, indent=1))
     _tell(study, trial, record)
+    return record
 
 
-def _tell(study: Any, trial: Any, record: dict[str, Any]) -> None:
+def _tell(study: Any, trial: Any, record: Record) -> None:
     if record["status"] == "success":
         study.tell(trial, record["scores"]["overall"])
     else:

@@ -1,0 +1,65 @@
+"""``--track``: a tracker of one's own from a file, the figures of the report, and a comparison as one record more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from tests.support.notebook import Notebook
+
+from wellposed.cli import main
+
+PLUGIN = """
+from accelerate.tracking import register_tracker_class
+from tests.support.notebook import Notebook
+
+register_tracker_class(Notebook)
+"""
+TINY = ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2", "--quiet"]
+SHORT = ["--steps", "2", "--eval-every", "2", "--batch-size", "4", "--seq-len", "24", *TINY]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return options of a tiny run that is told to a notebook."""
+    monkeypatch.setattr(Notebook, "records", [])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)  # and is gone after the test
+    monkeypatch.delitem(LOGGER_TYPE_TO_CLASS, "notebook")
+    (tmp_path / "my.py").write_text(PLUGIN, encoding="utf-8")
+    (tmp_path / "prose.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
+    return ["--data", str(tmp_path / "prose.txt"), *SHORT, "--import", str(tmp_path / "my.py"), "--track", "notebook"]
+
+
+def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> None:
+    assert main(["train", "char_lm", *words, "--out", str(tmp_path / "run")]) == 0
+    (record,) = Notebook.records
+    assert {name.rpartition("-")[2] for name in record.shown} == {"curves", "orth", "spectra"}
+    for pixels in record.shown.values():
+        assert pixels.dtype == np.uint8
+        assert (pixels.ndim, pixels.shape[0], pixels.shape[3]) == (4, 1, 3)
+        assert pixels.min() < 100 < pixels.max() == 255
+
+
+def test_a_comparison_is_one_record_more(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "char_lm", *words, "--variants", "post_ln,pre_ln", "--out", str(tmp_path / "runs")]) == 0
+    *runs, comparison = Notebook.records
+    assert [run.config["variant"] for run in runs] == ["post_ln", "pre_ln"]
+    assert comparison.config["variant"] == "post_ln,pre_ln"
+    ((_, means),) = comparison.rows
+    for run in runs:
+        assert means[f"final/{run.config['variant']}/test/loss"] == run.rows[-1][1]["final/test/loss"]
+    assert set(comparison.shown) == set(runs[0].shown)
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prose.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
+    for command in (["train"], ["compare"]):
+        out = tmp_path / command[0]
+        words = [*command, "char_lm", "--data", str(tmp_path / "prose.txt"), *SHORT, "--out", str(out)]
+        assert main([*words, "--track", "clearml"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "'clearml', which is not installed; nothing was trained; run: pip install clearml" in said
+        assert not out.exists()
