@@ -129,10 +129,10 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
     certified_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, task = certified_run
-    sizes = {"radius": 0.01, "among": 4, "count": 3, "steps": 30, "restarts": 2}
-    sound = strong_attack.attack_certified(folder, task, **sizes)
+    attack = strong_attack.Attack(among=4, count=3, steps=30, restarts=2)
+    sound = strong_attack.attack_certified(folder, task, radius=0.01, attack=attack)
     assert (sound.examples, sound.fallen) == (3, 0)
-    assert strong_attack.attack_certified(folder, task, **{**sizes, "radius": 50.0}).examples == 0
+    assert strong_attack.attack_certified(folder, task, radius=50.0, attack=attack).examples == 0
 
     honest = strong_attack.best_certificate
     monkeypatch.setattr(
@@ -140,7 +140,7 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
         "best_certificate",
         lambda *args: dataclasses.replace(honest(*args), total=1e-6, layers=()),
     )
-    unsound = strong_attack.attack_certified(folder, task, **{**sizes, "radius": 3.0})
+    unsound = strong_attack.attack_certified(folder, task, radius=3.0, attack=attack)
     assert unsound.fallen > 0
 
 
@@ -149,6 +149,17 @@ def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(certi
     held = [strong_attack.certified_share(folder, task, share=share, examples=4) for share in (0.0, 0.1, 50.0)]
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0.0
+
+
+def test_an_answer_is_kept_for_its_question_alone(
+    certified_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, task = certified_run
+    first = strong_attack.certified_share(folder, task, share=0.0, examples=2)
+    monkeypatch.setattr(strong_attack, "load_run_model", lambda _: pytest.fail("measured again"))
+    assert strong_attack.certified_share(folder, task, share=0.0, examples=2) == first
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        strong_attack.certified_share(folder, task, share=0.0, examples=3)
 
 
 def test_a_panel_has_the_mean_of_the_seeds_and_their_error_and_no_legend_for_the_attack() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from wellposed.charts import Row, where
 from wellposed.recipes.frontier.accuracy_verdict import RADII, TEST, Evidence, judge_accuracy
 from wellposed.recipes.frontier.curves import curves_panel
-from wellposed.recipes.frontier.strong_attack import RESTARTS, STEPS, Attacked, attack_certified, certified_share
+from wellposed.recipes.frontier.strong_attack import Attack, Attacked, attack_certified, certified_share
 from wellposed.recipes.frontier.texts import CORPORA, Sizes, find_texts, text_run
 from wellposed.recipes.frontier.tuning import CHOSEN_BY, FACTORS, Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
@@ -74,31 +74,29 @@ class Scale:
     """How much is trained and looked at."""
 
     sizes: Sizes
+    strong: Attack
+    """On certified examples of the judged model."""
     factors: Sequence[float] = FACTORS
     test_batches: int | None = None
     """Of *test*, at most."""
     curve_steps: int = 20
     """Of the attack on the first examples, at each radius of every run."""
-    attacked: int = 50
-    """Certified examples under the strong attack."""
-    steps: int = STEPS
-    restarts: int = RESTARTS
     certified: int = 4000
     """Examples behind the certified accuracy of the judged model at the radius of the corpus."""
 
 
 TOY = Scale(
     Sizes(3, 1, width=8, batch_size=4, examples=4, evaluations=1, options={"max_words": 50}),
+    Attack(among=4, count=2, steps=2, restarts=2),
     FACTORS[1:],
-    attacked=2,
-    steps=2,
-    restarts=2,
     certified=4,
 )
-MINI = Scale(Sizes(300, 3, batch_size=64, evaluations=8, examples=200), test_batches=64, curve_steps=5)
+MINI = Scale(
+    Sizes(300, 3, batch_size=64, evaluations=8, examples=200), Attack(among=200), test_batches=64, curve_steps=5
+)
 PAPER = Scale(
     Sizes(6000, 5, width=256, layers=4, heads=4, batch_size=128, evaluations=20, examples=2000),
-    attacked=500,
+    Attack(among=2000, count=500),
     certified=10_000,
 )
 
@@ -162,21 +160,13 @@ class Study:
     def evidence(self, models: Mapping[str, Measured]) -> Evidence:
         """Certify the judged model on many examples, attack those it certifies, and put it beside the plain ones."""
         judged, scale, radius = models[JUDGED], self.scale, RADII[self.corpus]
-        finished = [
-            (run.folder, c.median_token) for run, c in zip(judged.tuned.runs, judged.certified, strict=True) if c
-        ]
-        self.request.announce(f"{self.corpus}, {JUDGED}: {scale.steps} steps of attack from {scale.restarts} starts")
+        certified = zip(judged.tuned.runs, judged.certified, strict=True)
+        finished = [(run.folder, curve.median_token) for run, curve in certified if curve]
+        strong = f"{scale.strong.steps} steps of attack from {scale.strong.restarts} starts"
+        self.request.announce(f"{self.corpus}, {JUDGED}: {strong}")
         attacked = Attacked(0, 0)
         for folder, token in finished[:1]:
-            attacked = attack_certified(
-                folder,
-                self.task,
-                radius=radius * token,
-                among=scale.sizes.examples,
-                count=scale.attacked,
-                steps=scale.steps,
-                restarts=scale.restarts,
-            )
+            attacked = attack_certified(folder, self.task, radius=radius * token, attack=scale.strong)
         held = [certified_share(folder, self.task, share=radius, examples=scale.certified) for folder, _ in finished]
         return Evidence(
             self.corpus,
@@ -222,7 +212,7 @@ def accuracy(request: Request) -> Reproduction:
             f"temperature than {LIPSCHITZ_TEMPERATURE:g} it takes the rate kept there",
             f"the verdict is about {JUDGED!r}, the variant as it comes: at the radius of its corpus it is certified on "
             f"up to {scale.certified} examples of test, and the certified of the first seed with least to spare are "
-            f"attacked by {scale.steps} steps from {scale.restarts} starts",
+            f"attacked by {scale.strong.steps} steps from {scale.strong.restarts} starts",
             *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
         ),
         criterion=Criterion(TEST, sizes.seeds, "paired differences over seeds; errors of seeds and of examples"),
