@@ -207,9 +207,11 @@ def test_every_study_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     rows = done.result.rows
     if name == "frontier/accuracy":
         assert {"post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10"} <= {row["model"] for row in rows}
-        assert {row["radius"] for row in rows} == set(TOKEN_SHARES)
-        assert all(row["certified"] <= row["attacked"] for row in rows)
-        totals = [row["total"] for row in rows if row["model"].startswith(("lipschitz", "no blocks"))]
+        assert {row["radius"] for row in rows if "radius" in row} == set(TOKEN_SHARES)
+        assert all(row["certified"] <= row["attacked"] for row in rows if "radius" in row)
+        totals = [
+            row["total"] for row in rows if "total" in row and row["model"].startswith(("lipschitz", "no blocks"))
+        ]
     else:
         assert {row["blocks"] for row in rows} == {1, 2}
         totals = [row["total"] for row in rows if row["model"] == "lipschitz"]
@@ -219,9 +221,9 @@ def test_every_study_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
 
 def test_a_study_without_its_texts_says_what_it_needs(tmp_path: Path) -> None:
     recipe = RECIPES.get("frontier/accuracy")
-    with pytest.raises(ConfigError, match="ag_news or imdb"):
+    with pytest.raises(ConfigError, match="ag_news, imdb"):
         recipe(Request("toy", tmp_path))
-    with pytest.raises(DataError, match="found neither"):
+    with pytest.raises(DataError, match="found none"):
         recipe(Request("toy", tmp_path, data=str(tmp_path)))
 
 

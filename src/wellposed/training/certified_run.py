@@ -87,7 +87,7 @@ def certify_run(
 
 
 def certify_runs(
-    folders: Sequence[Path], task: Task, *, examples: int, announce: Callable[[str], None]
+    folders: Sequence[Path], task: Task, *, examples: int, announce: Callable[[str], None], attack_steps: int = 20
 ) -> list[CertifiedRun]:
     """Certify every run, or read what was found before for as many examples or more."""
     found = []
@@ -95,7 +95,7 @@ def certify_runs(
         known = read_certified(folder, run_date=_date(folder))
         if known is None or known.examples < min(examples, len(task.dataset("test"))):
             announce(f"certified accuracy of {folder}")
-            known = certify_run(folder, task, examples=examples)
+            known = certify_run(folder, task, examples=examples, attack_steps=attack_steps)
         found.append(known)
     return found
 

@@ -11,8 +11,25 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
-FOLDERS = ("ag_news", "imdb")
-LENGTHS = {"ag_news": 48, "imdb": 96}
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where the texts of a task lie in a folder of many data sets, and how much of each text is read."""
+
+    max_length: int
+    folder: str
+    train: str = ""
+    """File in the folder, where the folder holds more than one task."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task, beside its data and length."""
+
+
+CORPORA: Mapping[str, Corpus] = {
+    "ag_news": Corpus(48, "ag_news"),
+    "imdb": Corpus(96, "imdb"),
+    "sst": Corpus(32, "minbert", "ids-sst-train.csv.gz", {"label_column": "sentiment", "text_column": "sentence"}),
+    "trec": Corpus(24, "trec"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,29 +43,32 @@ class Sizes:
     heads: int = 2
     batch_size: int = 32
     learning_rate: float = 1e-3
+    evaluations: int = 2
+    """On valid, evenly over the steps."""
     examples: int = 256
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the task, beside its data and length."""
 
 
 def find_texts(request: Request) -> dict[str, str]:
-    """Return the folder of each corpus found in the data of ``request``, which may be the folder of one of them.
+    """Return the data of each corpus found in the data of ``request``, which may be the folder of one of them.
 
     Raises:
         ConfigError: no data was given.
-        DataError: it holds neither corpus.
+        DataError: it holds none of the corpora.
     """
+    folders = ", ".join(corpus.folder for corpus in CORPORA.values())
     if request.data is None:
         raise ConfigError(
-            f"this study needs data: give --data FOLDER that holds {' or '.join(FOLDERS)} (label and text in tsv, csv "
-            "or jsonl files), or that is one of these folders"
+            f"this study needs data: give --data FOLDER that holds one or more of {folders} (label and text in tsv, "
+            "csv or jsonl files), or that is one of these folders"
         )
     root = Path(request.data)
-    found = {name: str(root / name) for name in FOLDERS if (root / name).is_dir()}
-    if root.name in FOLDERS and root.is_dir():
-        found[root.name] = str(root)
+    places = {name: root if root.name == corpus.folder else root / corpus.folder for name, corpus in CORPORA.items()}
+    paths = {name: places[name] / corpus.train for name, corpus in CORPORA.items()}
+    found = {name: str(path) for name, path in paths.items() if path.exists()}
     if not found:
-        raise DataError(f"{root}: expected a folder that holds {' or '.join(FOLDERS)}, found neither")
+        raise DataError(f"{root}: expected a folder that holds one or more of {folders}, found none of them")
     return found
 
 
@@ -56,7 +76,12 @@ def text_run(corpus: str, data: str, sizes: Sizes, seed: int) -> RunConfig:
     """Return what every variant starts from."""
     return RunConfig(
         task="text_classification",
-        task_options={"data": data, "max_length": LENGTHS[corpus], **sizes.options},
+        task_options={
+            "data": data,
+            "max_length": CORPORA[corpus].max_length,
+            **CORPORA[corpus].options,
+            **sizes.options,
+        },
         model=ModelOptions(
             hidden_size=sizes.width,
             num_hidden_layers=sizes.layers,
@@ -67,7 +92,7 @@ def text_run(corpus: str, data: str, sizes: Sizes, seed: int) -> RunConfig:
             steps=sizes.steps,
             batch_size=sizes.batch_size,
             learning_rate=sizes.learning_rate,
-            eval_every=max(1, sizes.steps // 2),
+            eval_every=max(1, sizes.steps // sizes.evaluations),
             checkpoint_every=sizes.steps,
             eval_batches=20,
             seed=seed,
