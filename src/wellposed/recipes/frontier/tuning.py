@@ -1,0 +1,75 @@
+"""A model at its best learning rate: as many rates for every model, the best on *valid*, then every seed at it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wellposed.recipes.recipe import Request
+from wellposed.recipes.runs import FinishedRun, PlannedRun, train_grid
+from wellposed.recipes.verdicts import levelled_off
+from wellposed.tasks import Task
+
+CHOSEN_BY = "accuracy,valid"
+FACTORS = (1 / 3, 1.0, 3.0)
+"""The rates that a model tries, in units of its own usual one."""
+
+
+def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> list[float]:
+    """Return the rates to try, to one digit.
+
+    >>> rates_about(0.02)
+    [0.007, 0.02, 0.06]
+    """
+    return [float(f"{usual * factor:.1g}") for factor in factors]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What one model tried, and its runs at the rate it kept."""
+
+    trials: Sequence[FinishedRun]
+    """The first seed at every rate."""
+    runs: Sequence[FinishedRun]
+    """Every seed at the chosen rate."""
+
+    @property
+    def rate(self) -> float:
+        """The chosen rate."""
+        return self.runs[0].config.train.learning_rate
+
+    @property
+    def settled(self) -> bool:
+        """Whether no seed failed and the loss on *valid* of every one had levelled off."""
+        return all(not run.failure and levelled_off([loss for _, loss in run.curve("valid")]) for run in self.runs)
+
+
+def best_rate(scores: Sequence[tuple[float, float]]) -> float:
+    """Return the rate with the best score, of equals the lowest; a score that is not finite is the worst.
+
+    >>> best_rate([(0.003, 0.8), (0.01, 0.9), (0.03, 0.9), (0.1, math.nan)])
+    0.01
+    """
+    return max(sorted(scores), key=lambda pair: pair[1] if math.isfinite(pair[1]) else -math.inf)[0]
+
+
+def by_accuracy(run: FinishedRun) -> float:
+    """Return the score of a run that classifies."""
+    return run.metric(CHOSEN_BY)
+
+
+def tune(
+    request: Request,
+    plan: Callable[[float, int], PlannedRun],
+    rates: Sequence[float],
+    seeds: int,
+    task: Task,
+    *,
+    score: Callable[[FinishedRun], float] = by_accuracy,
+) -> Tuned:
+    """Train the first seed of a model at every rate, and the other seeds at the best; what is finished is read back."""
+    trials = train_grid(request, [plan(rate, 0) for rate in rates], task=task)
+    rate = best_rate([(used, score(run)) for used, run in zip(rates, trials, strict=True)])
+    others = train_grid(request, [plan(rate, seed) for seed in range(1, seeds)], task=task)
+    return Tuned(trials, [trials[list(rates).index(rate)], *others])
