@@ -125,8 +125,8 @@ class HeadOptions(PartOptions):
 class TokenOptions(PartOptions):
     """Where tokens stand, and how they become one vector."""
 
-    position: Literal["learned", "sinusoidal"] = "learned"
-    """Position code."""
+    position: Literal["learned", "sinusoidal", "none"] = "learned"
+    """Position code; none where the attention knows positions."""
     pooling: Literal["mean", "first", "max"] = "mean"
     """How a classifier pools tokens."""
 
@@ -143,7 +143,8 @@ class TransformerOptions(PartOptions):
     norm: Literal["pre", "post", "none"] = "post"
     """Where LayerNorm stands."""
     residual: str = "plain"
-    """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a learnt."""
+    """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a learnt,
+    and mean that with a = 1/n for n residuals."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     attention_dropout: float = option(0.0, RATE)
@@ -165,8 +166,8 @@ class TransformerOptions(PartOptions):
 class MLPOptions(PartOptions):
     """What the feed-forward with a scalar nonlinearity reads."""
 
-    activation: Literal["relu", "gelu"] = "gelu"
-    """Feed-forward nonlinearity."""
+    activation: Literal["relu", "gelu", "unit_gelu"] = "gelu"
+    """Feed-forward nonlinearity; unit_gelu is gelu over its largest slope."""
 
 
 @read_by(position="sinusoidal")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from wellposed.certification._bounds import LayerBound, times
 from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Norm
-from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm
+from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm, unit_gelu
 
 # sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'', rounded up).
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
@@ -24,7 +24,7 @@ NORM_FORM = "max|gamma| / sqrt(eps)"
 _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
     F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
     F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25,
-    F.leaky_relu: 1.0, F.relu6: 1.0,
+    F.leaky_relu: 1.0, F.relu6: 1.0, unit_gelu: 1.0,
 }  # fmt: skip
 # |g(x)| <= slope |x| holds for those that are 0 at 0.
 _NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)

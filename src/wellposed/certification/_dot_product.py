@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -25,7 +25,7 @@ from wellposed.certification._heads import (
 )
 from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
-from wellposed.nn import DotProductAttention
+from wellposed.nn import DotProductAttention, InverseDAttention
 
 _NO_GLOBAL_CONSTANT = (
     "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as L2SelfAttention has"
@@ -147,6 +147,15 @@ def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
     else:
         bound = partial(qk_norm_ball_bound, weights, HeadNorm.of(q_norm), HeadNorm.of(k_norm))
     return on_the_ball(bound, weights, site, module.embed_dim)
+
+
+@register_rule(InverseDAttention)
+def _inverse_d(module: InverseDAttention, site: Site) -> LayerBound:
+    """Weights as of dot-product attention: the queries carry ``1/sqrt d``, the output a third."""
+    weights = weights_of(module, site)
+    scaled = replace(weights, query=weights.query / math.sqrt(module.head_dim), output=weights.output / 3)
+    held = site.remember(module, "inverse_d", lambda: scaled)
+    return on_the_ball(partial(dot_product_ball_bound, held, rotary=True), held, site, module.embed_dim)
 
 
 def on_the_ball(bound: Callable[..., Bound], weights: AttentionWeights, site: Site, width: int) -> LayerBound:

@@ -7,6 +7,7 @@ from wellposed.nn._budget_residual import ConvexResidual as ConvexResidual
 from wellposed.nn._decoder_block import DecoderBlock as DecoderBlock
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
+from wellposed.nn._feedforward import unit_gelu as unit_gelu
 from wellposed.nn._maxmin import MaxMin as MaxMin
 from wellposed.nn._maxmin import MaxMinFeedForward as MaxMinFeedForward
 from wellposed.nn._norm_placement import NoNorm as NoNorm
@@ -30,6 +31,7 @@ from wellposed.nn.attention.cosine import CosineCrossAttention as CosineCrossAtt
 from wellposed.nn.attention.cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn.attention.dot_product import CrossAttention as CrossAttention
 from wellposed.nn.attention.dot_product import DotProductAttention as DotProductAttention
+from wellposed.nn.attention.inverse_d import InverseDAttention as InverseDAttention
 from wellposed.nn.attention.l2 import L2SelfAttention as L2SelfAttention
 from wellposed.nn.attention.l2_refusal import l2_attention_refusal as l2_attention_refusal
 from wellposed.nn.attention.masks import AttentionMask as AttentionMask
@@ -45,6 +47,7 @@ from wellposed.nn.invertible.reversible import ReversibleSequential as Reversibl
 from wellposed.nn.invertible.solver import Inversion as Inversion
 from wellposed.nn.positions import POSITIONS as POSITIONS
 from wellposed.nn.positions import LearnedPositions as LearnedPositions
+from wellposed.nn.positions import NoPositions as NoPositions
 from wellposed.nn.positions import SinusoidalPositions as SinusoidalPositions
 from wellposed.nn.transject.block import TransJectBlock as TransJectBlock
 from wellposed.nn.transject.cache import TransJectCache as TransJectCache

@@ -144,6 +144,14 @@ def build_convex(config: Any) -> ConvexResidual:
     return ConvexResidual(1 / (_count(config) + 1))
 
 
+@RESIDUALS.register("mean")
+def build_mean(config: Any) -> ConvexResidual:
+    """Build `(1 - 1/n) x + g(x) / n` for n residuals, a share that is not learnt (Newhouse et al. 2025)."""
+    residual = ConvexResidual(1 / _count(config))
+    residual.logit.requires_grad_(requires_grad=False)
+    return residual
+
+
 @RESIDUALS.register("budget")
 def build_budget(config: Any) -> BudgetResidual:
     """Build a sum whose branch has an equal share of the budget of the whole model."""

@@ -19,16 +19,27 @@ ACTIVATIONS.register("relu")(F.relu)
 ACTIVATIONS.register("gelu")(F.gelu)
 
 
+@ACTIVATIONS.register("unit_gelu")
+def unit_gelu(x: Tensor) -> Tensor:
+    """Return `x Phi(x) / 1.128905`, whose largest slope is 1 (Newhouse et al. 2025).
+
+    >>> import torch
+    >>> unit_gelu(torch.zeros(2)).tolist()
+    [0.0, 0.0]
+    """
+    return F.gelu(x) / 1.128905
+
+
 class MLP(nn.Module):
     """`f(x) = W_down g(W_up x + b_up) + b_down` for each token, `g` a scalar nonlinearity.
 
     Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`; `gelu` is x Phi(x), the exact one (Hendrycks and
-    Gimpel 2016).
+    Gimpel 2016), `unit_gelu` that over its largest slope.
 
     Args:
         embed_dim: width D of a token.
         hidden_dim: width of the hidden layer.
-        activation: name in `ACTIVATIONS`: relu or gelu.
+        activation: name in `ACTIVATIONS`: relu, gelu or unit_gelu.
         bias: whether the two layers have a bias.
 
     Raises:

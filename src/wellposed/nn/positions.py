@@ -118,6 +118,59 @@ class SinusoidalPositions(nn.Module):
         return f"{self.num_positions}, {self.embed_dim}, scale={self.scale:g}"
 
 
+def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
+    """Turn pair i of token p by the angle `p 10000^(-2i/d)`: scalar products then read the distance of two tokens.
+
+    Exact up to rounding; every vector keeps its length. Su et al. (2021), "RoFormer", eq. 34, with the pairs of
+    `MaxMin`: entry i and entry i + d/2.
+
+    Args:
+        vectors: (..., tokens, d), d even.
+        first: position of the first token.
+
+    Returns:
+        The same shape and dtype.
+
+    >>> turned = rotate_by_position(torch.ones(2, 4))
+    >>> bool(torch.allclose(turned.norm(dim=-1), torch.tensor(2.0)))
+    True
+    """
+    positions = torch.arange(first, first + vectors.shape[-2], device=vectors.device)
+    sine, cosine = sines_and_cosines(positions, vectors.shape[-1]).to(vectors.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    left, right = vectors.chunk(2, -1)
+    return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
+
+
+class NoPositions(nn.Module):
+    """`p -> 0`: for attentions that know positions by themselves.
+
+    >>> NoPositions(4)(torch.tensor([0, 1])).tolist()
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+
+    zero: Tensor
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.register_buffer("zero", torch.empty(embed_dim), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the zeros."""
+        self.zero.zero_()
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Map integer positions (...) to zeros (..., embed_dim)."""
+        return self.zero.expand(*positions.shape, -1)
+
+
+@POSITIONS.register("none")
+def build_no_positions(config: Any) -> NoPositions:
+    """Build nothing."""
+    return NoPositions(config.hidden_size)
+
+
 @POSITIONS.register("learned")
 def build_learned(config: Any) -> LearnedPositions:
     """Build a learnt table."""

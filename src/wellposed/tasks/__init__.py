@@ -12,6 +12,8 @@ from wellposed.tasks.language_modeling import LanguageModelingOptions as Languag
 from wellposed.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
 from wellposed.tasks.listops import ListOpsOptions as ListOpsOptions
 from wellposed.tasks.listops import ListOpsTask as ListOpsTask
+from wellposed.tasks.marked import MarkedOptions as MarkedOptions
+from wellposed.tasks.marked import MarkedTask as MarkedTask
 from wellposed.tasks.metrics.dialogue import DialogueScores as DialogueScores
 from wellposed.tasks.metrics.dialogue import dialogue_scores as dialogue_scores
 from wellposed.tasks.metrics.names import DIALOGUE_METRICS as DIALOGUE_METRICS

@@ -87,15 +87,22 @@ def certify_run(
 
 
 def certify_runs(
-    folders: Sequence[Path], task: Task, *, examples: int, announce: Callable[[str], None], attack_steps: int = 20
+    folders: Sequence[Path],
+    task: Task,
+    *,
+    examples: int,
+    announce: Callable[[str], None],
+    attack_steps: int = 20,
+    shares: Sequence[float] = TOKEN_SHARES,
 ) -> list[CertifiedRun]:
-    """Certify every run, or read what was found before for as many examples or more."""
+    """Certify every run, or read what was found before at these radii for as many examples or more."""
     found = []
     for folder in folders:
         known = read_certified(folder, run_date=_date(folder))
-        if known is None or known.examples < min(examples, len(task.dataset("test"))):
+        enough = min(examples, len(task.dataset("test")))
+        if known is None or known.examples < enough or known.shares != list(shares):
             announce(f"certified accuracy of {folder}")
-            known = certify_run(folder, task, examples=examples, attack_steps=attack_steps)
+            known = certify_run(folder, task, examples=examples, attack_steps=attack_steps, shares=shares)
         found.append(known)
     return found
 

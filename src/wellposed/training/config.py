@@ -95,6 +95,8 @@ class TrainOptions:
     """Optimizer steps."""
     epochs: float | None = None
     """Passes over the train split; the number of steps then follows from the data."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon steps hidden matrices along the polar factor of their momentum, with AdamW for the rest and its rates."""
     batch_size: int = 32
     """Sequences in one micro-batch."""
     gradient_accumulation: int = 1

@@ -21,4 +21,22 @@ RECIPES = (
         "frontier.depth:depth",
         {"mini": 20, "paper": 300},
     ),
+    Recipe(
+        "frontier/characters",
+        "next characters of a text: accuracy against printed and sound Lipschitz bound, and certified accuracy",
+        "a claim of ours: at equal training compute and no larger sound bound, `lipschitz` is five points more "
+        "accurate than the Transformer of Newhouse et al. (2025), or has more certified accuracy at every radius",
+        "frontier.characters:characters",
+        {"mini": 20, "paper": 300},
+        folders=("text/tinyshakespeare.txt.gz",),
+    ),
+    Recipe(
+        "frontier/order",
+        "certified accuracy where a bag of words fails: the first of two words, a word that a pointer names, ListOps",
+        "a claim of ours: on at least two tasks that no bag of words can do, a Transformer that is Lipschitz by "
+        "construction is certified for ten points more than the same model without blocks, at the radius where that "
+        "one keeps half of its clean accuracy",
+        "frontier.order:order",
+        {"mini": 20, "paper": 300},
+    ),
 )

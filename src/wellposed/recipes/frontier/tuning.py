@@ -55,9 +55,21 @@ def best_rate(scores: Sequence[tuple[float, float]]) -> float:
 Train = Callable[[list[PlannedRun]], list[FinishedRun]]
 
 
-def tune(train: Train, plan: Callable[[float, int], PlannedRun], rates: Sequence[float], seeds: int) -> Tuned:
+def by_accuracy(run: FinishedRun) -> float:
+    """Return the score of a run that classifies."""
+    return run.metric(CHOSEN_BY)
+
+
+def tune(
+    train: Train,
+    plan: Callable[[float, int], PlannedRun],
+    rates: Sequence[float],
+    seeds: int,
+    *,
+    score: Callable[[FinishedRun], float] = by_accuracy,
+) -> Tuned:
     """Train the first seed of a model at every rate, and the other seeds at the best."""
     trials = train([plan(rate, 0) for rate in rates])
-    rate = best_rate([(used, run.metric(CHOSEN_BY)) for used, run in zip(rates, trials, strict=True)])
+    rate = best_rate([(used, score(run)) for used, run in zip(rates, trials, strict=True)])
     others = train([plan(rate, seed) for seed in range(1, seeds)])
     return Tuned(trials, [trials[list(rates).index(rate)], *others])
