@@ -111,10 +111,13 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
 def start_config(task: str, name: str, *, from_scratch: bool, tokenizer: str | None = None) -> RunConfig:
     """Return what a run that starts from the model ``name`` does by default: its tokenizer, and fine-tuning."""
     from wellposed.cli.load import start_source
+    from wellposed.models import check_start
     from wellposed.tasks.text.tokenizer_files import has_tokenizer
 
     source, is_config = start_source(name), Path(name).is_file()
     folder = Path(source).parent if is_config else Path(source)
+    if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
+        check_start(source, kind)
     task_options: dict[str, Any] = {}
     random_weights = from_scratch or is_config
     if any(item.name == "tokenizer" for item in dataclasses.fields(TASKS.get(task).options)):
