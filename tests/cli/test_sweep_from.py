@@ -74,7 +74,7 @@ def test_models_of_another_kind_are_refused(files: Path, tmp_path: Path, capsys:
     bert_words(WORDS).save_pretrained(files / "short")
     transformers.BertModel(short).save_pretrained(files / "short")
     refused = {
-        "gpt2": "a GPT2Model is no encoder whose first token sees the whole row",
+        "gpt2": "a GPT2Model is no encoder whose first token sees all others",
         "short": "the rows have up to 16 tokens and the encoder has 8 positions",
         "nothing": "no such folder",
     }

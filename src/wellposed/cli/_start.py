@@ -41,8 +41,12 @@ def start_config(task: str, name: str, *, from_scratch: bool, given: Sequence[st
 
     ``given`` are those of `READ_BY` that the user says.
     """
+    from wellposed.models import check_start
+
     is_config = Path(name).is_file()
     loaded = start_source(name)
+    if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
+        check_start(loaded, kind)
     source = _Source(loaded, Path(name).parent if is_config else Path(loaded), random=from_scratch or is_config)
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
     found = {option: find(source, task) for option, find in READ_BY.items() if option in known and option not in given}

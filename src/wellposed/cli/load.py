@@ -130,7 +130,7 @@ def _is_path(name: str) -> bool:
 def _nearest(path: Path) -> str:
     """Return the nearest folders beside ``path`` that hold a model or a run, as the end of a message."""
     parent = path.parent
-    there = sorted(parent.iterdir()) if parent.is_dir() else []
+    there = sorted(entry for entry in parent.iterdir() if entry.name[0] != ".") if parent.is_dir() else []
     models = [entry.name for entry in there if any((entry / file).is_file() for file in _FILES)]
     near = nearest_names(path.name, models or [entry.name for entry in there if entry.is_dir()])
     return f"; nearest: {', '.join(str(parent / entry) for entry in near)}" if near else ""

@@ -43,6 +43,7 @@ from wellposed.models._sequence_pair_classification import (
     WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )
 from wellposed.models._start import Start as Start
+from wellposed.models._start import check_start as check_start
 from wellposed.models._start import reads_images as reads_images
 from wellposed.models._start import start_config as start_config
 from wellposed.models._start import start_model as start_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -92,6 +92,7 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
     model, found = load_with_report(kind, name)
+    refuse_other_shapes(name, found)
     missing = sorted(key for key in found["missing_keys"] if unread is None or not key.startswith(unread))
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(found["unexpected_keys"]) if ours else []
@@ -108,12 +109,32 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
 def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing, unread or unfit.
 
-    Changes that its configuration notes are made again: norms that were removed, and another attention.
+    Tensors of another shape than the model's are drawn, see `refuse_other_shapes`. Changes that its configuration notes
+    are made again: norms that were removed, and another attention.
     """
     _refuse_pickles(Path(name), kind)
-    model, found = _load(kind, str(name), use_safetensors=True, output_loading_info=True, **options)
+    model, found = _load(
+        kind, str(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     removed = tuple(f"{path}." for path in _change_as_recorded_(model))
     return model, {**found, "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)}}
+
+
+def refuse_other_shapes(
+    name: str | Path, found: Mapping[str, Any], allowed: Callable[[str], bool] | None = None
+) -> None:
+    """Raise `CheckpointError` where a tensor of the file that is not ``allowed`` has another shape than the model's."""
+    unfit = sorted(
+        f"{key} is {tuple(saved)} in the file and {tuple(made)} in the model"
+        for key, saved, made in found["mismatched_keys"]
+        if allowed is None or not allowed(key)
+    )
+    if unfit:
+        raise CheckpointError(
+            f"{name}: the weights do not fit config.json: {'; '.join(unfit[:3])}"
+            + (f"; and {len(unfit) - 3} more" if len(unfit) > 3 else "")
+            + "; they are of another model: copy the folder again from where it was whole"
+        )
 
 
 def _change_as_recorded_(model: Any) -> tuple[str, ...]:
@@ -216,7 +237,9 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
                 f"{name}: needs Python code that comes with it, which wellposed never runs; if you trust it, load it "
                 "in Python with trust_remote_code=True and pass the model to wellposed"
             ) from error
-        said = " ".join(text.split()) if isinstance(error, WellposedError) else text.strip().partition("\n")[0]
+        said = (
+            " ".join(text.split()) if isinstance(error, WellposedError) else text.strip().partition("\n")[0].rstrip(".")
+        )
         raise CheckpointError(f"{name}: cannot be loaded: {said or type(error).__name__}") from error
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
-from wellposed.models._loading import load_pretrained, load_with_report
+from wellposed.models._loading import load_pretrained, load_with_report, refuse_other_shapes
 
 AUTO_CLASSES: Mapping[str, Any] = {
     "encoder": transformers.AutoModel,
@@ -52,6 +53,30 @@ def start_config(source: str | Path) -> PreTrainedConfig:
     return load_pretrained(transformers.AutoConfig, source)
 
 
+def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
+    """Return the configuration of ``source`` where its family has a model of ``kind``; reads no weights.
+
+    Raises:
+        ConfigError: no model of Hugging Face is of that kind, or none of this family.
+        CheckpointError: the configuration cannot be read.
+
+    >>> check_start("/no/such/folder", "causal_lm")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    if kind not in AUTO_CLASSES:
+        kinds = ", ".join(AUTO_CLASSES)
+        raise ConfigError(f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}")
+    config = start_config(source)
+    if type(config) not in AUTO_CLASSES[kind]._model_mapping:
+        raise ConfigError(
+            f"{source}: a {config.model_type} model has no head for {kind.replace('_', ' ')} in transformers; "
+            "choose a task of its kind, or another model"
+        )
+    return config
+
+
 def start_model(
     source: str | Path, kind: str, wanted: Mapping[str, Any], *, from_scratch: bool = False, new_head: bool = False
 ) -> Start:
@@ -72,9 +97,10 @@ def start_model(
         The model in training mode, with what was drawn and what was left out.
 
     Raises:
-        ConfigError: a kind that the model's family has no head for, labels that differ, too few positions.
+        ConfigError: a kind that the model's family has no head for, a language model whose tokens see later ones,
+            labels that differ, too few positions.
         ShapeError: a vocabulary larger than the model's.
-        CheckpointError: it cannot be loaded, or lacks tensors of its body.
+        CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of another shape.
 
     Cost: reading the weights. When not to use: to go on with a finished run of this library, resume it.
 
@@ -83,15 +109,7 @@ def start_model(
     ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
-    if kind not in AUTO_CLASSES:
-        kinds = ", ".join(AUTO_CLASSES)
-        raise ConfigError(f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}")
-    auto, config = AUTO_CLASSES[kind], start_config(source)
-    if type(config) not in auto._model_mapping:
-        raise ConfigError(
-            f"{source}: a {config.model_type} model has no head for {kind.replace('_', ' ')} in transformers; "
-            "choose a task of its kind, or another model"
-        )
+    config, auto = check_start(source, kind), AUTO_CLASSES[kind]
     drawn = from_scratch or Path(source).is_file()
     _check_positions(source, config, wanted.get("max_position_embeddings"))
     if drawn:
@@ -99,13 +117,16 @@ def start_model(
             if wanted.get(name) is not None:
                 setattr(config, name, wanted[name])
         model = auto.from_config(config)
+        _check_direction(source, kind, model)
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
     _check_vocabulary(source, config, wanted.get("vocab_size"))
     _check_decoder_start(source, config, wanted.get("decoder_start_token_id"))
     labels = {name: wanted[name] for name in LABELS if name in wanted}
     if labels and not new_head:
         _check_labels(source, config, wanted["id2label"])
-    model, found = load_with_report(auto, source, ignore_mismatched_sizes=new_head, **labels)
+    model, found = load_with_report(auto, source, **labels)
+    _check_direction(source, kind, model)
+    refuse_other_shapes(source, found, lambda name: new_head and _belongs_to_head(model, name))
     missing = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
     lacking = sorted(name for name in missing if not _belongs_to_head(model, name))
     if lacking:
@@ -168,6 +189,28 @@ def _check_decoder_start(source: str | Path, config: PreTrainedConfig, wanted: i
             f"{source}: the decoder starts with token {has} and the data's tokenizer begins targets after {wanted}; "
             "use the tokenizer that was saved with the model"
         )
+
+
+def _check_direction(source: str | Path, kind: str, model: PreTrainedModel) -> None:
+    """Refuse a language model whose tokens see what they are to predict, and an encoder whose first token does not."""
+    if kind == "encoder" and (model.config.is_encoder_decoder or not _first_token_sees_the_last(model)):
+        raise ConfigError(
+            f"{source}: a {type(model).__name__} is no encoder whose first token sees all others; give one such as "
+            "BERT, RoBERTa or DistilBERT"
+        )
+    if kind == "causal_lm" and _first_token_sees_the_last(model):
+        raise ConfigError(
+            f"{source}: the tokens of a {type(model).__name__} see those after them, which a language model is to "
+            "predict; give a decoder such as GPT-2 or Llama, or the task text_classification"
+        )
+
+
+@torch.no_grad()
+def _first_token_sees_the_last(model: Any) -> bool:
+    """Return whether another second token changes what the model says of the first."""
+    both = torch.tensor([[1, 0], [1, 1]], device=model.device)
+    found = model.eval()(input_ids=both, attention_mask=torch.ones_like(both))[0][:, 0]
+    return not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
 def _check_positions(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:

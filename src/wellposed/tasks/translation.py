@@ -22,7 +22,8 @@ class TranslationOptions:
     """Options of the task `translation`."""
 
     data: str
-    """A folder of aligned files (train.de, train.en, .gz too), a TSV of pairs, or hf:name[:config]."""
+    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file of pairs, or
+    hf:name[:config]."""
     src: str
     """Language translated from, as the files name it."""
     tgt: str

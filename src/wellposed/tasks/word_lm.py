@@ -22,7 +22,8 @@ class WordLMOptions:
     """Options of the task `word_lm`."""
 
     data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a folder, or hf:name[:config]."""
+    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or parquet
+    file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
     """Text file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
 from wellposed.training.batches import forward
-from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig
+from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, StartOptions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -46,6 +47,7 @@ def build_start(config: RunConfig, task: Task) -> Start:
     if not options.model:
         given = {**model_keywords(config.model), **task.model_kwargs()}
         return Start(build_model(config.model.architecture, task.kind, **given), (), ())
+    _refuse_other_tokens(options, task)
     start = start_model(
         options.model,
         task.kind,
@@ -79,6 +81,26 @@ def _try_image(model: nn.Module, task: Task, source: str) -> None:
             "processor that was saved with it (--processor hf:FOLDER), or --processor config:FOLDER for its size"
         ) from error
     model.train()
+
+
+def _refuse_other_tokens(options: StartOptions, task: Task) -> None:
+    """Refuse pretrained weights whose tokens are not those of the data; where no tokenizer was saved nobody knows."""
+    from transformers import AutoTokenizer
+
+    from wellposed.models import load_pretrained
+
+    if options.from_scratch or Path(options.model).is_file() or task.kind == "image_classification":
+        return
+    try:
+        saved = load_pretrained(AutoTokenizer, options.model).get_vocab()
+    except CheckpointError:
+        return
+    used = task.tokenizer.get_vocab()
+    if any(used.get(token) != number for token, number in saved.items()):
+        raise ConfigError(
+            f"{options.model}: its weights are those of its own tokens, and the data of {task.name} is read as others; "
+            "take a task that reads the model's tokenizer, with no other --tokenizer, or give --from-scratch"
+        )
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:

@@ -130,13 +130,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _encoder(name: str, options: MultiTaskOptions, tokenizer: Any) -> nn.Module:
-    """Return the encoder ``name`` where its first token sees the whole row.
-
-    Raises:
-        ConfigError: it cannot be loaded, reads a second sequence, has too few positions, or its first token sees itself
-            alone.
-        ShapeError: the tokenizer has more tokens than the encoder.
-    """
+    """Return the encoder ``name``, or raise `ConfigError` where it cannot be loaded or has too few positions."""
     _transformers()
     from wellposed.models import start_model, text_positions
 
@@ -151,21 +145,7 @@ def _encoder(name: str, options: MultiTaskOptions, tokenizer: Any) -> nn.Module:
             f"{name}: the rows have up to {options.max_length} tokens and the encoder has {positions} positions; "
             "give one with more"
         )
-    if encoder.config.is_encoder_decoder or not _first_token_sees_the_last(encoder):
-        raise ConfigError(
-            f"{name}: a {type(encoder).__name__} is no encoder whose first token sees the whole row, and the heads of "
-            "this study read that token; give an encoder, such as BERT, RoBERTa or DistilBERT"
-        )
     return encoder
-
-
-@torch.no_grad()
-def _first_token_sees_the_last(encoder: Any) -> bool:
-    """Return whether another last token changes the first hidden state."""
-    training = encoder.training
-    first, second = (encoder.eval()(input_ids=torch.tensor([[1, last]])).last_hidden_state[0, 0] for last in (1, 2))
-    encoder.train(training)
-    return bool((first != second).any())
 
 
 def _transformers() -> Any:

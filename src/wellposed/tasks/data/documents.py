@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wellposed.tasks.data.column_files import refuse_rows
 from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.splits import cut_missing, find_split_files, load_splits, train_position
-from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, refuse_rows
+from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts
 from wellposed.tasks.data.text_folders import has_class_folders
 from wellposed.tasks.task import SPLITS, Split
 
@@ -115,7 +116,7 @@ def read_pair_file(file: TextFile) -> PairTable:
                 lines.append(number)
             rows[side].append(numbers[text])
         rows[2].append(LABEL_VALUES[fields[0]])
-    refuse_rows(file, problems)
+    refuse_rows(file.path, problems)
     documents = LabelledTexts(str(file.path), list(numbers), ids, lines, ", ".join(COLUMNS))
     return PairTable(documents, *rows)
 

@@ -1,4 +1,4 @@
-"""Sentence pairs: two aligned files by language ending, a TSV with one column per language, or ``hf:name[:config]``.
+"""Sentence pairs: two aligned files by language ending, a file with one column per language, or ``hf:name[:config]``.
 
 Rules, in full:
 
@@ -6,7 +6,8 @@ Rules, in full:
   valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``, ``val.de``, ``train.de-en.en``. Both languages
   of a pair have the same STEM, and line i of one is the translation of line i of the other.
 - Where a folder holds no such file, its ``train.tsv`` and the files beside it are read. A header names the languages;
-  without one ``columns`` names them in order.
+  without one ``columns`` names them in order. A ``.jsonl``, ``.json`` or ``.parquet`` file has a column a language, or
+  one column ``translation`` of objects by language.
 - Line feeds end lines. A pair with an empty side, or files of different length, are refused, never repaired.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
+from wellposed.tasks.data import column_files
 from wellposed.tasks.data.files import TextFile, missing_file, read_text
 from wellposed.tasks.data.splits import SPLIT_WORDS, cut_missing, load_splits
 from wellposed.tasks.task import SPLITS, Split
@@ -81,8 +83,8 @@ def load_parallel(data: str, languages: Languages) -> tuple[dict[Split, Parallel
     else:
         pairs, described = load_splits(
             data,
-            suffixes=(".tsv",),
-            read_file=lambda path: _read_tsv(read_text(path), languages),
+            suffixes=(".tsv", *column_files.SUFFIXES),
+            read_file=lambda path: _read_file(path, languages),
             read_hub=lambda rows, where: _read_hub(rows, where, languages),
         )
     for texts in pairs.values():
@@ -102,7 +104,7 @@ def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, 
     for path in sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name)):
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
         split = _split_of(stem)
-        if path.is_file() and stem and split and language not in ("tsv", "csv", "jsonl", "md"):
+        if path.is_file() and stem and split and language not in ("tsv", "csv", "json", "jsonl", "parquet", "md"):
             found[split].setdefault(stem, {}).setdefault(language, path)  # a plain file before its .gz
     names = {language for stems in found.values() for files in stems.values() for language in files}
     if not names & {languages.src, languages.tgt}:
@@ -202,6 +204,13 @@ def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[st
     )
 
 
+def _read_file(path: Path, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
+    if not column_files.has_columns(path):
+        return _read_tsv(read_text(path), languages)
+    rows, described = column_files.read_columns(path)
+    return _read_hub(rows, str(path), languages), described | {"columns": f"{languages.src},{languages.tgt}"}
+
+
 def _read_tsv(file: TextFile, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
     rows = [(number, line.split("\t")) for number, line in file.lines()]
     names, how = _column_names(file, rows[0][1], languages)
@@ -250,7 +259,8 @@ def _read_hub(rows: Any, where: str, languages: Languages) -> ParallelTexts:
     if lacking and (len(dictionaries) or not nested):
         expected = lacking if nested else f"column 'translation', and no {lacking}"
         raise DataError(f"{where}: no {expected}; it has {', '.join(held)}")
-    columns = [[row[name] for row in dictionaries] if nested else list(rows[name]) for name in wanted]
+    values = {name: [row[name] for row in dictionaries] if nested else rows[name] for name in wanted}
+    columns = [column_files.strings(where, name, column) for name, column in values.items()]
     return ParallelTexts(columns[0], columns[1], (where, where), range(1, len(columns[0]) + 1))
 
 

@@ -21,11 +21,12 @@ import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import DataError, listed, missing_extra
+from wellposed.errors import DataError, listed
+from wellposed.tasks.data import column_files
 from wellposed.tasks.data.columns import TableOptions, describe_names, find_columns, find_keys, join_text, paired
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from wellposed.tasks.data.files import TextFile
 
-SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".tsv", ".csv", *column_files.SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,8 @@ class LabelledTexts:
 def read_table(file: TextFile, options: TableOptions) -> LabelledTexts:
     """Read a csv, tsv or jsonl file (``.gz`` too) by the rules of this module; all malformed rows are named at once."""
     name = file.path.name.lower().removesuffix(".gz")
-    if name.endswith(".jsonl"):
-        return _read_objects(file, file.lines(), options)
-    if name.endswith(".json"):
-        return _read_objects(file, enumerate(map(json.dumps, _json_list(file)), 1), options)
+    if column_files.has_columns(file.path):
+        return _read_objects(file, options)
     if not name.endswith((".tsv", ".csv")):
         raise DataError(f"{file.path}: expected a name that ends in {', '.join(SUFFIXES)}, each with or without .gz")
     quoted = options.quoting == "csv" or (options.quoting == "auto" and name.endswith(".csv"))
@@ -125,54 +124,23 @@ def _read_fields(file: TextFile, rows: Iterator[tuple[int, list[str]]], options:
         raise DataError(f"{file.path}: a header and no rows; give a file with a row for each text")
     if options.header == "auto" and not columns.is_header:
         _refuse_unseen_header(table, first)
-    refuse_rows(file, problems + _blank_labels(table))
+    column_files.refuse_rows(file.path, problems + _blank_labels(table))
     return table
-
-
-def _json_list(file: TextFile) -> list[Any]:
-    try:
-        rows = json.loads(file.text)
-    except ValueError as error:
-        raise DataError(f"{file.path}: not JSON: {error}; name it .jsonl if every line is an object") from None
-    if not isinstance(rows, list):
-        raise DataError(f"{file.path}: {type(rows).__name__}, expected a list of objects with a label and a text")
-    return rows
 
 
 def read_parquet(path: Path, options: TableOptions) -> LabelledTexts:
     """Read a parquet file as a data set of the hub; rows are numbered from 1."""
-    try:
-        import pyarrow.parquet
-        from datasets import Dataset
-    except ImportError as error:
-        raise missing_extra("datasets", "hf", "parquet files") from error
-    try:
-        rows = Dataset(pyarrow.parquet.read_table(path))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}; copy the file again") from error
-    if not len(rows):
-        raise DataError(f"{path}: no rows; give a file with a row for each text")
-    return table_from_hub(rows, str(path), options)
+    return table_from_hub(column_files.parquet_rows(path), str(path), options)
 
 
-def _read_objects(file: TextFile, objects: Iterable[tuple[int, str]], options: TableOptions) -> LabelledTexts:
+def _read_objects(file: TextFile, options: TableOptions) -> LabelledTexts:
     parts: list[list[str]] = []
     labels: list[str] = []
     lines: list[int] = []
-    problems: list[str] = []
     keys: tuple[str, tuple[str, ...]] | None = None
-    for number, line in objects:
+    objects, problems = column_files.json_objects(file)
+    for number, row in objects:
         where = f"{file.path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            problems.append(
-                f"{where}: not JSON: {error}" if line else f"{where}: an empty line, expected a JSON object"
-            )
-            continue
-        if not isinstance(row, dict):
-            problems.append(f"{where}: {type(row).__name__}, expected a JSON object with a label and a text")
-            continue
         keys = keys or find_keys(where, list(row), options)
         problem = _json_problem(row, *keys)
         if problem:
@@ -184,7 +152,7 @@ def _read_objects(file: TextFile, objects: Iterable[tuple[int, str]], options: T
     columns = f"JSON keys, label {keys[0]!r}, text {describe_names(keys[1], options)}" if keys else ""
     texts, pairs = _texts(parts, options)
     table = LabelledTexts(str(file.path), texts, labels, lines, columns, pairs)
-    refuse_rows(file, problems + _blank_labels(table))
+    column_files.refuse_rows(file.path, problems + _blank_labels(table))
     return table
 
 
@@ -232,14 +200,6 @@ def _texts(parts: Sequence[Sequence[str]], options: TableOptions) -> tuple[list[
 
 def _blank_labels(table: LabelledTexts) -> list[str]:
     return [f"{table.where(i)}: the label is empty" for i, label in enumerate(table.labels) if not label.strip()]
-
-
-def refuse_rows(file: TextFile, problems: list[str]) -> None:
-    """Raise `DataError` naming every malformed row, if there are any."""
-    if problems:
-        raise DataError(
-            f"{file.path}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)
-        )
 
 
 def _refuse_unseen_header(table: LabelledTexts, first: list[str]) -> None:

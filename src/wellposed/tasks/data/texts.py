@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
+from wellposed.tasks.data import column_files
 from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.prose import gather_prose
 from wellposed.tasks.data.splits import cut_missing_text, load_splits, refuse_split_files
 from wellposed.tasks.task import Split
 from wellposed.tasks.text.spaced import looks_spaced, unspace
 
-SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md")
+SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md", *column_files.SUFFIXES)
 
 
 def load_texts(
@@ -29,6 +30,9 @@ def load_texts(
     spaced: list[Path] = []
 
     def read_file(path: Path) -> tuple[str, dict[str, Any]]:
+        if column_files.has_columns(path):
+            rows, described = column_files.read_columns(path)
+            return _join_rows(rows, str(path)), described | {"columns": "text"}
         file = read_text(path)
         if text_format == "plain" or (text_format == "auto" and not looks_spaced(file.text)):
             return file.text, file.description()
@@ -48,4 +52,5 @@ def load_texts(
 def _join_rows(rows: Any, where: str) -> str:
     if "text" not in rows.column_names:
         raise DataError(f"{where}: no column 'text'; it has {', '.join(rows.column_names)}")
-    return "".join(line if line.endswith("\n") else line + "\n" for line in rows["text"])
+    lines = column_files.strings(where, "text", rows["text"])
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)

@@ -1,0 +1,148 @@
+"""What `--from` cannot use is one line that says what to do, on real folders of small models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tests.support.bert import make_checkpoint, make_table
+from tests.support.tokenizer_folders import byte_level_bpe
+
+from wellposed.cli import main
+
+CLASSIFY = ["text_classification", "--data", "{files}/t.tsv", "--max-length", "16", "--epochs", "None"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a BERT, and folders that differ from it in one thing each."""
+    folder = tmp_path_factory.mktemp("files")
+    make_checkpoint(folder / "bert")
+    make_table(folder / "t.tsv")
+    for name, changes in (("wide", {"hidden_size": 32}), ("deep", {"num_hidden_layers": 3})):
+        shutil.copytree(folder / "bert", folder / name)
+        config = folder / name / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    shutil.copytree(folder / "bert", folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    bert = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "bert", num_labels=3)
+    bert.save_pretrained(folder / "three")
+    transformers.AutoTokenizer.from_pretrained(folder / "bert").save_pretrained(folder / "three")
+    tokenizer = byte_level_bpe(["a text"])
+    tokenizer.save_pretrained(folder / "gpt2")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, **special)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
+    vit = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    transformers.ViTForImageClassification(vit).save_pretrained(folder / "vit")
+    t5 = transformers.T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
+    (folder / "my.py").write_text("import nothing_of_this_name\n")
+    return folder
+
+
+REFUSED = {
+    "an encoder as a language model": (
+        ["language_modeling", "--from", "{files}/bert", "--limit-chars", "20000", "--seq-len", "16"],
+        "the tokens of a BertLMHeadModel see those after them",
+    ),
+    "an encoder-decoder as a language model": (
+        ["language_modeling", "--from", "{files}/t5"],
+        "a t5 model has no head for causal lm",
+    ),
+    "an encoder as a translator": (
+        ["translation", "--from", "{files}/bert", "--data", "{files}", "--src", "de", "--tgt", "en"],
+        "a bert model has no head for seq2seq lm",
+    ),
+    "images as texts": ([*CLASSIFY, "--from", "{files}/vit"], "a vit model has no head for sequence classification"),
+    "weights of other tokens": (
+        ["char_lm", "--from", "{files}/gpt2", "--limit-chars", "20000", "--seq-len", "32"],
+        "its weights are those of its own tokens, and the data of char_lm is read as others",
+    ),
+    "a tokenizer of another model": (
+        [*CLASSIFY, "--from", "{files}/bert", "--tokenizer", "hf:{files}/gpt2"],
+        "its weights are those of its own tokens",
+    ),
+    "other labels": ([*CLASSIFY, "--from", "{files}/three"], "give --new-head to draw a new one"),
+    "a name without network": ([*CLASSIFY, "--from", "bert-base-uncased"], "couldn't find them in the cached files"),
+    "another width": (
+        [*CLASSIFY, "--from", "{files}/wide"],
+        "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model",
+    ),
+    "another width with a new head": (
+        [*CLASSIFY, "--from", "{files}/wide", "--new-head"],
+        "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model",
+    ),
+    "another depth": ([*CLASSIFY, "--from", "{files}/deep"], "lacks bert.encoder.layer.1."),
+    "weights cut short": ([*CLASSIFY, "--from", "{files}/cut"], "cut: cannot be loaded: "),
+    "a code that fails": (
+        [*CLASSIFY, "--from", "{files}/bert", "--import", "{files}/my.py"],
+        "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_started_from_is_one_line(
+    files: Path, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.format(files=files) for word in words]
+    out = tmp_path / "run"
+    assert main(["train", *given, "--steps", "2", "--out", str(out), "--quiet"]) in (1, 2)
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
+    assert not (out / "config.toml").exists()
+
+
+@pytest.mark.parametrize("command", ["measure", "certify"])
+def test_weights_that_do_not_fit_are_measured_by_no_command(
+    files: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(files / "wide")]) == 1
+    assert "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model" in capsys.readouterr().err
+
+
+def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files: Path, tmp_path: Path) -> None:
+    words = ["compare", *(word.format(files=files) for word in CLASSIFY), "--out", str(tmp_path / "runs"), "--quiet"]
+    words += ["--steps", "2", "--variants", "plain"]
+    assert main([*words, "--from", str(files / "three")]) == 2
+    assert main([*words, "--from", str(files / "bert")]) == 0
+    assert main([*words, "--from", str(files / "bert")]) == 2  # now there is something to lose
+
+
+def test_memory_that_ends_is_one_line_with_the_way_out(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: object, *args: object, **inputs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", full)
+    words = [word.format(files=files) for word in CLASSIFY]
+    words += ["--from", str(files / "bert"), "--steps", "2", "--batch-size", "8", "--quiet"]
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err
+    assert "--batch-size 4 --gradient-accumulation 2, or give --gradient-checkpointing" in message
+    assert message.count("out of memory") == 1
+
+
+def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(files=files) for word in CLASSIFY]
+    run, lines = tmp_path / "run", tmp_path / "lines.txt"
+    assert main(["train", *words, "--from", str(files / "bert"), "--steps", "2", "--out", str(run), "--quiet"]) == 0
+    kept = "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"  # with both ends, the 16 tokens of training
+    lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
+    capsys.readouterr()
+    assert main(["predict", "--from", str(run), "--input", str(lines)]) == 0
+    said = capsys.readouterr()
+    first, second, _ = said.out.splitlines()
+    assert first == second
+    assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err

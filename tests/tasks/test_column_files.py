@@ -1,0 +1,90 @@
+"""Running text and pairs from JSON lines, JSON lists and parquet."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks.data.parallel import Languages, load_parallel
+from wellposed.tasks.data.texts import load_texts
+
+TEXTS = [{"text": f"line {number} of a text that is long enough to be cut"} for number in range(40)]
+PAIRS = [{"de": f"eins {number}", "en": f"one {number}", "id": number} for number in range(60)]
+NESTED = [{"translation": {"de": row["de"], "en": row["en"]}} for row in PAIRS]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
+def test_the_column_text_is_the_text(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, TEXTS)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "train.txt").write_text("".join(row["text"] + "\n" for row in TEXTS))
+    expected, _ = load_texts(str(tmp_path / "plain"), valid=None, test=None)
+    for data in (tmp_path / name, tmp_path):
+        found, described = load_texts(str(data), valid=None, test=None)
+        assert found == expected
+        assert "sha256" in described["files"]["train"]
+
+
+@pytest.mark.parametrize("rows", [PAIRS, NESTED], ids=["columns", "nested"])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
+def test_columns_by_language_are_the_pairs(tmp_path: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    write(tmp_path / name, rows)
+    for data in (tmp_path / name, tmp_path):
+        found, _ = load_parallel(str(data), Languages("de", "en"))
+        pairs = [pair for split in found.values() for pair in zip(split.source, split.target, strict=True)]
+        assert sorted(pairs) == sorted((row["de"], row["en"]) for row in PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"text": "a"}\n{"texts": "b"}\n', "a.jsonl:2: no key 'text'"),
+        ('{"text": "a"}\n{"text": 3}\n', "a.jsonl:2: 'text' is int, expected a string"),
+        ('{"words": "a"}\n', "no column 'text'; it has words"),
+        ('{"text": "a"}\n[1]\n', "a.jsonl:2: list, expected a JSON object"),
+        ('{"text": "a"}\n\n{"text": "b"}\n', "a.jsonl:2: an empty line, expected a JSON object"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError) as caught:
+        load_texts(str(tmp_path / "a.jsonl"), valid=None, test=None)
+    assert says in str(caught.value)
+
+
+def test_a_pair_without_text_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
+    with pytest.raises(DataError, match=r"a\.json:61: 'de' is NoneType, expected a string"):
+        load_parallel(str(path), Languages("de", "en"))
+
+
+def test_parquet_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", TEXTS)
+    present = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return present(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):
+        load_texts(str(path), valid=None, test=None)
