@@ -57,3 +57,31 @@ def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path: Path,
         pass
     with only_writer(out, enabled=False), only_writer(out):
         pass
+
+
+WITH_CHILD = """
+import os, sys, time
+from pathlib import Path
+from wellposed.training.folder_lock import only_writer
+with only_writer(Path(sys.argv[1])):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_CHILD, str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait()
+        os.kill(child, 0)
+        with only_writer(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()

@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "certify": "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an attack",
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
     "predict": "continue a text or label lines with a trained model",
+    "push": "upload the saved model of a finished run, with its model card, to the Hugging Face hub",
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",
 }
 """Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""

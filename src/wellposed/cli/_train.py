@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ class TrainArguments:
     """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
     track: TrackerNames = ()
     """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
+    push_to_hub: str | None = None
+    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made private if missing."""
     quiet: bool = False
     """Print the result only."""
 
@@ -41,7 +44,10 @@ def run(words: Sequence[str]) -> int:
     config, options = parse("train", base, rest, TrainArguments, _description())
 
     from wellposed.training import train
+    from wellposed.training.hub import check_repository, push_to_hub
 
+    if options.push_to_hub:
+        check_repository(options.push_to_hub)
     result = train(
         config,
         options.out,
@@ -55,7 +61,11 @@ def run(words: Sequence[str]) -> int:
         return result.exit_code  # the first of several processes prints the result
     for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
         print(f"{metric:<28} {value:.6g}")
-    print(f"{result.status}: {options.out}")
+    print(f"{result.status}: {options.out}", flush=True)
+    if options.push_to_hub and result.status == "success":
+        print(push_to_hub(options.out / "final", options.push_to_hub))
+    elif options.push_to_hub:
+        print(f"{options.out}: {result.status}, so nothing was uploaded", file=sys.stderr)
     return result.exit_code
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.kinds.objectives import IGNORED_LABEL, TARGETS
+from wellposed.training.loading import Batch, collated
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
-Batch = dict[str, torch.Tensor]
 TOKEN_TYPES = "token_type_ids"
 
 
@@ -27,39 +28,58 @@ class MicroBatches:
     """
 
     def __init__(
-        self, task: Task, batch_size: int, seed: int, *, epoch: int = 0, index: int = 0, rank: int = 0, world: int = 1
+        self,
+        task: Task,
+        batch_size: int,
+        seed: int,
+        *,
+        epoch: int = 0,
+        index: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
     ) -> None:
         self._task = task
-        self._examples = task.dataset("train")
         self._batch_size = batch_size
         self._seed = seed
         self._rank, self._world = rank, world
         self.epoch, self.index = epoch, index
-        self._order = self._load_order()
+        self._ahead: deque[tuple[int, int]] = deque()
+        members = self._members(self._order(epoch), epoch, index)
+        self._batches = collated(task, "train", members, workers=workers)
 
     def take(self, count: int) -> list[Batch]:
         """Return the next ``count`` micro-batches of this process and step over those of the others."""
         mine = []
-        for position in range(count * self._world):
-            members = self._next_members()
-            if position % self._world == self._rank:
-                mine.append(self._task.collate([self._examples[member] for member in members]))
+        for _ in range(count):
+            mine.append(next(self._batches))
+            self.epoch, self.index = self._ahead.popleft()
         return mine
 
-    def _next_members(self) -> Sequence[int]:
-        if self.index >= len(self._order):
-            self.epoch, self.index = self.epoch + 1, 0
-            self._order = self._load_order()
-        members = self._order[self.index]
-        self.index += 1
-        return members
+    def close(self) -> None:
+        """End the worker processes; nothing can be taken any more."""
+        self._batches = iter(())
 
-    def _load_order(self) -> list[list[int]]:
-        order = self._task.batches("train", self._batch_size, seed=self._seed, epoch=self.epoch)
+    def _members(self, order: list[list[int]], epoch: int, index: int) -> Iterator[Sequence[int]]:
+        """Yield the examples of each micro-batch of this process, and note the position after those of all."""
+        while True:
+            mine: Sequence[int] = ()
+            for process in range(self._world):
+                if index >= len(order):
+                    epoch, index = epoch + 1, 0
+                    order = self._order(epoch)
+                if process == self._rank:
+                    mine = order[index]
+                index += 1
+            self._ahead.append((epoch, index))
+            yield mine
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        order = self._task.batches("train", self._batch_size, seed=self._seed, epoch=epoch)
         if not order:
             raise DataError(
-                f"{self._task.name}: the train split has {len(self._examples)} examples and gives no batch of "
-                f"{self._batch_size}; use more data or a smaller batch_size"
+                f"{self._task.name}: the train split has {len(self._task.dataset('train'))} examples and gives no "
+                f"batch of {self._batch_size}; use more data or a smaller batch_size"
             )
         return order
 

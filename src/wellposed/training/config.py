@@ -133,6 +133,9 @@ class TrainOptions:
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
+    num_workers: int = 0
+    """Processes that make batches ahead, for a task of your own that reads or decodes in collate; built-in tasks hold
+    their tokens in memory and gain nothing."""
     compile: bool = False
     """Train through torch.compile."""
     gradient_checkpointing: bool = False

@@ -15,10 +15,12 @@ from torch import nn
 
 from wellposed.training.batches import Batch, forward, to_device
 from wellposed.training.config import TrainOptions
+from wellposed.training.loading import collated
 from wellposed.training.step import autocast, scaled, sum_over_processes
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
+    from wellposed.tasks.task import Split
 
 
 _TEST_BATCHES: ContextVar[int | None] = ContextVar("max_test_batches", default=None)
@@ -54,7 +56,7 @@ def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
     task: Task,
-    split: str,
+    split: Split,
     options: TrainOptions,
     *,
     max_batches: int | None = None,
@@ -69,20 +71,21 @@ def evaluate(
     Cost: one forward pass over the split, or over its first ``max_batches`` batches. Inside `max_test_batches` the test
     split is no longer than that says.
     """
-    order = task.batches(split, options.batch_size, seed=0, epoch=0)  # type: ignore[arg-type]
+    order = task.batches(split, options.batch_size, seed=0, epoch=0)
     if max_batches is None and split == "test":
         max_batches = _TEST_BATCHES.get()
     order = order[:max_batches] if max_batches is not None else order
-    examples = task.dataset(split)  # type: ignore[arg-type]
     totals: dict[str, tuple[float, float]] = {}
     bad_batch: Batch | None = None
     was_training = model.training
     model.eval()
     try:
-        for members, counts in _share_of_process(order, accelerator.process_index, accelerator.num_processes):
+        share = _share_of_process(order, accelerator.process_index, accelerator.num_processes)
+        batches = collated(task, split, [members for members, _ in share], workers=options.num_workers)
+        for batch, (_, counts) in zip(batches, share, strict=True):
             if stop():
                 return None
-            batch = to_device(task.collate([examples[member] for member in members]), accelerator.device)
+            batch = to_device(batch, accelerator.device)
             sums = _batch_sums(accelerator, model, task, batch, options)
             if not counts:
                 sums = dict.fromkeys(sums, (0.0, 0.0))
@@ -100,11 +103,10 @@ def evaluate(
     return Evaluation(metrics, sum(map(len, order)), bad_batch)
 
 
-def _share_of_process(order: list[list[int]], rank: int, world: int) -> Iterator[tuple[list[int], bool]]:
-    """Yield as many batches to every process, as their calls wait for each other; the last may not count for some."""
-    for first in range(0, len(order), world):
-        counts = first + rank < len(order)
-        yield order[first + rank if counts else first], counts
+def _share_of_process(order: list[list[int]], rank: int, world: int) -> list[tuple[list[int], bool]]:
+    """Return as many batches to every process, as their calls wait for each other; the last may not count for some."""
+    firsts = range(0, len(order), world)
+    return [(order[first + rank], True) if first + rank < len(order) else (order[first], False) for first in firsts]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from wellposed.training.config import TrainOptions
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+LOST_WORKER = "dataloader worker"
 LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -34,6 +35,11 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
         text = str(error).lower()
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY):
             raise WellposedError(_out_of_memory(options, accelerator.device)) from error
+        if LOST_WORKER in text:
+            raise WellposedError(
+                f"a process that made batches has ended ({str(error).partition(chr(10))[0]}); train.num_workers = "
+                f"{options.num_workers}: fewer need less memory, 0 needs no process; continue with --resume auto"
+            ) from error
         lost = isinstance(error, torch.distributed.DistError) or any(words in text for words in LOST_PROCESS)
         if accelerator.num_processes > 1 and lost:
             raise WellposedError(

@@ -11,6 +11,16 @@ from pathlib import Path
 from wellposed.errors import ConfigError
 
 NAME = "run.lock"
+_held: set[int] = set()
+
+
+def _leave_to_parent() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):  # else a worker that outlives its killed parent would hold the lock for it
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @contextmanager
@@ -29,6 +39,7 @@ def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     path = out / NAME
     handle = _locked(path)
+    _held.add(handle)
     try:
         os.truncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -36,6 +47,7 @@ def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
     finally:
         with suppress(OSError):  # a folder that became unwritable, or is gone
             path.unlink()
+        _held.discard(handle)
         os.close(handle)
 
 

@@ -24,6 +24,7 @@ PENALTY_RULES: dict[str, Rule] = {
 }
 TRAIN_RULES: dict[str, Rule] = {
     "steps": AT_LEAST_ONE,
+    "num_workers": ("0 or more", lambda value: value >= 0),
     "epochs": POSITIVE,
     "warmup_share": BELOW_ONE,
     "batch_size": AT_LEAST_ONE,

@@ -114,12 +114,16 @@ class Run:
                 "dropout draws other numbers"
             )
         position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
-        self.batches = MicroBatches(self.task, options.batch_size, options.seed, **position)
+        self.batches = MicroBatches(
+            self.task, options.batch_size, options.seed, workers=options.num_workers, **position
+        )
         self._began = time.monotonic() - state.seconds
         self.progress.start(state.step)
 
     def close(self) -> None:
-        """Detach the penalty and the constraint and let go of the prepared objects."""
+        """End the workers, detach the penalty and the constraint and let go of the prepared objects."""
+        if hasattr(self, "batches"):
+            self.batches.close()
         for attached in (self.penalty, self.constraint):
             if attached is not None:
                 attached.remove()

@@ -1,0 +1,33 @@
+"""``wellposed push RUN REPOSITORY``: upload the saved model of a finished run, with its model card, to the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class PushArguments:
+    """Upload final/ of a run, with its model card, to the Hugging Face hub."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A finished run, or its final/."""
+    repository: Annotated[str, tyro.conf.Positional]
+    """NAME or OWNER/NAME; made where it is missing."""
+    public: bool = False
+    """Make a repository that everyone sees; private where not given."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Upload, print the address and return the exit status."""
+    options = tyro.cli(PushArguments, args=list(words), prog="wellposed push")
+
+    from wellposed.training.hub import push_to_hub
+
+    final = options.run / "final"
+    print(push_to_hub(final if final.is_dir() else options.run, options.repository, public=options.public))
+    return 0

@@ -1,0 +1,141 @@
+"""A saved model goes to the hub as it is; where it cannot, it is safe and the command to try again is told."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+from wellposed.cli import main
+
+SHORT = ["--steps", "2", "--eval-every", "2", "--batch-size", "4", "--seq-len", "24", "--quiet"]
+SHORT += ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+
+
+class Hub:
+    """A hub that keeps what it is sent."""
+
+    private: ClassVar[dict[str, bool]] = {}
+    files: ClassVar[dict[str, bytes]] = {}
+    refusal: ClassVar[Exception | None] = None
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
+        assert exist_ok
+        self.private[name] = private
+
+        class Address(str):
+            repo_id = name
+
+        return Address(f"https://hub.test/{name}")
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+        assert repo_id in self.private
+        self.files.update({p.name: p.read_bytes() for p in folder_path.iterdir() if p.name not in ignore_patterns})
+
+    def upload_file(self, *, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> None:
+        assert repo_id in self.private
+        self.files[path_in_repo] = path_or_fileobj
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+    for name, empty in (("private", {}), ("files", {}), ("refusal", None)):
+        monkeypatch.setattr(Hub, name, empty)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    return Hub
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    text = tmp_path_factory.mktemp("data") / "prose.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
+    return ["train", "char_lm", "--data", str(text), *SHORT]
+
+
+@pytest.fixture(scope="module")
+def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert main([*words, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_finished_training_is_uploaded_with_its_card(
+    hub: type[Hub], words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--out", str(finished), "--resume", "auto", "--push-to-hub", "me/prose"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "https://hub.test/me/prose"
+    assert hub.private == {"me/prose": True}
+    final = {path.name: path.read_bytes() for path in (finished / "final").iterdir()}
+    assert hub.files.keys() == final.keys()
+    for name in final.keys() - {"README.md"}:
+        assert hub.files[name] == final[name]
+    card = hub.files["README.md"].decode()
+    assert 'from_pretrained("me/prose")' in card
+    assert '"FOLDER"' not in card
+
+
+def test_without_a_token_the_run_is_safe_and_the_command_told_works_later(
+    hub: type[Hub],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hub, "refusal", LocalTokenNotFoundError("Token is required.\nMore about it."))
+    out = tmp_path / "my run"
+    assert main([*words, "--out", str(out), "--push-to-hub", "me/prose"]) == 1
+    said = capsys.readouterr()
+    assert f"success: {out}" in said.out
+    assert said.err.count("\n") == 1
+    assert "LocalTokenNotFoundError: Token is required.; log in" in said.err
+    again = shlex.split(said.err.partition("try again with: ")[2])
+    monkeypatch.setattr(hub, "refusal", None)
+    assert again[0] == "wellposed"
+    assert main(again[1:]) == 0
+    assert "model.safetensors" in hub.files
+
+
+def test_the_verb_makes_a_public_repository_where_asked(hub: type[Hub], finished: Path) -> None:
+    assert main(["push", str(finished), "prose", "--public"]) == 0
+    assert hub.private == {"prose": False}
+
+
+def test_what_cannot_be_uploaded_is_refused_before_the_hub_is_asked(
+    hub: type[Hub], words: list[str], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--out", str(tmp_path / "run"), "--push-to-hub", "me/my/prose"]) == 2
+    assert "expected NAME or OWNER/NAME" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["push", str(tmp_path), "me/prose"]) == 1
+    assert "no saved model there" in capsys.readouterr().err
+    copy = tmp_path / "final"
+    copy.mkdir()
+    for path in (finished / "final").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "model.safetensors").write_bytes(b"")
+    assert main(["push", str(copy), "me/prose"]) == 1
+    assert "model.safetensors: 0 bytes, expected" in capsys.readouterr().err
+    assert hub.private == {}
+
+
+def test_a_run_that_did_not_succeed_is_not_uploaded(
+    hub: type[Hub],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from wellposed import training
+
+    cancelled = SimpleNamespace(status="cancelled", exit_code=130, result={})
+    monkeypatch.setattr(training, "train", lambda *_, **__: cancelled)
+    assert main([*words, "--out", str(tmp_path / "run"), "--push-to-hub", "me/prose"]) == 130
+    assert "cancelled, so nothing was uploaded" in capsys.readouterr().err
+    assert hub.private == {}
