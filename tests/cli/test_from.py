@@ -52,6 +52,18 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(checkpoint: Path, tab
     assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
 
 
+def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
+    checkpoint: Path, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(_words(table, checkpoint, out, "--steps", "3")) == 0
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
+    assert "epochs" not in (out / "config.toml").read_text()
+    assert main(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto")) == 0
+    assert main(_words(table, checkpoint, tmp_path / "both", "--steps", "3", "--epochs", "2")) == 2
+    assert "--steps 3 and --epochs 2 both say how long to train" in capsys.readouterr().err
+
+
 def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
     table: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

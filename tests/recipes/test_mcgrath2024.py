@@ -24,7 +24,7 @@ from transformers import BertConfig, BertModel
 from wellposed.cli import main
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.functional import gram_penalty, orthogonality_error
-from wellposed.recipes.mcgrath2024 import encoders, multitask, sweep
+from wellposed.recipes.mcgrath2024 import encoders, multitask, results, sweep
 from wellposed.recipes.mcgrath2024 import figures_1_3_table_1_qr as recipes
 from wellposed.recipes.mcgrath2024 import grid as study
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions, overall_score
@@ -45,6 +45,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sets(data: Path) -> encoders.EncodedSets:
     return encoders.encode_sets(read_minbert(data), TINY)
+
+
+@pytest.fixture(scope="module")
+def encoder(sets: encoders.EncodedSets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights and the tokenizer of a BERT of one layer."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(5)
+    model = BertModel(
+        BertConfig(vocab_size=len(sets.tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                   intermediate_size=16, max_position_embeddings=16)
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    sets.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def settings(data: Path, out: Path, *names: str, seeds: int = 1) -> sweep.SweepSettings:
@@ -70,6 +84,10 @@ def test_the_grid_is_his_sweep_and_the_qr_forms() -> None:
         "key": 1e-6, "query": 1e-6, "form": "qr", "qr_method": "gram_schmidt",
     }  # fmt: skip
     assert [cell.name for cell in study.chosen_cells(["query:1e-2"])] == ["baseline", "query:1e-2"]
+    value, embedding = study.chosen_cells(["value:1e-2", "embedding:1e-6"])[1:]
+    assert (value.penalty(), embedding.penalty()) == (
+        {"value": 1e-2, "form": "gram"}, {"embedding": 1e-6, "form": "gram"},
+    )  # fmt: skip
     with pytest.raises(ConfigError, match="nearest: query:1e-2"):
         study.chosen_cells(["qury:1e-2"])
 
@@ -170,27 +188,35 @@ def test_the_penalty_of_a_cell_is_his_equation(sets: encoders.EncodedSets) -> No
     assert orthogonality_error(key).item() > 0
 
 
-def test_a_pretrained_encoder_is_loaded_from_a_folder(data: Path, sets: encoders.EncodedSets, tmp_path: Path) -> None:
+def test_a_pretrained_encoder_is_loaded_from_a_folder(
+    data: Path, sets: encoders.EncodedSets, encoder: Path, tmp_path: Path
+) -> None:
     import dataclasses
 
-    torch.manual_seed(5)
-    encoder = BertModel(
-        BertConfig(vocab_size=len(sets.tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                   intermediate_size=16, max_position_embeddings=16)
-    )  # fmt: skip
-    encoder.save_pretrained(tmp_path / "encoder")
-    sets.tokenizer.save_pretrained(tmp_path / "encoder")
-    options = dataclasses.replace(TINY, encoder=str(tmp_path / "encoder"), steps=1)
+    options = dataclasses.replace(TINY, encoder=str(encoder), steps=1)
     loaded = encoders.encode_sets(read_minbert(data), options)
     assert loaded.train["sts"].columns == sets.train["sts"].columns
     model = encoders.build_multitask_model(options, loaded.tokenizer)
     torch.testing.assert_close(
         model.encoder.embeddings.word_embeddings.weight,
-        encoder.embeddings.word_embeddings.weight,
+        BertModel.from_pretrained(encoder).embeddings.word_embeddings.weight,
     )
     assert multitask.train_multitask(loaded, options)["scores"].keys() == {"sst", "para", "sts", "overall"}
     with pytest.raises(ConfigError, match="cannot be loaded"):
         encoders.encode_sets(read_minbert(data), dataclasses.replace(TINY, encoder=str(tmp_path / "nothing")))
+
+
+def test_a_pretrained_encoder_is_fine_tuned_gently_unless_asked(
+    data: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[MultiTaskOptions] = []
+    monkeypatch.setattr("wellposed.cli._sweep.open_sweep", lambda settings, _: asked.append(settings.options) or 1 / 0)
+    words = ["sweep", "mcgrath2024", "--data", str(data), "--out", str(tmp_path)]
+    for more in ([], ["--encoder", str(encoder)], ["--encoder", str(encoder), "--learning-rate", "1e-4"]):
+        with pytest.raises(ZeroDivisionError):
+            main([*words, *more, "--sts-loss", "cosine"])
+    assert [options.learning_rate for options in asked] == [1e-3, 5e-5, 1e-4]
+    assert {options.sts_loss for options in asked} == {"cosine"}
 
 
 def test_bad_options_are_refused_together() -> None:
@@ -218,6 +244,22 @@ def test_a_sweep_stopped_in_the_middle_goes_on_and_ends_as_if_it_had_not(data: P
         for one in (whole, parts)
     ]
     assert timeless[0] == timeless[1]
+
+
+def test_cells_of_values_and_embeddings_join_a_sweep_that_began_without_them(data: Path, tmp_path: Path) -> None:
+    import dataclasses
+
+    one = settings(data, tmp_path / "out", "key:1e-2")
+    sweep.open_sweep(one, "never")
+    assert sweep.run_sweep(one, jobs=1, announce=lambda _: None)
+    more = dataclasses.replace(one, cells=study.chosen_cells(["key:1e-2", "value:1e-2", "embedding:1e-2"]))
+    sweep.open_sweep(more, "auto")
+    assert sweep.run_sweep(more, jobs=1, announce=lambda _: None)
+    baseline, key, value, embedding = sweep.finished_results(more)
+    assert [run["cell"] for run in (baseline, key, value, embedding)] == [cell.name for cell in more.cells]
+    for run, moved in ((value, "encoder.0.value"), (embedding, "token_embedding")):
+        assert run["penalty"] > 0
+        assert run["errors"][-1][moved] != baseline["errors"][-1][moved]
 
 
 def test_a_trial_whose_process_died_is_trained_again_and_a_living_one_is_not(data: Path, tmp_path: Path) -> None:
@@ -357,10 +399,9 @@ def test_the_command_writes_his_figures_and_table(
 def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reproduced]:
     """Every recipe in one folder: the trainings of the first are those of the next."""
     out = tmp_path_factory.mktemp("made")
-    tiny = {**study.SCALES, "toy": TINY}
-    names = [name for name in RECIPES if name.startswith("mcgrath2024/")]
+    names = [name for name in RECIPES if name.startswith("mcgrath2024/") and name != "mcgrath2024/pretrained"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes, "SCALES", tiny)
+        patch.setitem(study.SCALES, "toy", TINY)
         found = {name: reproduce(name, scale="toy", out=out, data=str(data)) for name in names}
         trained = multitask.train_multitask
         patch.setattr(multitask, "train_multitask", lambda *_, **__: pytest.fail("trained twice"))
@@ -401,9 +442,10 @@ def test_rows_of_the_recipes_are_the_results_of_the_trainings(made: dict[str, Re
 @pytest.mark.parametrize(
     ("alone", "both", "qr", "verdicts"),
     [
-        (0.1, -0.1, -0.4, (True, True, True)),
-        (-0.1, -0.1, 0.0, (False, False, False)),
-        (0.0, 0.0, 0.0, (None, None, False)),
+        (0.1, -0.1, -0.4, (True, True, True, True)),
+        (-0.1, -0.1, 0.0, (False, False, False, False)),
+        (0.0, 0.0, -0.4, (None, None, True, None)),
+        (0.0, 0.0, 0.0, (None, None, False, False)),
     ],
 )
 def test_verdicts_at_mini_scale(
@@ -429,10 +471,67 @@ def test_verdicts_at_mini_scale(
     monkeypatch.setattr(recipes, "open_sweep", lambda settings, resume: None)
     monkeypatch.setattr(recipes, "run_sweep", finish)
     holds = {
-        item: reproduce(f"mcgrath2024/{item}", scale="mini", out=tmp_path, data=str(data)).result.holds
-        for item in ("figure-1", "table-1", "figure-3", "qr")
+        item: reproduce(f"mcgrath2024/{item}", scale="mini", out=tmp_path, data=str(data), encoder="mine").result.holds
+        for item in ("figure-1", "table-1", "qr", "pretrained", "figure-3")
     }
-    assert holds == dict(zip(("figure-1", "table-1", "qr"), verdicts, strict=True)) | {"figure-3": True}
+    assert holds == dict(zip(("figure-1", "table-1", "qr", "pretrained"), verdicts, strict=True)) | {"figure-3": True}
+
+
+def test_the_recipe_of_a_pretrained_encoder(
+    data: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(study.SCALES, "toy", TINY)
+    done = reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(data), encoder=str(encoder))
+    scores = [row for row in done.result.rows if "overall" in row]
+    assert [row["cell"] for row in scores] == ["baseline", *recipes.PRETRAINED]
+    trials = tmp_path / "runs" / f"mcgrath2024-{encoder.name}-toy" / "trials"
+    runs = [json.loads((trials / "baseline" / f"seed-{seed}.json").read_text()) for seed in (0, 1)]
+    assert scores[0]["overall"] == pytest.approx(sum(run["scores"]["overall"] for run in runs) / 2)
+    first = runs[0]["scale_free_errors"][0]
+    weight = BertModel.from_pretrained(encoder).encoder.layer[0].attention.self.key.weight
+    gram = (weight @ weight.T).detach().double()
+    cosine = gram.trace() / (16**0.5 * torch.linalg.matrix_norm(gram))
+    assert first["encoder.0.key"] == pytest.approx((1 - cosine.item() ** 2) ** 0.5, rel=1e-5)
+    assert first.keys() == {name for name in runs[0]["errors"][0] if not name.startswith("affinity")}
+    claim = json.loads(done.files[2].read_text())
+    assert claim["command"].endswith("--encoder ENCODER")
+    assert claim["encoder"] == encoder.name
+
+
+def test_an_encoder_is_asked_for_and_refused_where_nothing_reads_it(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --encoder FOLDER"):
+        reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(data))
+    with pytest.raises(ConfigError, match=r"fine-tunes no encoder.*these do: mcgrath2024/figure-1"):
+        reproduce("kim2021/figure-2", scale="toy", out=tmp_path, encoder="x")
+
+
+@pytest.mark.parametrize(
+    ("key", "affinity", "verdict"),
+    [
+        ((0.9, 0.92), (1.1, 1.2), True),
+        ((0.9, 0.92), (0.8, 0.82), False),
+        ((1.1, 1.12), (1.1, 1.2), False),
+        ((0.9, 1.12), (1.1, 1.2), None),
+        ((0.9, 0.92), (0.8, 1.3), None),
+    ],
+)
+def test_the_drift_is_judged_by_every_weight_with_its_error(
+    key: tuple[float, ...], affinity: tuple[float, ...], verdict: bool | None
+) -> None:
+    unread = {"encoder.0.output": (2.0, 2.0)}
+    rows = [
+        {"seed": seed, "step": 9, "weight": weight, "error_over_initial": ratio}
+        for weight, ratios in {
+            "encoder.0.key": key,
+            "encoder.1.key": (0.9, 0.9),
+            "affinity.0": affinity,
+            **unread,
+        }.items()
+        for seed, ratio in enumerate(ratios)
+    ]
+    first = [{**row, "step": 0, "error_over_initial": 1.0} for row in rows]
+    assert results.judge_drift(first + rows) is verdict
+    assert results.judge_drift([]) is None
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def read_config(path: Path) -> RunConfig:
 
 def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str) -> tuple[RunConfig, Any]:
     """Parse the options of a task, a run and a command; return the configuration and the ``extra`` options."""
+    base = _as_long_as_asked(base, words)
     options = TASKS.get(base.task).options
     arguments = dataclasses.make_dataclass(
         "Arguments",
@@ -173,6 +174,16 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
     if parsed.files.print_config:
         _print_config(run)
     return run, parsed.command
+
+
+def _as_long_as_asked(base: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Return ``base`` without its epochs where the words name a number of steps."""
+    steps, epochs = option_value(words, "--steps"), option_value(words, "--epochs")
+    if steps is None:
+        return base
+    if epochs not in (None, "None"):
+        raise ConfigError(f"--steps {steps} and --epochs {epochs} both say how long to train; give one of them")
+    return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
 def command_words(command: str, words: Sequence[str]) -> list[str]:

@@ -32,6 +32,9 @@ class ReproduceArguments:
     data: str | None = None
     """Data of recipes that train: a text file, a folder or hf:name; English prose that ships with Python otherwise.
     With "all" a folder of data sets, in which each recipe finds its own."""
+    encoder: str | None = None
+    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
+    the scale."""
     page: Path = Path("docs/reproduction.md")
     """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
@@ -59,6 +62,8 @@ def run(words: Sequence[str]) -> int:
 
 def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
+    if options.encoder is not None:
+        raise ConfigError('--encoder with "all": name the recipes that fine-tune one, for instance mcgrath2024')
     check_data(options.data)
     held = True
     for name in RECIPES:
@@ -82,7 +87,7 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
     if not options.quiet and minutes is not None:
         print(f"{name}: about {_duration(minutes)}", file=sys.stderr, flush=True)
     announce = _ignore if options.quiet else _announce
-    done = reproduce(name, scale=options.scale, out=options.out, data=data, announce=announce)
+    done = reproduce(name, scale=options.scale, out=options.out, data=data, announce=announce, encoder=options.encoder)
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
     return done.result.holds is not False

@@ -32,6 +32,8 @@ class Request:
     """Data of the recipe's task; its own where not given."""
     announce: Callable[[str], None] = say_nothing
     """Called with one line now and then."""
+    encoder: str | None = None
+    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one."""
 
     def pick(self, *, toy: Any, mini: Any, paper: Any) -> Any:
         """Return the value for this scale."""
@@ -92,6 +94,8 @@ class Recipe:
     """Minutes it takes by scale: mini on two CPU cores, paper on one large GPU (estimated)."""
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
+    takes_encoder: bool = False
+    """Whether it fine-tunes the pretrained encoder of a request."""
 
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe."""

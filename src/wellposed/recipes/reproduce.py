@@ -95,6 +95,7 @@ def reproduce(
     out: Path,
     data: str | None = None,
     announce: Callable[[str], None] = say_nothing,
+    encoder: str | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
 
@@ -107,9 +108,10 @@ def reproduce(
         out: folder; created. Training recipes keep their runs inside and go on with them when called again.
         data: data of the recipe's task, for recipes that train.
         announce: called with one line of progress now and then.
+        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024).
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale.
+        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder for a recipe without one.
         DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
@@ -117,12 +119,15 @@ def reproduce(
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
+    if encoder is not None and not recipe.takes_encoder:
+        able = ", ".join(other for other in RECIPES if RECIPES.get(other).takes_encoder)
+        raise ConfigError(f"{name}: fine-tunes no encoder, received encoder={encoder!r}; these do: {able}")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     check_data(data)
-    result = recipe(Request(scale, out, data, announce))
+    result = recipe(Request(scale, out, data, announce, encoder))
     if scale == "toy":
         result = replace(result, holds=None)
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
@@ -139,7 +144,9 @@ def reproduce(
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,
-        "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}",
+        "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
+        f"{'' if encoder is None else ' --encoder ENCODER'}",
+        **({} if encoder is None else {"encoder": Path(encoder).name}),
     }
     claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

@@ -10,6 +10,7 @@ RECIPES = (
         "mcgrath2024.figures_1_3_table_1_qr:figure_1",
         {"mini": 10, "paper": 450},
         ("minbert",),
+        takes_encoder=True,
     ),
     Recipe(
         "mcgrath2024/table-1",
@@ -18,6 +19,7 @@ RECIPES = (
         "mcgrath2024.figures_1_3_table_1_qr:table_1",
         {"mini": 10, "paper": 450},
         ("minbert",),
+        takes_encoder=True,
     ),
     Recipe(
         "mcgrath2024/figure-3",
@@ -26,6 +28,16 @@ RECIPES = (
         "mcgrath2024.figures_1_3_table_1_qr:figure_3",
         {"mini": 1, "paper": 45},
         ("minbert",),
+        takes_encoder=True,
+    ),
+    Recipe(
+        "mcgrath2024/pretrained",
+        "key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data and --encoder)",
+        "every weight ends below its initial err_orth; key or query alone gain; QR more than halves the accuracy",
+        "mcgrath2024.figures_1_3_table_1_qr:pretrained",
+        {"mini": 25, "paper": 180},
+        ("minbert",),
+        takes_encoder=True,
     ),
     Recipe(
         "mcgrath2024/qr",
@@ -34,5 +46,6 @@ RECIPES = (
         "mcgrath2024.figures_1_3_table_1_qr:qr",
         {"mini": 8, "paper": 600},
         ("minbert",),
+        takes_encoder=True,
     ),
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from wellposed.errors import unknown_name
-from wellposed.presets import mcgrath2024
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 
 STRENGTHS = (1e-2, 1e-4, 1e-6)
-PLACES = {"key": ("key",), "query": ("query",), "key+query": ("key", "query")}
+PLACES = ("key", "query", "key+query")
+FURTHER_PLACES = ("value", "embedding")
+"""Where his section 4.2 penalises too; he prints no number of these."""
+FINE_TUNING = {"learning_rate": 5e-5, "batch_size": 8, "steps": 80, "measure_every": 20}
+"""How a pretrained encoder is trained at mini scale."""
 QR_METHODS = ("householder", "gram_schmidt")
 BASELINE = "baseline"
 
@@ -53,8 +57,9 @@ class Cell:
         """Return the keywords of `wellposed.OrthogonalityPenalty`, or None for the baseline."""
         if self.form == "none":
             return None
-        keywords = mcgrath2024(key="key" in self.place, query="query" in self.place, strength=self.strength)
-        return keywords if self.form == "gram" else {**keywords, "form": "qr", "qr_method": self.form}
+        strengths = dict.fromkeys(self.place.split("+"), self.strength)
+        form = {"form": "gram"} if self.form == "gram" else {"form": "qr", "qr_method": self.form}
+        return {**strengths, **form}
 
     def parameters(self) -> dict[str, Any]:
         """Return the coordinates as Optuna shows them."""
@@ -74,17 +79,26 @@ def grid() -> tuple[Cell, ...]:
     return (Cell("none", "none", 0.0), *gram, *qr)
 
 
+def further_cells() -> tuple[Cell, ...]:
+    """Return the penalties on values and on token embeddings, which his sweep leaves out.
+
+    >>> [cell.name for cell in further_cells()][::3]
+    ['value:1e-2', 'embedding:1e-2']
+    """
+    return tuple(Cell(place, "gram", strength) for place in FURTHER_PLACES for strength in STRENGTHS)
+
+
 def chosen_cells(names: Sequence[str]) -> tuple[Cell, ...]:
-    """Return the named cells in the order of the grid, the baseline always among them; no name is all.
+    """Return the named cells in order, the baseline always among them; no name is the whole `grid`.
 
     Raises:
-        ConfigError: a name that is not in the grid (nearest three named).
+        ConfigError: a name that is neither in the grid nor a further cell (nearest three named).
     """
-    known = {cell.name: cell for cell in grid()}
+    known = {cell.name: cell for cell in (*grid(), *further_cells())}
     for name in names:
         if name not in known:
             raise unknown_name("cell", name, known)
-    wanted = {BASELINE, *(names or known)}
+    wanted = {BASELINE, *(names or (cell.name for cell in grid()))}
     return tuple(cell for name, cell in known.items() if name in wanted)
 
 
@@ -99,6 +113,18 @@ SCALES: dict[str, MultiTaskOptions] = {
         encoder="bert-base-uncased", max_length=128, steps=5300, learning_rate=2e-5, measure_every=265
     ),
 }
+
+
+def options_of(scale: str, encoder: str | None = None) -> MultiTaskOptions:
+    """Return how ``scale`` trains its own model, or fine-tunes a pretrained ``encoder`` in its place.
+
+    >>> options_of("mini").learning_rate, options_of("mini", "minilm/").learning_rate
+    (0.001, 5e-05)
+    """
+    if encoder is None:
+        return SCALES[scale]
+    pretrained = not Path(encoder).is_file()  # a config.json has random weights
+    return replace(SCALES[scale], encoder=encoder, **(FINE_TUNING if pretrained and scale == "mini" else {}))
 
 
 def _short(strength: float) -> str:

@@ -22,7 +22,7 @@ from wellposed.training.optimizer import decay_groups, set_learning_rate
 
 WARMUP_SHARE = 0.1
 PROBE_ROWS = 16
-ERROR = "/orthogonality_error"
+ERROR, SCALE_FREE_ERROR = "/orthogonality_error", "/scale_free_orthogonality_error"
 
 
 def task_loss(name: str, logits: Tensor, labels: Tensor, *, sts_loss: str = "squared_error") -> Tensor:
@@ -115,7 +115,8 @@ def train_multitask(
 
     Returns:
         ``scores`` (sst, para, sts, overall), ``train_loss`` and ``penalty`` (means of the last tenth), ``errors``
-        (rows of step and err_orth by weight), ``seconds``, ``cpu_seconds``, ``parameters``.
+        (rows of step and err_orth by weight), ``scale_free_errors`` (likewise, of weights alone), ``seconds``,
+        ``cpu_seconds``, ``parameters``.
 
     Raises:
         ConvergenceError: the loss is no longer finite.
@@ -134,7 +135,7 @@ def train_multitask(
     }
     watch = OrthogonalityWatch(model, sets, place)
     started, cpu_started = time.perf_counter(), time.process_time()
-    errors = [{"step": 0, **watch.errors()}]
+    watch.look(0)
     losses: list[float] = []
     penalties: list[float] = []
     for step in range(options.steps):
@@ -160,13 +161,14 @@ def train_multitask(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % options.measure_every == 0 or step + 1 == options.steps:
-            errors.append({"step": step + 1, **watch.errors()})
+            watch.look(step + 1)
     tail = max(1, options.steps // 10)
     return {
         "scores": evaluate(model, sets),
         "train_loss": statistics.fmean(losses[-tail:]),
         "penalty": statistics.fmean(penalties[-tail:]),
-        "errors": errors,
+        "errors": watch.errors,
+        "scale_free_errors": watch.scale_free_errors,
         "seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - cpu_started,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -180,7 +182,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 class OrthogonalityWatch:
-    """err_orth of the embeddings, queries, keys, values and affinities of a model."""
+    """err_orth of the embeddings, queries, keys, values and affinities of a model, over its training."""
 
     def __init__(self, model: MultiTaskModel, sets: EncodedSets, device: torch.device) -> None:
         self.model = model
@@ -188,18 +190,24 @@ class OrthogonalityWatch:
         rows = sets.valid["sts"]
         columns, _ = batch_of(rows, range(min(PROBE_ROWS, len(rows))), sets.tokenizer.pad_token_id)
         self.batch = to_device(columns, device)
+        self.errors: list[dict[str, float]] = []
+        self.scale_free_errors: list[dict[str, float]] = []
 
-    def errors(self) -> dict[str, float]:
-        """Return err_orth by weight: ``encoder.0.query``, ``token_embedding``, ``affinity.0``."""
+    def look(self, step: int) -> None:
+        """Keep err_orth by weight: ``encoder.0.query``, ``token_embedding``, ``affinity.0``."""
         state = torch.get_rng_state()
-        weights = {
-            name.removeprefix("cond/").removesuffix(ERROR): value
-            for name, value in self.monitor.step().items()
-            if name.endswith(ERROR) and "feedforward" not in name
-        }
-        found = {**weights, **affinity_errors(self.model, self.batch)}
+        numbers = self.monitor.step()
+        raw, scale_free = (
+            {
+                name.removeprefix("cond/").removesuffix(ending): value
+                for name, value in numbers.items()
+                if name.endswith(ending) and "feedforward" not in name
+            }
+            for ending in (ERROR, SCALE_FREE_ERROR)
+        )
+        self.errors.append({"step": step, **raw, **affinity_errors(self.model, self.batch)})
+        self.scale_free_errors.append({"step": step, **scale_free})
         torch.set_rng_state(state)
-        return found
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from wellposed.recipes.mcgrath2024.grid import BASELINE, PAPER_TABLE, QR_METHODS
 from wellposed.recipes.mcgrath2024.multitask_options import SETS
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, finished_results
 from wellposed.recipes.runs import plus_minus
+from wellposed.recipes.verdicts import every, within
 from wellposed.statistics import (
     Failure,
     PairedComparison,
@@ -122,8 +123,8 @@ def table_rows(cells: Sequence[CellResult]) -> list[dict[str, Any]]:
     return rows
 
 
-def error_rows(cells: Sequence[CellResult]) -> list[dict[str, Any]]:
-    """Return err_orth of the baseline over training, beside its value divided by the first."""
+def error_rows(cells: Sequence[CellResult], kind: str = "errors") -> list[dict[str, Any]]:
+    """Return err_orth of the baseline over training, or its ``scale_free_errors``, beside its value over the first."""
     baseline = next((result.runs for result in cells if result.cell.name == BASELINE), ())
     return [
         {
@@ -131,23 +132,40 @@ def error_rows(cells: Sequence[CellResult]) -> list[dict[str, Any]]:
             "step": moment["step"],
             "weight": name,
             "error": value,
-            "error_over_initial": value / first if (first := run["errors"][0][name]) else None,
+            "error_over_initial": value / first if (first := run[kind][0][name]) else None,
         }
         for run in baseline
-        for moment in run["errors"]
+        for moment in run.get(kind, ())
         for name, value in moment.items()
         if name != "step"
     ]
 
 
-def final_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return err_orth at the end over its initial value by role, one number a layer and seed."""
+def ratios_by_weight(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return err_orth at the end over its initial value of every weight, one number a seed."""
     last = max((row["step"] for row in rows), default=0)
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["step"] == last and row["error_over_initial"] is not None:
-            for role in row["weight"].split("."):
-                found.setdefault(role, []).append(row["error_over_initial"])
+            found.setdefault(row["weight"], []).append(row["error_over_initial"])
+    return found
+
+
+def judge_drift(rows: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Return whether err_orth of every weight he shows fell, and that of the affinities did not."""
+    shown = {weight: ratios for weight, ratios in ratios_by_weight(rows).items() if set(weight.split(".")) & {*ROLES}}
+    fell = {weight: within(ratios, high=1) for weight, ratios in shown.items()}
+    affinities = every(fall for weight, fall in fell.items() if weight.startswith("affinity"))
+    weights = every(fall for weight, fall in fell.items() if not weight.startswith("affinity"))
+    return every([weights, None if affinities is None else not affinities]) if fell else None
+
+
+def final_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return err_orth at the end over its initial value by role, one number a layer and seed."""
+    found: dict[str, list[float]] = {}
+    for weight, ratios in ratios_by_weight(rows).items():
+        for role in weight.split("."):
+            found.setdefault(role, []).extend(ratios)
     return {role: found[role] for role in ROLES if role in found}
 
 
@@ -155,6 +173,15 @@ def qr_share(cells: Sequence[CellResult], method: str) -> float | None:
     """Return the overall score of a QR form at its least strength over the baseline's; None without both."""
     base, weakest = best_of(cells, BASELINE), _weakest(cells, method)
     return weakest.mean("overall")[0] / base.mean("overall")[0] if base and weakest else None
+
+
+def qr_shares(cells: Sequence[CellResult], method: str) -> list[float]:
+    """Return `qr_share` of every seed that has both."""
+    base, weakest = best_of(cells, BASELINE), _weakest(cells, method)
+    if base is None or weakest is None:
+        return []
+    ours, plain = weakest.by_seed().values, base.by_seed().values
+    return [ours[seed] / plain[seed] for seed in ours if seed in plain]
 
 
 def _weakest(cells: Sequence[CellResult], method: str) -> CellResult | None:
@@ -199,16 +226,21 @@ def about_scores(cells: Sequence[CellResult]) -> str:
 
 def about_drift(cells: Sequence[CellResult]) -> str:
     """Return how the baseline's own err_orth moved; empty where it was not trained."""
-    parts = [
-        f"{role} {plus_minus(mean_and_standard_error(values), 4)} (below 1 in {sum(v < 1 for v in values)} of "
-        f"{len(values)})"
-        for role, values in final_ratios(error_rows(cells)).items()
-    ]
-    if not parts:
+    raw, scale_free = (_ratios_in_words(error_rows(cells, kind)) for kind in ("errors", "scale_free_errors"))
+    if not raw:
         return ""
     return (
         "Drift of the unconstrained baseline, err_orth at the end over its initial value, all layers and seeds (paper: "
-        f"every weight below 1, the key in every layer, the affinity not): {'; '.join(parts)}."
+        f"every weight below 1, the key in every layer, the affinity not): {raw}."
+        f"{f' The same of the error that does not change with the scale: {scale_free}.' if scale_free else ''}"
+    )
+
+
+def _ratios_in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"{role} {plus_minus(mean_and_standard_error(values), 4)} (below 1 in {sum(v < 1 for v in values)} of "
+        f"{len(values)})"
+        for role, values in final_ratios(rows).items()
     )
 
 

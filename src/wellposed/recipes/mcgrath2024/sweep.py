@@ -20,7 +20,7 @@ from typing import Any
 from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, WellposedError, listed, missing_extra
 from wellposed.finite_json import to_json
 from wellposed.plugins import import_file
-from wellposed.recipes.mcgrath2024.grid import STRENGTHS, Cell
+from wellposed.recipes.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.tasks.data.minbert import read_minbert
 from wellposed.training.durable_files import replace_file
@@ -274,8 +274,9 @@ def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack]
         study = _study(settings)
         while _trials(study, "WAITING"):
             trial = study.ask()
+            place, places = _place_parameter(trial.user_attrs["key"])
             parameters = {
-                "place": trial.suggest_categorical("place", ("none", "key", "query", "key+query")),
+                "place": trial.suggest_categorical(place, places),
                 "form": trial.suggest_categorical("form", ("none", "gram", "householder", "gram_schmidt")),
                 "strength": trial.suggest_categorical("strength", (0.0, *STRENGTHS)),
             }
@@ -306,7 +307,15 @@ def _enqueue_missing(settings: SweepSettings) -> None:
 
 
 def _enqueue(study: Any, training: Training) -> None:
-    study.enqueue_trial(training.cell.parameters(), user_attrs={"seed": training.seed, "key": training.name})
+    place, _ = _place_parameter(training.name)
+    parameters = {place if name == "place" else name: value for name, value in training.cell.parameters().items()}
+    study.enqueue_trial(parameters, user_attrs={"seed": training.seed, "key": training.name})
+
+
+def _place_parameter(training: str) -> tuple[str, tuple[str, ...]]:
+    """Return the parameter that says where a training penalises, and its choices, which a study may never change."""
+    further = training.startswith(FURTHER_PLACES)
+    return ("further_place", FURTHER_PLACES) if further else ("place", ("none", *PLACES))
 
 
 def _trials(study: Any, state: str) -> list[tuple[str, Any]]:
