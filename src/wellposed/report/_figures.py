@@ -53,7 +53,7 @@ def certified_figure(name: str, task: TaskComparison, runs: Sequence[Sequence[Ru
         return None
     series = [line for curve in curves for line in _certified_lines(curve, numbers[curve.variant])]
     panel = Panel(
-        "accuracy: certified (solid), attacked (dashed)", "radius, in median token norms", "accuracy", series,
+        "accuracy: certified (solid), attacked (dashed)", "radius (median token norms)", "accuracy", series,
         x_scale="symlog", legend=False, y_limits=(0, 1.02),
     )  # fmt: skip
     rows = [row for curve in curves for row in curve.rows()]
