@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any, Literal
 
 from wellposed.measurement.figures import COLOURS, add_grid, figure_style, new_figure, note_image
 
+_FEW_POWERS = 50
+_LEGEND_LINE = 0.16
 Row = Mapping[str, Any]
-Style = Literal["solid", "dashed", "dotted", "dots", "bars"]
+Style = Literal["solid", "dashed", "dotted", "dots", "bars", "boxes"]
 _DASHES = {"solid": "-", "dashed": (0, (5, 1.5)), "dotted": (0, (1, 1.2)), "dots": ""}
 
 
@@ -27,7 +30,9 @@ class Series:
     errors: Sequence[float] = ()
     """Half lengths of error bars, one a point; none where empty."""
     band: tuple[Sequence[float], Sequence[float]] | tuple[()] = ()
-    """Lower and upper end of a shaded range, one a point."""
+    """Lower and upper end, one a point, of a shaded range, or of the box around the median ``y``."""
+    whiskers: tuple[Sequence[float], Sequence[float]] | tuple[()] = ()
+    """Ends of the lines that leave a box."""
 
 
 @dataclass(frozen=True)
@@ -72,38 +77,87 @@ def lines(
     return [Series(label, [row[x] for row in mine], [row[y] for row in mine], style) for label, mine in groups.items()]
 
 
-def draw(panels: Sequence[Panel], path: Path, *, columns: int = 4) -> None:
-    """Write ``panels`` side by side, ``columns`` in a row, as an SVG file without a date."""
-    columns = min(columns, len(panels))
+def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> None:
+    """Write ``panels`` side by side as an SVG file without a date.
+
+    In a row stand ``columns``, else four, or three where that fills the rows. Panels whose axes have the
+    same label and scale share them, so that what they show can be compared.
+    """
+    wide = 3 if len(panels) % 4 and len(panels) % 3 == 0 else 4
+    columns = min(columns or wide, len(panels))
     rows = -(-len(panels) // columns)
     with figure_style():
         figure = new_figure(max(4.6, 3.4 * columns), 3.1 * rows)
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        for axes, panel in zip(grid, panels, strict=False):
-            draw_panel(axes, panel)
+        pairs = list(zip(grid, panels, strict=False))
+        _share_axes(pairs)
+        for axes, panel in pairs:
+            _draw_series(axes, panel)
+            _label(axes, panel, title_width=int(13 * max(3.4, 4.6 / columns)))
+        for axes, panel in pairs:
+            _finish(axes, panel)
+        _add_legends(figure, pairs)
         note_image(path.stem, figure)
         # A page of unknown colour may show the file, so it brings its own.
         figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
-    """Draw ``panel`` on a pair of axes of matplotlib; the marks of colour k carry the id ``variant-k``."""
+    """Draw ``panel`` without a legend on axes of matplotlib; the marks of colour k carry the id ``variant-k``."""
     _draw_series(axes, panel)
     _label(axes, panel)
-    add_grid(axes)
-    if panel.level is not None:
-        name, height = panel.level
-        axes.axhline(height, color=COLOURS[-1], linewidth=1, linestyle=(0, (2, 2)))
-        axes.annotate(
-            name, (1, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
-            ha="right", fontsize=7.5,
-        )  # fmt: skip
-    if panel.y_limits is not None:
-        axes.set_ylim(*panel.y_limits)
-    if panel.legend and len(panel.series) > 0:
-        axes.legend(fontsize=7.5, handlelength=2.4)
+    _finish(axes, panel)
+
+
+def _share_axes(pairs: Sequence[tuple[Any, Panel]]) -> None:
+    first: dict[tuple[str, str, str], Any] = {}
+    for axes, panel in pairs:
+        for side, label, scale in (("x", panel.x_label, panel.x_scale), ("y", panel.y_label, panel.y_scale)):
+            other = first.setdefault((side, label, scale), axes)
+            if other is not axes and label and not (side == "x" and panel.names):
+                getattr(axes, f"share{side}")(other)
+
+
+def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
+    """Put one legend under the figure where a label looks the same in every panel, else one under each panel."""
+    shown = [(axes, panel, _handles(axes, panel)) for axes, panel in pairs if panel.legend and panel.series]
+    looks: dict[str, set[object]] = {}
+    for _, panel in pairs:
+        for label, look in _looks(panel).items():
+            looks.setdefault(label, set()).add(look)
+    style: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.4}
+    if not shown:
+        return
+    if all(len(each) == 1 for each in looks.values()):
+        handles = {label: handle for _, _, found in reversed(shown) for label, handle in found.items()}
+        handles = {label: handles[label] for label in looks if label in handles}
+        columns = max(1, int(figure.get_figwidth() / (0.55 + 0.065 * max(map(len, handles)))))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=columns, **style)
+        lines = -(-len(handles) // columns)
+    else:
+        for axes, panel, found in shown:
+            below = -0.42 if panel.names else -0.22
+            axes.legend(
+                found.values(), found.keys(), loc="upper left", bbox_to_anchor=(0, below), borderaxespad=0, **style
+            )
+        lines = max(len(found) for _, _, found in shown) * figure.axes[0].get_subplotspec().get_gridspec().nrows
+    figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * lines)
+
+
+def _handles(axes: Any, panel: Panel) -> dict[str, Any]:
+    handles, labels = axes.get_legend_handles_labels()
+    found = dict(zip(reversed(labels), reversed(handles), strict=True))
+    return {series.label: found[series.label] for series in panel.series}
+
+
+def _looks(panel: Panel) -> dict[str, tuple[object, ...]]:
+    looks: dict[str, tuple[object, ...]] = {}
+    for number, series in enumerate(panel.series):
+        colour = number if series.colour is None else series.colour
+        looks[series.label] = (*looks.get(series.label, ()), (series.style, colour))
+    return looks
 
 
 def _draw_series(axes: Any, panel: Panel) -> None:
@@ -113,6 +167,9 @@ def _draw_series(axes: Any, panel: Panel) -> None:
         if series.style == "bars":
             width = (series.x[1] - series.x[0]) if len(series.x) > 1 else 1.0
             axes.bar(series.x, series.y, width=width, color=colour, alpha=0.5, label=series.label)
+            continue
+        if series.style == "boxes":
+            _draw_boxes(axes, series, colour, [each for each in panel.series if each.style == "boxes"])
             continue
         marker = "o" if len(series.x) <= 40 else None
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
@@ -127,8 +184,24 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             axes.errorbar(series.x, series.y, series.errors, color=colour, linestyle="none", capsize=2)
 
 
-def _label(axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left")
+def _draw_boxes(axes: Any, series: Series, colour: str, rivals: Sequence[Series]) -> None:
+    """Draw boxes beside those of the other series at the same places."""
+    width = 0.8 / len(rivals)
+    shift = (next(k for k, each in enumerate(rivals) if each is series) - (len(rivals) - 1) / 2) * width
+    names = ("med", "q1", "q3", "whislo", "whishi")
+    columns = zip(series.y, *series.band, *(series.whiskers or series.band), strict=True)
+    boxes = [{**dict(zip(names, values, strict=True)), "fliers": []} for values in columns]
+    lines = {"color": colour, "linewidth": 1.2}
+    axes.bxp(
+        boxes, positions=[x + shift for x in series.x], widths=0.85 * width, showfliers=False, manage_ticks=False,
+        patch_artist=True, boxprops={"facecolor": colour, "alpha": 0.35, "edgecolor": colour}, medianprops=lines,
+        whiskerprops=lines, capprops=lines,
+    )  # fmt: skip
+    axes.plot([], [], color=colour, linewidth=6, alpha=0.5, label=series.label)
+
+
+def _label(axes: Any, panel: Panel, title_width: int = 52) -> None:
+    axes.set_title(textwrap.fill(panel.title, title_width), loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     if panel.x_scale == "symlog":
@@ -137,14 +210,41 @@ def _label(axes: Any, panel: Panel) -> None:
     else:
         axes.set_xscale(panel.x_scale)
     axes.set_yscale(panel.y_scale)
-    for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):
-        if scale != "linear":
-            # Powers are plain text: the house style does not parse mathematics.
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_formatter("")
+
     if panel.x_scale == "linear" and all(float(x).is_integer() for series in panel.series for x in series.x):
         axes.xaxis.get_major_locator().set_params(integer=True)  # layers, seeds and counts have no halves
     if len(places := {x for series in panel.series for x in series.x}) == 1 and panel.x_scale == "linear":
         axes.set_xticks(list(places))
     if panel.names:
         axes.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor")
+
+
+def _finish(axes: Any, panel: Panel) -> None:
+    """Add what depends on the range of the values."""
+    add_grid(axes)
+    if panel.level is not None:
+        name, height = panel.level
+        axes.axhline(height, color=COLOURS[-1], linewidth=1, linestyle=(0, (2, 2)))
+        axes.annotate(
+            name, (1, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
+            ha="right", fontsize=7.5,
+        )  # fmt: skip
+    if panel.y_limits is not None:
+        axes.set_ylim(*panel.y_limits)
+    for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):
+        if scale != "linear":
+            _label_powers(axis, scale)
+
+
+def _label_powers(axis: Any, scale: str) -> None:
+    """Write numbers at a logarithmic axis as plain text, between the powers of ten too where there are few of these."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    low, high = sorted(axis.get_view_interval())
+    if scale == "log" and high < 3 * low:
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_minor_locator(NullLocator())
+    elif scale == "log" and high < _FEW_POWERS * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter("")

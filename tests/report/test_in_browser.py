@@ -204,7 +204,7 @@ def test_a_toggle_hides_a_variant_in_all_charts(visited: Visited) -> None:
 def test_curves_say_their_values_to_keys_and_pointer(visited: Visited) -> None:
     for each in visited[0]:
         assert each["focused"]
-        assert each["tip"].startswith("step 100post_ln: ")
+        assert each["tip"].startswith("step: 100post_ln: ")
         assert " to " in each["tip"]
         assert each["gone"]
         assert each["pointed"] == each["tip"]

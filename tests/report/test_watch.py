@@ -56,23 +56,15 @@ def test_it_follows_a_run_and_ends_with_a_whole_page(make_run: Any, tmp_path: Pa
 
 def test_the_page_after_the_end_does_not_load_itself_again(make_run: Any, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    assert refreshes(Page(build_report([tmp_path], tmp_path / "page.html", refresh=2).read_text(encoding="utf-8")))
-    words = [
-        sys.executable,
-        "-m",
-        "wellposed",
-        "report",
-        str(tmp_path),
-        "--watch",
-        "--out",
-        str(tmp_path / "page.html"),
-    ]
+    out = tmp_path / "page.html"
+    assert refreshes(Page(build_report([tmp_path], out, refresh=2).read_text(encoding="utf-8")))
+    words = [sys.executable, "-m", "wellposed", "report", str(tmp_path), "--watch", "--out", str(out)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == f"report: {tmp_path / 'page.html'}\n"
+        assert process.stdout.readline() == f"report: {out}\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
-    assert not refreshes(Page((tmp_path / "page.html").read_text(encoding="utf-8")))
+    assert not refreshes(Page(out.read_text(encoding="utf-8")))
 
 
 def test_runs_that_go_on_are_shown_apart(compare: Any, make_run: Any, tmp_path: Path) -> None:

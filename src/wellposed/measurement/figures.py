@@ -231,16 +231,20 @@ def add_colour_bar(figure: Figure, mesh: Any, axes: Any, label: str) -> None:
     bar.set_label(label)
 
 
-def draw_spectra(axes: Axes, curves: Sequence[tuple[Sequence[float], float, bool]], title: str) -> None:
-    """Draw singular values, largest first, against their share of the width.
+class Spectrum(NamedTuple):
+    """Singular values of one weight, and where it lies: 0 for the first layer, 1 for the last."""
 
-    ``curves`` holds (singular values, depth in 0..1 for the colour, dashed).
-    """
+    values: Sequence[float]
+    depth: float
+
+
+def draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
+    """Draw singular values, largest first, against their share of the width; the colour tells the depth."""
     import matplotlib as mpl
     import numpy as np
 
     colours = mpl.colormaps[COLOUR_MAP]
-    for values, depth, dashed in curves:
+    for values, depth in curves:
         ordered = np.sort(np.asarray(values, dtype=float))[::-1]
         picks = np.unique(np.linspace(0, len(ordered) - 1, SPECTRUM_POINTS).round().astype(int))
         share = (picks + 0.5) / len(ordered)
@@ -248,9 +252,7 @@ def draw_spectra(axes: Axes, curves: Sequence[tuple[Sequence[float], float, bool
             share,
             ordered[picks],
             color=colours(0.28 + 0.57 * depth),
-            linewidth=1.0 if dashed else 1.5,
-            linestyle=(0, (2, 2)) if dashed else "-",
-            alpha=0.7 if dashed else 1.0,
+            linewidth=1.5,
         )
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
@@ -268,7 +270,8 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
         roles = spectra_by_role(measurement.rows)
         tall = 1.2 + 0.32 * max(len(heat.layers), 1)
         lines = math.ceil(len(roles) / 3)
-        figure = new_figure(9, tall + 2.3 * lines)
+        wide = max(9, 2.4 + 0.4 * len(heat.roles))
+        figure = new_figure(wide, tall + 2.3 * lines)
         parts = figure.subfigures(
             2 if roles else 1, 1, height_ratios=[tall, 2.3 * lines] if roles else [1], squeeze=False
         )
@@ -291,17 +294,17 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
 
 
 def spectra_by_role(
-    rows: Sequence[Mapping[str, Any]], *, dashed: bool = False
-) -> dict[str, list[tuple[Sequence[float], float, bool]]]:
-    """Return, per role, the curves `draw_spectra` takes; the colour runs from the first layer to the last."""
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, list[Spectrum]]:
+    """Return, per role, the spectra of its weights."""
     measured = [row for row in rows if row.get("singular_values")]
     layers = sorted({(str(row["stack"]), row["layer"]) for row in measured if row["layer"] is not None}, key=_layer_key)
     depth = {layer: index / max(len(layers) - 1, 1) for index, layer in enumerate(layers)}
-    curves: dict[str, list[tuple[Sequence[float], float, bool]]] = {}
+    curves: dict[str, list[Spectrum]] = {}
     for row in measured:
         shade = depth.get((str(row["stack"]), row["layer"]), 0.0)
         role = f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
-        curves.setdefault(role, []).append((row["singular_values"], shade, dashed))
+        curves.setdefault(role, []).append(Spectrum(row["singular_values"], shade))
     return dict(sorted(curves.items(), key=lambda item: _role_key(item[0])))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ class Artefact:
     """One reproduced table or figure, or one sweep."""
 
     title: str
-    facts: Sequence[tuple[str, str]]
+    facts: Mapping[str, str]
     remarks: Sequence[str]
     tables: Sequence[Table]
     drawings: Sequence[tuple[str, str]]
@@ -42,6 +42,16 @@ def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
             for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
                 folders.setdefault(folder.resolve(), folder)
     return [found for folder in folders.values() for found in _in_folder(folder)]
+
+
+def overview(artefacts: Sequence[Artefact]) -> Table | None:
+    """Return one row for each of several claims."""
+    claims = [artefact for artefact in artefacts if "verdict" in artefact.facts]
+    rows = [{"name": each.title, **each.facts} for each in claims]
+    shown = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
+    hidden = [Column(name, name, "hidden") for name in ("test", "uncertainty", "paper says", "we got", "command")]
+    columns = [Column("name", "table or figure", "text"), *shown, *hidden]
+    return Table("claims", "What the papers say and what we got", columns, rows) if len(claims) > 1 else None
 
 
 def _in_folder(folder: Path) -> Iterator[Artefact]:
@@ -71,13 +81,13 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
     facts = {
         "paper says": values["paper_says"], "we got": values["we_got"], "verdict": verdict,
         "test": test.get("test"), "seeds": test.get("seeds"), "uncertainty": test.get("uncertainty"),
-        "scale": values.get("scale"), "seconds": values.get("seconds"), "data": values.get("data"),
+        "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),
     }  # fmt: skip
     notes = values.get("notes")
     return Artefact(
         str(values["recipe"]),
-        [(name, str(value)) for name, value in facts.items() if value is not None],
+        {name: str(value) for name, value in facts.items() if value is not None},
         [str(note) for note in notes] if isinstance(notes, list) else [],
         [_table(path) for path in [file.with_suffix(".csv")] if path.is_file()],
         [_drawing(path, str(values["recipe"])) for path in [file.with_suffix(".svg")] if path.is_file()],
@@ -91,7 +101,7 @@ def _sweep(folder: Path) -> Artefact:
     prose = [line for line in lines if line and not line.startswith(("#", "|", "**", "- "))]
     return Artefact(
         title,
-        [("what ran", " ".join(prose))] if prose else [],
+        {"what ran": " ".join(prose)} if prose else {},
         [line.removeprefix("- ") for line in lines if line.startswith("- ")],
         [_table(file) for file in sorted(folder.glob("*.csv"))],
         [_drawing(file, f"{title}, {file.stem}") for file in sorted(folder.glob("*.svg"))],

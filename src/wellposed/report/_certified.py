@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from wellposed.report._aggregate import TaskComparison
 from wellposed.report._runs import Run
+from wellposed.report._words import SPLITS
 from wellposed.training.certified_file import CertifiedRun
 
 
@@ -51,12 +52,12 @@ def certified_caption(runs: Sequence[Sequence[Run]]) -> str:
     measured = [run for group in runs for run in _measured(group)]
     splits, norms, attacks = (
         ", ".join(dict.fromkeys(values))
-        for values in zip(*((run.split, run.norm, run.attack) for run in measured), strict=True)
+        for values in zip(*((SPLITS.get(run.split, run.split), run.norm, run.attack) for run in measured), strict=True)
     )
     low, high = min(run.examples for run in measured), max(run.examples for run in measured)
     examples = f"{low}" if low == high else f"{low} to {high}"
     return (
-        f"Accuracy on {examples} examples of {splits} when every embedded token moves by up to the radius (norm "
+        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the radius (norm "
         f"{norms}): what no perturbation can undo (solid) and what the attack left right (dashed; {attacks}). "
         "Mean over seeds."
     )

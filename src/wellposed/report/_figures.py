@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wellposed.charts import Panel, Series
-from wellposed.measurement.figures import SPECTRUM_POINTS, short_role, spectra_by_role
+from wellposed.measurement.figures import SPECTRUM_POINTS, Spectrum, short_role, spectra_by_role
 from wellposed.report._aggregate import TaskComparison
 from wellposed.report._certified import CertifiedCurve, certified_caption, certified_curves
 from wellposed.report._curves import Curve, task_curves
@@ -20,7 +20,6 @@ from wellposed.report._words import metric_words
 
 Numbers = Mapping[str, int]
 """Variant to its number on the page: its colour and its toggle."""
-Spectrum = tuple[Sequence[float], float, bool]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def certified_figure(name: str, task: TaskComparison, runs: Sequence[Sequence[Ru
         return None
     series = [line for curve in curves for line in _certified_lines(curve, numbers[curve.variant])]
     panel = Panel(
-        "accuracy: certified (solid), attacked (dashed)", "radius, in median token norms", "accuracy", series,
+        "accuracy: certified (solid), attacked (dashed)", "radius (median token norms)", "accuracy", series,
         x_scale="symlog", legend=False, y_limits=(0, 1.02),
     )  # fmt: skip
     rows = [row for curve in curves for row in curve.rows()]
@@ -111,7 +110,7 @@ def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
     places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
     lines = [
         np.interp(places, (np.arange(len(values)) + 0.5) / len(values), np.sort(np.asarray(values, float))[::-1])
-        for values, _, _ in spectra
+        for values, _ in spectra
     ]
     return Series(
         label,

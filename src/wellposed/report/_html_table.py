@@ -30,7 +30,7 @@ class Column:
 
     name: str
     heading: str
-    kind: Literal["text", "number", "count", "hidden"] = "number"
+    kind: Literal["text", "wrap", "number", "count", "hidden"] = "number"
     digits: int = 4
 
 
@@ -103,7 +103,7 @@ def slug(name: str) -> str:
 def _shown(value: Any, column: Column) -> ShownCell:
     cell = value if isinstance(value, Cell) else Cell(value, _text(value, column))
     number = isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool)
-    style = " ".join(filter(None, ("text" if column.kind == "text" else "", cell.style)))
+    style = " ".join(filter(None, ({"text": "text", "wrap": "text wrap"}.get(column.kind, ""), cell.style)))
     return ShownCell(cell.text, style, repr(cell.value) if number else "")
 
 

@@ -13,7 +13,7 @@ from wellposed.errors import missing_extra
 from wellposed.measurement.figures import COLOURS
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, compare_runs
-from wellposed.report._artefacts import find_artefacts
+from wellposed.report._artefacts import find_artefacts, overview
 from wellposed.report._html_table import Cell, Column, Table, csv_link
 from wellposed.report._running import running_section
 from wellposed.report._runs import Run, find_runs, load_details
@@ -69,6 +69,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
             for number, task in enumerate(comparison.tasks, start=1)
         ],
         artefacts=artefacts,
+        claims=overview(artefacts),
         running=running_section(unfinished, numbers),
         numbers=numbers,
         colours=len(COLOURS),
@@ -120,13 +121,12 @@ def _excluded(comparison: Comparison) -> Table | None:
     rows = [
         {
             "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
-            "status": Cell(run.status, run.status, "bad"), "why": Cell(run.reason, run.reason, "wrap"),
+            "status": Cell(run.status, run.status, "bad"), "why": run.reason,
         }
         for run in comparison.excluded
     ]  # fmt: skip
-    return (
-        Table("not-counted", "Runs that are not counted", [Column(n, n, "text") for n in names], rows) if rows else None
-    )
+    columns = [Column(name, name, "wrap" if name == "why" else "text") for name in names]
+    return Table("not-counted", "Runs that are not counted", columns, rows) if rows else None
 
 
 def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -46,7 +46,7 @@ def _hover(panel: Panel, axes: Any) -> dict[str, Any]:
     return {
         "series": [[series.colour or 0, series.label] for series in panel.series],
         "points": [
-            [round(float(pixel), 1), f"{panel.x_label} {x:.4g}", [each.get(x, "") for each in said]]
+            [round(float(pixel), 1), f"{panel.x_label}: {x:.4g}", [each.get(x, "") for each in said]]
             for x, pixel in zip(places, pixels, strict=True)
         ],
     }

@@ -129,7 +129,7 @@ def _results(name: str, task: TaskComparison) -> Table:
             Column("p", "p", digits=3),
             Column("p_holm", "p (Holm)", digits=3),
             Column("learned", "learned", "text"),
-            Column("verdict", f"against {first}", "text"),
+            Column("verdict", f"against {first}", "wrap"),
         ],
         [_result_row(task, result) for result in task.variants],
     )
@@ -152,7 +152,7 @@ def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
         "p": test.p_value if test else None,
         "p_holm": test.p_holm if test else None,
         "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[result.learned],
-        "verdict": Cell(test.verdict, test.verdict, "wrap") if test else "first variant",
+        "verdict": test.verdict if test else "first variant",
     }
 
 

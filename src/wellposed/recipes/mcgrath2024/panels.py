@@ -29,7 +29,7 @@ def figure_1(cells: Sequence[CellResult]) -> list[Panel]:
         if base is not None and strengths:
             level = [base.mean(column)[0]] * 2
             series.append(Series(BASELINE, [min(strengths), max(strengths)], level, "dashed", colour=_GREY))
-        panels.append(Panel(HEADINGS[column], "strength", "score", series, "log", legend=column == COLUMNS[0]))
+        panels.append(Panel(HEADINGS[column], "strength", HEADINGS[column], series, "log", legend=column == COLUMNS[0]))
     return panels
 
 
@@ -61,7 +61,9 @@ def table_1(cells: Sequence[CellResult]) -> list[Panel]:
             Series("paper says", range(len(paper)), paper, "dots"),
             _with_errors("we got", list(best), ours, dots=True),
         ]
-        panels.append(Panel(HEADINGS[column], "penalty", "score", series, legend=column == COLUMNS[0], names=names))
+        panels.append(
+            Panel(HEADINGS[column], "penalty", HEADINGS[column], series, legend=column == COLUMNS[0], names=names)
+        )
     return panels
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from wellposed.charts import Panel, Series, lines, where
+from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import ConfigError
 from wellposed.measurement import correlate
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
@@ -64,8 +64,8 @@ def figure_3a(request: Request) -> Reproduction:
             Panel(
                 study.name,
                 "layer",
-                f"median {quantity}",
-                lines(where(mine, quantity=quantity), "layer", "median", by="model"),
+                quantity,
+                [_boxes(model, where(mine, quantity=quantity, model=model)) for model in found],
             )
             for quantity in ("activation factor, euclidean", "activation factor, cosine", "entropy")
         ]
@@ -151,9 +151,21 @@ def _layer_rows(study: Study, model: str, seeds: Sequence[Layers]) -> list[dict[
                     "lower_quartile": quantile(values, 0.25),
                     "median": quantile(values, 0.5),
                     "upper_quartile": quantile(values, 0.75),
+                    "least": min(values),
+                    "greatest": max(values),
                 }
             )
     return rows
+
+
+def _boxes(label: str, rows: Sequence[Row]) -> Series:
+    """Return a box a layer: median, quartiles and extremes; layers where any of these is infinite have none."""
+    names = ("median", "lower_quartile", "upper_quartile", "least", "greatest")
+    drawn = [row for row in rows if all(math.isfinite(row[name]) for name in names)]
+    median, lower, upper, least, greatest = ([row[name] for row in drawn] for name in names)
+    return Series(
+        label, [row["layer"] for row in drawn], median, "boxes", band=(lower, upper), whiskers=(least, greatest)
+    )
 
 
 def _correlations(points: Sequence[tuple[float, float, float]]) -> str:
@@ -182,11 +194,8 @@ def figure_3b(request: Request) -> Reproduction:
             common = {"model": LABELS[run.variant], "seed": run.seed, "layer": layer}
             rows += [{**common, "part": f"{kind} {part}", "entropy": v} for part, v in enumerate(values, start=1)]
         means.setdefault(run.variant, []).append(fmean(itertools.chain(*layers)))
-    drawn = where(rows, seed=0)
-    panels = [
-        Panel(model, "layer", "entropy (nats)", lines(where(drawn, model=model), "layer", "entropy", by="part"))
-        for model in dict.fromkeys(row["model"] for row in drawn)
-    ]
+    drawn = [_part_boxes(model, where(rows, model=model)) for model in dict.fromkeys(row["model"] for row in rows)]
+    panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
     experts, heads = (means[variant] for variant in ("transject", "post_ln"))
     return Reproduction(
         rows,
@@ -197,9 +206,19 @@ def figure_3b(request: Request) -> Reproduction:
         criterion=Criterion("the mean entropy of experts is below that of heads", len(experts), UNCERTAINTY),
         notes=(
             _NEIGHBOURS_NOTE,
-            "heads are narrower than experts, so their entropy rests on fewer values; drawn: seed 0",
+            "heads are narrower than experts, so their entropy rests on fewer values; drawn: parts of all seeds",
         ),
     )
+
+
+def _part_boxes(label: str, rows: Sequence[Row]) -> Series:
+    """Return a box a layer over the entropies of its heads or experts."""
+    layers: dict[int, list[float]] = {}
+    for row in rows:
+        layers.setdefault(row["layer"], []).append(row["entropy"])
+    shares = (("least", 0.0), ("lower_quartile", 0.25), ("median", 0.5), ("upper_quartile", 0.75), ("greatest", 1.0))
+    boxes = [{"layer": k, **{name: quantile(v, share) for name, share in shares}} for k, v in layers.items()]
+    return _boxes(label, boxes)
 
 
 def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:
@@ -366,7 +385,9 @@ def figure_7(request: Request) -> Reproduction:
                     }
                     for expert, of_expert in enumerate(zip(*weights, strict=True), start=1)
                 ]
-        series = [_histogram(f"layer {layer}", values) for layer, values in pooled.items()]
+        everything = list(itertools.chain(*pooled.values()))
+        reach = min(everything), max(everything)
+        series = [_histogram(f"layer {layer}", values, reach) for layer, values in pooled.items()]
         panels.append(Panel(study.name, "expert weight", "share of weights", series))
     means = [row["mean_weight"] for row in rows]
     return Reproduction(
@@ -387,7 +408,7 @@ def judge_figure_7(means: Sequence[float], even: float) -> bool:
     return max(means) < 2 * even and min(means) > even / 2
 
 
-def _histogram(label: str, values: Sequence[float], bins: int = 20) -> Series:
-    """Return the share of values in each part of [0, 1]."""
-    counts, edges = np.histogram(values, bins, range=(0, 1))
+def _histogram(label: str, values: Sequence[float], reach: tuple[float, float], bins: int = 20) -> Series:
+    """Return the share of values in each part of ``reach``."""
+    counts, edges = np.histogram(values, bins, range=reach)
     return Series(label, ((edges[:-1] + edges[1:]) / 2).tolist(), (counts / len(values)).tolist(), "bars")
