@@ -97,6 +97,7 @@ def start_model(
         for name in ("vocab_size", *TOKENS, *LABELS):
             if wanted.get(name) is not None:
                 setattr(config, name, wanted[name])
+        config.architectures = config.architectures or []  # where a family has two classes, None is gone through
         model = auto.from_config(config)
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
     _check_vocabulary(source, config, wanted.get("vocab_size"))
