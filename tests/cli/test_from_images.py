@@ -123,6 +123,12 @@ def test_variants_of_a_model_of_images_are_compared(family: str, variants: str, 
     assert note["attention"] == f"wellposed_{names[-1]}"
 
 
+def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
+    (tmp_path / "config.json").write_text(page.split("```json\n")[1].split("```")[0])
+    assert train(tmp_path / "config.json", tmp_path / "run", *FAST) == 0
+
+
 def test_measure_and_certify_read_such_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", str(run)]) == 0
     assert "encoder.0.query" in capsys.readouterr().out
