@@ -319,6 +319,12 @@ def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> 
         assert model.config._attn_implementation == implementation
 
 
+def test_a_model_without_attention_is_refused() -> None:
+    model = hf.ResNetModel(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
+    with pytest.raises(ConfigError, match="ResNetModel asks transformers for no attention"):
+        wp.integrations.set_attention_(model, "wellposed_l2")
+
+
 def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="Linear is no model of transformers"):
         wp.integrations.set_attention_(nn.Linear(2, 2), "wellposed_l2")

@@ -116,6 +116,7 @@ def start_model(
         for name in ("vocab_size", *TOKENS, *LABELS):
             if wanted.get(name) is not None:
                 setattr(config, name, wanted[name])
+        config.architectures = config.architectures or []  # where a family has two classes, None is gone through
         model = auto.from_config(config)
         _check_direction(source, kind, model)
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())

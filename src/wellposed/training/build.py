@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
-from wellposed.training.batches import forward
+from wellposed.training.batches import forward, model_inputs
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, StartOptions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
     from wellposed.constrain import Constraint
     from wellposed.models import Start
     from wellposed.tasks import Task
 
+MEASURED_IMAGES = 32
+"""Train images that the norm of embedded patches is measured on."""
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
 
@@ -58,14 +61,34 @@ def build_start(config: RunConfig, task: Task) -> Start:
     if task.kind == "image_classification":
         _try_image(start.model, task, options.model)
     if options.init == "t_fixup":
-        from wellposed.initialize import t_fixup_
-
-        t_fixup_(start.model)
+        _draw_t_fixup(start.model, task)
     if options.attention != "own":
         from wellposed.integrations import set_attention_
 
         set_attention_(start.model, f"wellposed_{options.attention}")
     return start
+
+
+def _draw_t_fixup(model: PreTrainedModel, task: Task) -> None:
+    """Give ``model`` T-Fixup's weights; of images, patches stay embedded as drawn and the rule reads their norm."""
+    from wellposed.initialize import t_fixup_
+
+    if task.kind != "image_classification":
+        t_fixup_(model)
+        return
+    try:
+        patches = model.get_input_embeddings()
+    except NotImplementedError:
+        raise ConfigError(
+            f"{type(model).__name__}: does not say what embeds its patches, which T-Fixup has to leave as they are; "
+            "train it with its norms, as another variant"
+        ) from None
+    path = next(path for path, module in model.named_modules() if module is patches)
+    leave = f"{path.rpartition('.')[0]}.*"
+    dataset = task.dataset("train")
+    batch = model_inputs(model, task.collate([dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))]))
+    entering = t_fixup_(model, leave=leave, batch=batch, dry_run=True).entering
+    t_fixup_(model, leave=leave, input_scale=max(entering.values()))
 
 
 def _try_image(model: nn.Module, task: Task, source: str) -> None:

@@ -122,7 +122,8 @@ def _read_class_folders(
     """Read ``root/<split>/<class>/``, or ``root/<class>/`` where no folder is named as a split."""
     folders = find_split_folders(root)
     if folders and "train" not in folders:
-        raise DataError(f"{root}: has a folder {' and '.join(folders)} and no folder train; add it")
+        others = " and ".join(folder.name for folder in folders.values())
+        raise DataError(f"{root}: has a folder {others} and no folder train; add it")
     images: dict[Split, Folder] = {}
     files: dict[str, Any] = {}
     names: list[str] = []

@@ -103,8 +103,8 @@ def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
         size = (size, size)
     if not isinstance(size, list | tuple) or len(size) != 2:
         raise ConfigError(
-            f"{source}: a {config.model_type} configuration has no image_size; expected a model of images, or "
-            "--processor hf:FOLDER with the preprocessor_config.json of one"
+            f"{source}: a {config.model_type} configuration has no image_size; expected a model of images; for one "
+            "that reads any size give --processor data, or hf:FOLDER with a preprocessor_config.json"
         )
     return (int(size[0]), int(size[1])), int(getattr(config, "num_channels", 3))
 

@@ -1,0 +1,198 @@
+"""`image_classification`: pixel values against a plain computation, folders as ImageFolder reads them, bad images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tests.support.images import class_folders, image_config
+
+from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.tasks import SPLITS, ImageClassificationTask, build_task
+from wellposed.tasks.data.images import read_image_file
+from wellposed.tasks.kinds import images as kind
+
+X = np.random.default_rng(0).integers(0, 256, (30, 6, 4, 3), dtype=np.uint8)
+Y = np.arange(30) % 3
+
+
+def build(data: Path | str = "builtin", **options: Any) -> ImageClassificationTask:
+    task = build_task("image_classification", {"data": str(data), **options})
+    assert isinstance(task, ImageClassificationTask)
+    return task
+
+
+def pixels(task: ImageClassificationTask, split: Any = "train") -> torch.Tensor:
+    return task.collate(list(task.dataset(split)))["pixel_values"]
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    for split in SPLITS:
+        np.savez(tmp_path / f"{split}.npz", x=X, y=Y)
+    return tmp_path
+
+
+def test_pixels_have_mean_zero_and_deviation_one_over_train(npz: Path) -> None:
+    task = build(npz)
+    scaled = X.astype(np.float64) / 255
+    expected = (scaled - scaled.mean((0, 1, 2))) / scaled.std((0, 1, 2))
+    found = pixels(task).double().numpy()
+    assert np.abs(found - expected.transpose(0, 3, 1, 2)).max() < 1e-5  # float32 of numbers below 2
+    assert task.collate([task.dataset("test")[4]])["labels"].tolist() == [1]
+    assert task.processor.size == {"height": 6, "width": 4}
+    assert task.model_kwargs() == {
+        "num_labels": 3, "id2label": {0: "0", 1: "1", 2: "2"}, "label2id": {"0": 0, "1": 1, "2": 2},
+    }  # fmt: skip
+
+
+def test_images_become_the_size_and_the_channels_of_the_model(npz: Path, tmp_path: Path) -> None:
+    rgb, gray = (image_config(tmp_path / f"vit{count}", num_channels=count) for count in (3, 1))
+    assert pixels(build(npz, processor=f"config:{rgb}")).shape == (30, 3, 16, 16)
+    found = pixels(build(npz, processor=f"config:{gray}")).double()
+    assert found.shape == (30, 1, 16, 16)
+    assert abs(float(found.mean())) < 1e-5
+    assert float(found.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    # Gray images are repeated for a model of colours.
+    shapes = pixels(build(limit_train=8))
+    assert torch.allclose(shapes[:, 0], shapes[:, 1], atol=1e-6)
+
+
+def test_a_saved_processor_is_used_as_it_is(npz: Path, tmp_path: Path) -> None:
+    saved = transformers.BeitImageProcessor(size={"height": 20, "width": 20}, crop_size={"height": 12, "width": 12})
+    saved.save_pretrained(tmp_path / "beit")
+    found = pixels(build(npz, processor=f"hf:{tmp_path / 'beit'}"))
+    expected = saved(list(X), return_tensors="pt")["pixel_values"]
+    assert torch.equal(found, expected)
+
+
+def test_what_is_not_kept_is_made_again(npz: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = build(npz)
+    first = pixels(kept)
+    assert torch.equal(first, pixels(kept))
+    monkeypatch.setattr(kind, "KEPT_BYTES", 2 * first[0].numel() * 4)
+    few = build(npz)
+    assert torch.equal(first, pixels(few))
+    assert torch.equal(first, pixels(few))
+    assert len(few._kept) == 2
+
+
+def test_flip_turns_about_half_of_train_differently_in_every_epoch(npz: Path) -> None:
+    plain, task = build(npz), build(npz, flip=True)
+    for split in ("valid", "test"):
+        assert task.batches(split, 4, seed=0, epoch=0) == plain.batches(split, 4, seed=0, epoch=0)
+    turned = []
+    for epoch in range(20):
+        members = [member for batch in task.batches("train", 4, seed=0, epoch=epoch) for member in batch]
+        assert sorted(member % 30 for member in members) == list(range(30))
+        turned.append({member % 30 for member in members if member >= 30})
+    assert len(set(map(frozenset, turned))) == 20
+    assert 0.4 < sum(map(len, turned)) / 600 < 0.6  # five standard deviations
+    rows = task.dataset("train")
+    both = task.collate([rows[3], rows[33]])
+    assert torch.equal(both["pixel_values"][1], both["pixel_values"][0].flip(-1))
+    assert both["labels"].tolist() == [0, 0]
+
+
+def test_folders_are_read_as_imagefolder_reads_them(tmp_path: Path) -> None:
+    root = class_folders(tmp_path / "pets")
+    (root / "cat" / "notes.txt").write_text("no image")
+    config = image_config(tmp_path / "vit")
+    task = build(root, processor=f"config:{config}")
+    assert task.labels == ("cat", "dog")
+    assert [len(task.dataset(split)) for split in SPLITS] == [44, 2, 2]
+    for split in SPLITS:
+        batch = task.collate(list(task.dataset(split)))
+        redder = batch["pixel_values"][:, 0].mean((1, 2)) > batch["pixel_values"][:, 1].mean((1, 2))
+        assert torch.equal(batch["labels"] == 0, redder)
+    described = task.description()
+    assert described["files"]["train"]["other_files_not_read"] == 1
+    assert described["processor"]["image_mean"] == task.processor.image_mean
+    again = class_folders(tmp_path / "split" / "train")
+    with pytest.raises(DataError, match=r"dev and no folder train; add it"):
+        build(class_folders(tmp_path / "no_train" / "dev").parent)
+    class_folders(again.parent / "test", count=2)
+    assert len(build(again.parent, processor=f"config:{config}").dataset("test")) == 4
+
+
+def test_images_of_many_kinds_are_converted(tmp_path: Path) -> None:
+    red = np.zeros((4, 5, 3), np.uint8)
+    red[..., 0] = 200
+    colour = Image.fromarray(red)
+    gray = np.full((4, 5), 51, np.uint8)
+    palette = colour.quantize(4)
+    palette.info["transparency"] = bytes([0, 255, 255, 255])
+    written = {
+        "alpha.png": (colour.convert("RGBA"), red),
+        "palette.png": (palette, red),
+        "gray.png": (Image.fromarray(gray), gray),
+        "gray_alpha.png": (Image.fromarray(gray).convert("LA"), gray),
+        "deep.png": (Image.fromarray(gray.astype(np.uint16) * 257), gray),
+        "bits.png": (Image.fromarray(gray > 0), np.full((4, 5), 255, np.uint8)),
+    }
+    for name, (image, expected) in written.items():
+        image.save(tmp_path / name)
+        assert np.array_equal(read_image_file(tmp_path / name), expected), name
+
+
+def test_images_that_cannot_be_used_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = class_folders(tmp_path / "pets", count=12)
+    whole = (root / "cat" / "01.jpg").read_bytes()
+    (root / "cat" / "01.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "cat" / "02.png").write_bytes(b"")
+    (root / "dog" / "02.png").write_bytes(b"<html>not found</html>")
+    Image.fromarray(np.ones((3, 3), np.float32)).save(root / "dog" / "real.tif")
+    with pytest.raises(DataError) as caught:
+        build(root)
+    said = str(caught.value)
+    assert said.startswith("4 images that cannot be used; correct or remove them:")
+    for name in ("cat/01.jpg", "cat/02.png", "dog/02.png", "dog/real.tif: cannot be decoded: its pixels are F"):
+        assert name in said
+    for limit in (143, 71):  # an image between once and twice the limit is a mere warning of Pillow
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(DataError, match=rf"00.png: has more than {limit} pixels; shrink it first"):
+            read_image_file(root / "cat" / "deeper" / "00.png")
+
+
+def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> None:
+    pets = class_folders(tmp_path / "pets", count=10)
+    with pytest.raises(DataError, match=r"images of \d+ sizes .*give --processor config:FOLDER"):
+        build(pets)
+    with pytest.raises(ConfigError, match=r"processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"):
+        build(npz, processor="vit")
+    with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, which says how images become numbers"):
+        build(npz, processor=f"hf:{tmp_path}")
+    transformers.BertConfig().save_pretrained(tmp_path / "bert")
+    with pytest.raises(ConfigError, match="a bert configuration has no image_size"):
+        build(npz, processor=f"config:{tmp_path / 'bert'}")
+    five = image_config(tmp_path / "five", num_channels=5)
+    with pytest.raises(ConfigError, match="the model reads images of 5 channels, expected 1 or 3"):
+        build(npz, processor=f"config:{five}")
+    transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(tmp_path / "ragged")
+    ragged = build(pets, processor=f"hf:{tmp_path / 'ragged'}")
+    with pytest.raises(DataError, match="the processor gives images of different shapes"):
+        pixels(ragged)
+    np.savez(tmp_path / "train.npz", x=np.zeros_like(X), y=Y)
+    with pytest.raises(DataError, match="every train image has the same pixels"):
+        build(tmp_path)
+    with pytest.raises(ConfigError, match="has no tokenizer: its model reads images"):
+        _ = build().tokenizer
+
+
+@pytest.mark.data
+def test_the_subset_of_cifar_has_its_own_pixels(shared_data: Path) -> None:
+    task = build(shared_data / "cifar10_subset", limit_train=200)
+    with np.load(shared_data / "cifar10_subset" / "test_rgb.npz") as arrays:
+        images, labels = arrays["x"][:100] / 255, arrays["y"][:100]
+    expected = (images - task.processor.image_mean) / task.processor.image_std
+    batch = task.collate(task.dataset("test")[:100])
+    assert np.abs(batch["pixel_values"].numpy() - expected.transpose(0, 3, 1, 2)).max() < 1e-5
+    assert batch["labels"].tolist() == labels.tolist()
+    train = pixels(task).double()
+    assert train.mean((0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-5)
+    assert train.std((0, 2, 3), correction=0).tolist() == pytest.approx([1, 1, 1], abs=1e-5)
