@@ -65,8 +65,8 @@ MODELS: Mapping[str, Model] = {
 ACCURACY = "accuracy,test"
 PLAIN = ("post_ln", "rezero")
 DRAWN = tuple(label for label, model in MODELS.items() if not model.rate_of)
-JUDGED = "lipschitz, T = 10"
-"""What the claim is about: the variant as it comes."""
+JUDGED, CONTROL = "lipschitz, T = 10", "no blocks, T = 10"
+"""What the claim is about, the variant as it comes, and the same without its blocks."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def accuracy(request: Request) -> Reproduction:
         evidence = study.evidence(models)
         found.append(evidence)
         rows += [row for measured in models.values() for row in _rows(corpus, measured)] + [_evidence_row(evidence)]
-        said += [*(_said(corpus, measured) for measured in models.values()), _said_of_evidence(evidence)]
+        said += [*(_said(corpus, models[label]) for label in (JUDGED, CONTROL, *PLAIN)), _said_of_evidence(evidence)]
     curves = [row for row in rows if "radius" in row]
     missing = [name for name in CORPORA if name not in texts]
     return Reproduction(
