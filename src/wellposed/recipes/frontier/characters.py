@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
@@ -12,7 +13,7 @@ from wellposed.errors import ConfigError
 from wellposed.recipes.frontier.characters_bounds import NextCharacters, next_characters
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, PlannedRun, plus_minus
+from wellposed.recipes.runs import FinishedRun, PlannedRun, plus_minus, train_grid
 from wellposed.recipes.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.recipes.verdicts import UNCERTAINTY, every, within
 from wellposed.statistics import mean_and_standard_error
@@ -189,7 +190,7 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
             return PlannedRun(folder, f"{label}, rate {rate:g}, seed {seed}", model(_base(options, sizes, rate, seed)))
 
         rates = rates_about(1e-2, sizes.factors)
-        tuned = tune(request, plan, rates, sizes.seeds, task, score=_score)
+        tuned = tune(partial(train_grid, request, task=task), plan, rates, sizes.seeds, score=_score)
         request.announce(f"bounds of {label}")
         found = [
             None
@@ -270,8 +271,9 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
         ended = model.ended
         accuracies = [found.accuracy for found in ended]
         bounds.append(Series(model.label, [found.sound for found in ended], accuracies, "dots", colour))
-        if printed := [(found.printed, found.accuracy) for found in ended if found.printed is not None]:
-            bounds.append(Series(f"{model.label}, printed", *map(list, zip(*printed, strict=True)), "dots"))
+        printed = [found.printed for found in ended if found.printed is not None]
+        if printed:
+            bounds.append(Series(f"{model.label}, printed", printed, accuracies, "dots", len(measured) + colour))
         means = [fmean(found.certified[place] for found in ended) if ended else 0.0 for place in range(len(SHARES))]
         curves.append(Series(model.label, SHARES, means, "solid", colour))
     return [

@@ -1,4 +1,4 @@
-"""A model at its best learning rate: as many rates for every model, the best on *valid*, then every seed at it."""
+"""A model at its best learning rate: as many tried for every model, the best on *valid* kept; free of torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wellposed.recipes.recipe import Request
-from wellposed.recipes.runs import FinishedRun, PlannedRun, train_grid
+from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.verdicts import levelled_off
-from wellposed.tasks import Task
 
 CHOSEN_BY = "accuracy,valid"
 FACTORS = (1 / 3, 1.0, 3.0)
@@ -54,22 +52,24 @@ def best_rate(scores: Sequence[tuple[float, float]]) -> float:
     return max(sorted(scores), key=lambda pair: pair[1] if math.isfinite(pair[1]) else -math.inf)[0]
 
 
+Train = Callable[[list[PlannedRun]], list[FinishedRun]]
+
+
 def by_accuracy(run: FinishedRun) -> float:
     """Return the score of a run that classifies."""
     return run.metric(CHOSEN_BY)
 
 
 def tune(
-    request: Request,
+    train: Train,
     plan: Callable[[float, int], PlannedRun],
     rates: Sequence[float],
     seeds: int,
-    task: Task,
     *,
     score: Callable[[FinishedRun], float] = by_accuracy,
 ) -> Tuned:
-    """Train the first seed of a model at every rate, and the other seeds at the best; what is finished is read back."""
-    trials = train_grid(request, [plan(rate, 0) for rate in rates], task=task)
+    """Train the first seed of a model at every rate, and the other seeds at the best."""
+    trials = train([plan(rate, 0) for rate in rates])
     rate = best_rate([(used, score(run)) for used, run in zip(rates, trials, strict=True)])
-    others = train_grid(request, [plan(rate, seed) for seed in range(1, seeds)], task=task)
+    others = train([plan(rate, seed) for seed in range(1, seeds)])
     return Tuned(trials, [trials[list(rates).index(rate)], *others])
