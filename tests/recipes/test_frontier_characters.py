@@ -11,7 +11,7 @@ import torch
 
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
-from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed.models import WellposedConfig, WellposedForCausalLM, embedding_radius
 from wellposed.nn import InverseDAttention
 from wellposed.recipes.frontier.characters import SHARES, Measured, Rivalry, judge, rivalry
 from wellposed.recipes.frontier.characters_bounds import (
@@ -104,7 +104,7 @@ def test_the_printed_bound_is_the_formula_term_by_term() -> None:
     model = newhouse_model(2)
     weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 2}
     sizes = {name: float(torch.linalg.eigvalsh(weight.T @ weight)[-1].sqrt()) for name, weight in weights.items()}
-    largest = bound = float(model.model.embeddings.token.weight.detach().norm(dim=-1).max())
+    largest = bound = embedding_radius(model)
     for layer in ("model.layers.0", "model.layers.1"):
         q, k, v, o = (sizes[f"{layer}.attention.{part}_proj.weight"] for part in "qkvo")
         mlp = sizes[f"{layer}.feedforward.up_proj.weight"] * sizes[f"{layer}.feedforward.down_proj.weight"] / 1.1289
@@ -119,7 +119,7 @@ def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3.0)
-    radius = float(model.model.embeddings.token.weight.detach().norm(dim=-1).max())
+    radius = embedding_radius(model)
     attacked = lipschitz_lower_bound(model.model, (6, 8), restarts=3, steps=40, radius=radius, seed=0).value
     assert 0 < attacked * radius / model.model.embeddings.scale <= sound_bound(model, 6)
 

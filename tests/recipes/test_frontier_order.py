@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wellposed.recipes.frontier.order import SHARES, Curves, gains_over_control, judge
+from wellposed.recipes.frontier.order import SHARES, TASKS, Curves, gains_over_control, judge
 from wellposed.recipes.frontier.tuning import Tuned
 from wellposed.recipes.reproduce import reproduce
 from wellposed.training.certified_file import CertifiedRun
@@ -56,7 +56,7 @@ def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     assert done.result.holds is None
     assert done.result.criterion is not None
     rows = list(csv.DictReader((tmp_path / "frontier-order.csv").read_text().splitlines()))
-    assert {row["task"] for row in rows} == {"order", "recall", "listops"}
+    assert {row["task"] for row in rows} == set(TASKS)
     assert {row["model"] for row in rows} == {"pre_ln", "lipschitz, T = 30", "no blocks, T = 30"}
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
     assert (tmp_path / "frontier-order.svg").is_file()

@@ -37,6 +37,12 @@ def test_every_row_has_the_label_that_a_reader_finds(question: str) -> None:
             assert words[0] == label
 
 
+def test_without_repeats_every_slot_is_as_good_a_guess() -> None:
+    drawn = draw_distinct(MarkedRules("recall", 4, 6, repeats=False), 50, seed=0)
+    assert all(len(set(row.tokens)) == 5 for row in drawn)
+    assert bag_accuracy(drawn) == 0.25
+
+
 def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
     digests = [build_task("marked", {**SMALL, "data_seed": seed}).description()["sha256"] for seed in (0, 0, 1)]
     assert digests[0] == digests[1] != digests[2]
@@ -63,7 +69,13 @@ def test_no_bag_tells_which_of_two_words_is_first() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"slots": 1}, "slots = 1, expected at least 2"), ({"words": 1}, "words = 1"), ({"num_test": 0}, "num_test = 0")],
+    [
+        ({"question": "recall", "slots": 5, "words": 4, "repeats": False}, "words = 4, expected at least slots = 5"),
+        ({"repeats": False}, "repeats = False belongs to question recall"),
+        ({"slots": 1}, "slots = 1, expected at least 2"),
+        ({"words": 1}, "words = 1"),
+        ({"num_test": 0}, "num_test = 0"),
+    ],
 )
 def test_impossible_sizes_are_refused(options: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -23,6 +23,8 @@ class MarkedOptions:
     """Words of a row, behind the question."""
     words: int = 8
     """Different words that can be the answer."""
+    repeats: bool = True
+    """Whether a word may stand in several slots of recall; where none does, a bag of words gives no hint at all."""
     num_train: int = 20000
     """Generated train rows."""
     num_valid: int = 1000
@@ -60,7 +62,7 @@ class MarkedTask(ClassificationTask):
 
         require_positive("marked", options, "num_train", "num_valid", "num_test")
         self.options = options
-        rules = MarkedRules(options.question, options.slots, options.words)
+        rules = MarkedRules(options.question, options.slots, options.words, options.repeats)
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}
         rows = draw_distinct(rules, sum(sizes.values()), options.data_seed)
         encoder = WordEncoder(rules.vocabulary)

@@ -271,9 +271,9 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
         ended = model.ended
         accuracies = [found.accuracy for found in ended]
         bounds.append(Series(model.label, [found.sound for found in ended], accuracies, "dots", colour))
-        if printed := [(found.printed, found.accuracy) for found in ended if found.printed is not None]:
-            claimed, reached = [bound for bound, _ in printed], [accuracy for _, accuracy in printed]
-            bounds.append(Series(f"{model.label}, printed", claimed, reached, "dots"))
+        printed = [found.printed for found in ended if found.printed is not None]
+        if printed:
+            bounds.append(Series(f"{model.label}, printed", printed, accuracies, "dots", len(measured) + colour))
         means = [fmean(found.certified[place] for found in ended) if ended else 0.0 for place in range(len(SHARES))]
         curves.append(Series(model.label, SHARES, means, "solid", colour))
     return [

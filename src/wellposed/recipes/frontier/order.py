@@ -8,8 +8,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
-from wellposed.charts import Panel, Row, Series
+from wellposed.charts import Row
 from wellposed.recipes.frontier.accuracy import Model
+from wellposed.recipes.frontier.curves import curves_panel
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import PlannedRun, plus_minus, train_grid
@@ -21,9 +22,11 @@ from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "order": ("marked", {"question": "order"}),
     "recall": ("marked", {"question": "recall"}),
+    "recall, distinct": ("marked", {"question": "recall", "slots": 6, "words": 24, "repeats": False}),
     "listops": ("listops", {"max_depth": 2, "min_length": 3, "max_length": 9, "num_train": 5000}),
 }
-"""The first of two words among fillers; the word that a pointer names; one operator on 2 to 5 digits."""
+"""The first of two words among fillers; the word that a pointer names, of words that may repeat, so that the most
+frequent one is a fair guess, and of words that differ; one operator on 2 to 5 digits."""
 MODELS: Mapping[str, Model] = {
     "pre_ln": Model("pre_ln"),
     "rezero": Model("rezero"),
@@ -93,7 +96,10 @@ def order(request: Request) -> Reproduction:
     rows = [row for curves in found for row in _rows(curves)]
     return Reproduction(
         rows,
-        [_panel(name, [curves for curves in found if curves.task == name]) for name in TASKS],
+        [
+            curves_panel(name, [row for row in rows if row["task"] == name and "radius" in row], sizes.models)
+            for name in TASKS
+        ],
         got="; ".join(_said(name, found, gains[name]) for name in TASKS)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block",
         holds=judge([list(lines.values()) for lines in gains.values()]),
@@ -150,7 +156,7 @@ def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
     for label in sizes.models:
 
         def plan(rate: float, seed: int, label: str = label) -> PlannedRun:
-            folder = request.runs("frontier-order") / name / f"{_folder(label)}-rate{rate:g}-seed{seed}"
+            folder = request.runs("frontier-order") / _folder(name) / f"{_folder(label)}-rate{rate:g}-seed{seed}"
             base = _base(kind, options, sizes, rate, seed, pooled="first" if MODELS[label].blocks else "mean")
             return PlannedRun(folder, f"{name}, {label}, rate {rate:g}, seed {seed}", MODELS[label].config(base))
 
@@ -215,18 +221,6 @@ def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[floa
     ]
     clean = ", ".join(f"{label} {plus_minus(mean_and_standard_error(found.at(0.0)))}" for label, found in mine.items())
     return f"{name}: clean {clean}; {', '.join(parts)}"
-
-
-def _panel(name: str, curves: Sequence[Curves]) -> Panel:
-    series = []
-    for colour, found in enumerate(curves):
-        runs = [run for run in found.certified if run]
-        attacked = [fmean(run.attacked[place] for run in runs) if runs else 0.0 for place in range(len(SHARES))]
-        errors = [error or 0.0 for _, error in (mean_and_standard_error(found.at(r)) for r in SHARES)]
-        means = [fmean(found.at(radius)) for radius in SHARES]
-        series.append(Series(found.label, SHARES, means, "solid", colour, errors))
-        series.append(Series(f"{found.label}, attacked", SHARES, attacked, "dashed", colour))
-    return Panel(f"{name}: certified, dashed: attacked", "radius / token norm", "accuracy", series, x_scale="symlog")
 
 
 def _folder(label: str) -> str:

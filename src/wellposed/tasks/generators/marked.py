@@ -28,6 +28,8 @@ class MarkedRules:
     slots: int
     words: int
     """Different words that can be the answer, each equally often."""
+    repeats: bool = True
+    """Whether a word may stand in several slots of recall."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -35,6 +37,10 @@ class MarkedRules:
             for name, value in (("slots", self.slots), ("words", self.words))
             if value < 2
         ]
+        if not self.repeats and self.question == "order":
+            problems.append("repeats = False belongs to question recall; the two words of order always differ")
+        elif not self.repeats and self.words < self.slots:
+            problems.append(f"words = {self.words}, expected at least slots = {self.slots} where none may repeat")
         if problems:
             raise ConfigError("marked cannot be generated: " + "; ".join(problems))
 
@@ -95,7 +101,8 @@ def draw_distinct(rules: MarkedRules, count: int, seed: int) -> list[Drawn]:
 
 def _draw(rules: MarkedRules, generator: random.Random) -> tuple[str, ...]:
     if rules.question == "recall":
-        return (f"@{generator.randrange(rules.slots)}", *generator.choices(rules.answers, k=rules.slots))
+        place, draw = generator.randrange(rules.slots), generator.choices if rules.repeats else generator.sample
+        return (f"@{place}", *draw(rules.answers, k=rules.slots))
     slots = generator.choices(FILLERS, k=rules.slots)
     places = generator.sample(range(rules.slots), 2)
     for place, word in zip(places, generator.sample(rules.answers, 2), strict=True):
