@@ -26,7 +26,7 @@ from transformers.trainer_callback import TrainerCallback
 
 import wellposed as wp
 from wellposed.errors import ConfigError
-from wellposed.integrations import ConditionCallback, penalized_loss
+from wellposed.integrations import ConditionCallback, ConditionMetrics, penalized_loss
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -75,7 +75,7 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     keys = set(model.state_dict())
     hooks = hook_count(model)
     penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.1, affinity=1e-4)
-    callback = ConditionCallback(penalty)
+    callback = ConditionCallback(penalty, details=True)
     trainer = Trainer(
         model=model,
         args=arguments(tmp_path, max_steps=12, logging_steps=4),
@@ -185,7 +185,27 @@ def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
     )
     ConditionCallback().attach(trainer)
     trainer.train()
-    assert "cond/encoder.0.query/sigma_max" in Tracker.seen[0]
+    assert "cond/query/sigma_max/max" in Tracker.seen[0]
+    assert not any("encoder.0" in name for name in Tracker.seen[0])
+
+
+def test_by_default_a_role_has_its_worst_and_its_mean() -> None:
+    model = bert()
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, affinity=1e-4)
+    outputs = model(input_ids=torch.tensor([row["input_ids"] for row in examples(3)]))
+    total = float(penalty().detach())
+    del outputs
+    found = ConditionMetrics(penalty, spectra=True)(model, step=1)
+    measured = wp.measure(model).rows
+    for role in {row["role"] for row in measured}:
+        for number, worst in (("sigma_max", max), ("condition_number", max), ("sigma_min", min), ("stable_rank", min)):
+            values = [row[number] for row in measured if row["role"] == role]
+            assert found[f"cond/{role}/{number}/{worst.__name__}"] == pytest.approx(worst(values), rel=1e-5)
+            assert found[f"cond/{role}/{number}/mean"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+    assert {name for name in found if "penalty" in name} == {"penalty/key", "penalty/affinity", "penalty/total"}
+    assert found["penalty/key"] + found["penalty/affinity"] == pytest.approx(total, rel=1e-5)
+    assert found["penalty/total"] == pytest.approx(total, rel=1e-5)
+    assert not any("encoder" in name for name in found)
 
 
 def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:

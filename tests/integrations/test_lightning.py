@@ -48,11 +48,11 @@ def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path: Path) -> 
     trainer = lightning.Trainer(
         max_steps=20, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, log_every_n_steps=5, default_root_dir=tmp_path,
-        callbacks=[LightningConditionCallback(net.penalty), rows], gradient_clip_val=1.0,
+        callbacks=[LightningConditionCallback(net.penalty, details=True), rows], gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
     logged = rows.seen[-1]
-    assert logged.keys() == ConditionMetrics(net.penalty)(net, step=0).keys()
+    assert logged.keys() == ConditionMetrics(net.penalty, details=True)(net, step=0).keys()
     assert {"cond/encoder.0.query/sigma_max", "penalty/key.encoder.0", "penalty/total"} <= logged.keys()
     first = next(row for row in rows.seen if "penalty/total" in row)
     assert logged["penalty/total"] < first["penalty/total"]

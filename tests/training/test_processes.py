@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support import stub_task
 
+from wellposed.cli import main
 from wellposed.training import read_metrics
 
 SCRIPT = Path(stub_task.__file__)
@@ -116,6 +117,44 @@ def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "a step still takes 2 micro-batches, 2 in each process" in done.stderr
     assert_same_losses(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_two_processes_compare_together(tmp_path: Path) -> None:
+    data = tmp_path / "prose.txt"
+    data.write_text(DATA * 60)
+    words = ["compare", *COMMAND[1:], "--data", str(data), "--variants", "post_ln,pre_ln", "--steps", "3", "--quiet"]
+    words += ["--eval-batches", "2"]
+    done = command(*words, "--out", str(tmp_path / "two"), processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report: ") == 1
+    assert main([*words, "--gradient-accumulation", "2", "--out", str(tmp_path / "one")]) == 0
+    for variant in ("post_ln", "pre_ln"):
+        assert_same_losses(tmp_path / "one" / variant / "seed-0", tmp_path / "two" / variant / "seed-0")
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_commands_of_one_process_refuse_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    for name, says in (("sweep", "with --jobs N, and --resume auto"), ("doctor", "without torchrun"), ("report", "")):
+        assert main([name]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert f"wellposed {name} runs in one process" in said
+        assert says in said
+
+
+def test_sharded_weights_are_refused_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert main([*COMMAND, "--steps", "2", "--out", str(tmp_path / "run")]) == 2
+    assert "to shard the weights (FSDP)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ COMMANDS: dict[str, str] = {
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",
 }
 """Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""
+TOGETHER = ("train", "compare")
+"""The commands that several processes of a launcher do together."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,12 +61,26 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_OK
     if words[0] not in COMMANDS:
         raise unknown_name("command", words[0], COMMANDS)
+    if words[0] not in TOGETHER:
+        _refuse_several_processes(words[0])
     if any(word.partition("=")[0] == "--import" for word in words):
         from wellposed.cli.imports import import_named_files
 
         import_named_files(words)
     command = importlib.import_module(f"wellposed.cli._{words[0]}")
     return command.run(words[1:])
+
+
+def _refuse_several_processes(command: str) -> None:
+    from wellposed.training.processes import is_one_of_several
+
+    if is_one_of_several():
+        instead = (
+            "; it starts its own with --jobs N, and --resume auto in its folder joins in" if command == "sweep" else ""
+        )
+        raise ConfigError(
+            f"wellposed {command} runs in one process; start it without torchrun or accelerate launch{instead}"
+        )
 
 
 def _describe(error: Exception) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
 from wellposed.cli.tracking import TrackerNames, report_images, tracking
 from wellposed.recipes.variants import VARIANTS, summary
+from wellposed.training.processes import is_first
 
 if TYPE_CHECKING:
     from wellposed.report import Comparison
@@ -65,10 +66,12 @@ def run(words: Sequence[str]) -> int:
         resume=options.resume,
         progress=not options.quiet,
         command=command_words("compare", words),
-        announce=None if options.quiet else lambda line: print(line, flush=True),
+        announce=None if options.quiet or not is_first() else lambda line: print(line, flush=True),
         certify=options.certify,
         tracking=reported,
     )
+    if not is_first():
+        return 130 if runs.cancelled else int(bool(runs.failed))
     if runs.cancelled:
         print(f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto", file=sys.stderr)
         return 130

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from wellposed.cli._arguments import base_config, command_words, option_value, parse, split_task, task_usage
 from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.recipes.variants import VARIANTS, apply_variant
+from wellposed.training.processes import is_first
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def run(words: Sequence[str]) -> int:
         longer=True,
         tracking=tracking(options.track),
     )
-    if os.environ.get("RANK", "0") != "0":
-        return result.exit_code  # the first of several processes prints the result
+    if not is_first():
+        return result.exit_code
     for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
         print(f"{metric:<28} {value:.6g}")
     print(f"{result.status}: {options.out}", flush=True)

@@ -53,15 +53,22 @@ def penalized_loss(
 
 
 class ConditionCallback(TrainerCallback):
-    """Add the numbers of `ConditionMetrics` to everything the Trainer logs, evaluation metrics included.
+    """Add maximum and mean a role, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics included.
 
     ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines; `attach` puts the
     callback before trackers (TensorBoard, W&B), which then get them too. A resumed run sets the penalty's step.
-    ``penalty``, ``every`` (counts logged steps) and ``spectra`` are those of `ConditionMetrics`.
+    ``penalty``, ``every`` (counts logged steps), ``spectra`` and ``details`` are those of `ConditionMetrics`.
     """
 
-    def __init__(self, penalty: OrthogonalityPenalty | None = None, *, every: int = 1, spectra: bool = False) -> None:
-        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra)
+    def __init__(
+        self,
+        penalty: OrthogonalityPenalty | None = None,
+        *,
+        every: int = 1,
+        spectra: bool = False,
+        details: bool = False,
+    ) -> None:
+        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra, details=details)
 
     def attach(self, trainer: Trainer) -> None:
         """Place this callback first among those of ``trainer``."""

@@ -21,11 +21,18 @@ class LightningConditionCallback(Callback):
     accumulates, scales and clips it like any loss. A resumed run sets the penalty's step.
 
     Args:
-        penalty, every, spectra: as `ConditionMetrics`; ``every`` counts logged steps.
+        penalty, every, spectra, details: as `ConditionMetrics`; ``every`` counts logged steps.
     """
 
-    def __init__(self, penalty: OrthogonalityPenalty | None = None, *, every: int = 1, spectra: bool = False) -> None:
-        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra)
+    def __init__(
+        self,
+        penalty: OrthogonalityPenalty | None = None,
+        *,
+        every: int = 1,
+        spectra: bool = False,
+        details: bool = False,
+    ) -> None:
+        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra, details=details)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Set the penalty's step to that of a resumed run."""

@@ -13,6 +13,7 @@ from wellposed.recipes.recipe import say_nothing
 from wellposed.recipes.runs import PlannedRun, train_planned
 from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.training.config import RunConfig
+from wellposed.training.processes import is_first
 from wellposed.training.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def compare(
 
     Status: exact (the order of examples depends on the seed alone, never on the model). Run ``(v, k)`` is the folder
     ``out/v/seed-k``. A run that diverges is recorded as failed and the comparison goes on; an interrupted comparison
-    goes on with ``resume="auto"``, which keeps finished runs.
+    goes on with ``resume="auto"``, which keeps finished runs. Several processes that a launcher started train each run
+    together, one run after the other.
 
     Args:
         base: configuration every variant starts from; its ``train.seed`` is the first seed.
@@ -84,7 +86,7 @@ def compare(
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
     """
     configs = _configurations(base, variants, seeds)
-    if resume == "never" and any(path.is_file() and path != out / ORDER for path in out.rglob("*")):
+    if is_first() and resume == "never" and any(path.is_file() and path != out / ORDER for path in out.rglob("*")):
         raise ConfigError(
             f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
         )
@@ -96,9 +98,10 @@ def compare(
             f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task that classifies "
             "sequences; certified accuracy is defined for those"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    # Before the first run, so that a report on a comparison that was killed knows the baseline.
-    (out / ORDER).write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
+    if is_first():
+        out.mkdir(parents=True, exist_ok=True)
+        # Before the first run, so that a report on a comparison that was killed knows the baseline.
+        (out / ORDER).write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
     planned = [
         PlannedRun(
             out / variant_folder(config.variant) / f"seed-{config.train.seed}",
@@ -118,7 +121,7 @@ def compare(
     )
     results = tuple(trained)
     runs = ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)
-    if certify and not runs.cancelled:
+    if certify and is_first() and not runs.cancelled:
         from wellposed.training.certified_run import certify_runs
 
         finished = [r.out for r in runs.results if r.status == "success"]

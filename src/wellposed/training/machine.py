@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 
 from wellposed.errors import ConfigError
 from wellposed.training.config import TrainOptions
+from wellposed.training.processes import refuse_sharding
 
 FP16_DEVICES = ("cuda",)
 
@@ -18,8 +19,10 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
     """Return the accelerator of ``options.device`` over the processes that a launcher made, by gloo without a GPU.
 
     Raises:
-        ConfigError: the device is not there, cannot be chosen under a launcher, or cannot compute in the precision.
+        ConfigError: the device is not there, cannot be chosen under a launcher, or cannot compute in the precision; or
+            the launcher is to shard the weights.
     """
+    refuse_sharding()
     kind, _, index = options.device.partition(":")
     _check_device(options.device, kind, index)
     on_cpu = kind == "cpu" or (kind == "auto" and not torch.accelerator.is_available())
