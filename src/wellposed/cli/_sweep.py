@@ -40,7 +40,7 @@ class SweepArguments:
     named alone); the baseline is always among them."""
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, in place of the one of the scale; at mini scale it is fine-tuned for
-    80 steps of 8 rows of each set at 5e-5."""
+    200 steps at 5e-5."""
     steps: int | None = None
     """Optimizer steps, in place of those of the scale."""
     batch_size: int | None = None
