@@ -46,7 +46,7 @@ class SweepArguments:
     named alone); the baseline is always among them."""
     encoder: Annotated[str | None, tyro.conf.arg(name="from", aliases=("--encoder",))] = None
     """Train this encoder in place of the one of the scale: a folder, a hub name, a finished run, or a config.json
-    (random weights). At mini scale a pretrained one is fine-tuned for 80 steps of 8 rows of each set at 5e-5."""
+    (random weights). At mini scale a pretrained one is fine-tuned for 200 steps at 5e-5."""
     imports: ImportedFiles = ()
     """Run this Python file first, in every process: model classes and families that it registers can be trained."""
     steps: int | None = None

@@ -35,7 +35,7 @@ RECIPES = (
         "key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data and --encoder)",
         "every weight ends below its initial err_orth; key or query alone gain; QR more than halves the accuracy",
         "mcgrath2024.figures_1_3_table_1_qr:pretrained",
-        {"mini": 25, "paper": 180},
+        {"mini": 50, "paper": 180},
         ("minbert",),
         takes_encoder=True,
     ),

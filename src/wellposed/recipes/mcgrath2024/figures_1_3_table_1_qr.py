@@ -1,6 +1,6 @@
-"""Figures 1 and 3, Table 1 and the QR loss of McGrath (2024): each trains the cells of the sweep that it needs.
+"""Figures 1 and 3, Table 1, the QR loss and a pretrained encoder: each trains the cells of McGrath (2024) it needs.
 
-All four share one sweep in the folder of the recipes, so that a training is done once, whichever recipe asks first.
+All share one sweep in the folder of the recipes, so that a training is done once, whichever recipe asks first.
 """
 
 from __future__ import annotations

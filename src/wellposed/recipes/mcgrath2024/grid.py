@@ -14,7 +14,7 @@ STRENGTHS = (1e-2, 1e-4, 1e-6)
 PLACES = ("key", "query", "key+query")
 FURTHER_PLACES = ("value", "embedding")
 """Where his section 4.2 penalises too; he prints no number of these."""
-FINE_TUNING = {"learning_rate": 5e-5, "batch_size": 8, "steps": 80, "measure_every": 20}
+FINE_TUNING = {"learning_rate": 5e-5, "steps": 200, "measure_every": 20}
 """How a pretrained encoder is trained at mini scale."""
 QR_METHODS = ("householder", "gram_schmidt")
 BASELINE = "baseline"
