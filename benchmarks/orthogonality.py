@@ -5,9 +5,11 @@ round, so that a busy machine slows all alike; the median over rounds counts. `c
 SGD step with hooks minus the same step without, at steps of a given spectral size ``|A|``. The rows of to="spectral"
 and "columns" take random steps of the size named from weights whose singular values are all 1, the bound, or 0.5
 ("inside"). A parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the drift: worst
-max |Q^T Q - I| over a run of steps.
+max |Q^T Q - I| over a run of steps. With --blocks instead: the share of a whole AdamW step of a model of so many ball
+blocks that keeping its weights below a spectral norm of 1 takes.
 
 Run: python benchmarks/orthogonality.py [--width 512 256] [--matrices 6] [--rounds 7] [--only NAME ...] [--no-drift]
+     python benchmarks/orthogonality.py --blocks 64 --width 32 [--tokens 1024] [--rounds 7]
 geotorch and orthogonium are measured when they are installed (pip install geotorch orthogonium).
 """
 
@@ -270,6 +272,42 @@ def drift(width: int, steps: int) -> None:
         print(f"  |A| = {size:<5g} {worst:.1e}")
 
 
+def share_of_a_step(width: int, blocks: int, tokens: int, rounds: int) -> None:
+    """Print how much of a training step the constraint is, for one model with it and one without, in turns."""
+    from wellposed.models import WellposedConfig, WellposedForCausalLM
+
+    sides: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+    for is_held in (False, True):
+        torch.manual_seed(0)
+        model = WellposedForCausalLM(
+            WellposedConfig(
+                vocab_size=96, hidden_size=width, num_hidden_layers=blocks, num_attention_heads=max(1, width // 32),
+                intermediate_size=4 * width, max_position_embeddings=128, attention="ball", feedforward="maxmin",
+                residual="convex", norm="none", unit_embeddings=True, dropout=0.0, attention_dropout=0.0,
+            )
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0, fused=True)
+        if is_held:
+            constrain_(model, optimizer, where=[f"*.{name}_proj" for name in ("q", "k", "v", "o", "up", "down")],
+                       to="spectral")  # fmt: skip
+        sides.append((model, optimizer))
+    ids = torch.randint(0, 96, (max(1, tokens // 128), 128))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(10 * model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        return seconds(optimizer.step)
+
+    took: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        start = time.process_time()
+        free = step(*sides[0])
+        bare = time.process_time() - start
+        took.append((step(*sides[1]) - free, bare))
+    share = statistics.median(extra / (bare + extra) for extra, bare in took[1:])
+    print(f"{blocks} blocks of width {width}, {tokens} tokens: {share:.3f} of a step, 1 / {1 - share:.3f} of its time")
+
+
 def main() -> None:
     """Print one cost table per width, then the drift."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -279,10 +317,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parametrisations to measure, by part of their name")
     parser.add_argument("--drift-steps", type=int, default=300)
     parser.add_argument("--no-drift", action="store_true")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="measure the share of a step of a model of so many blocks"
+    )
+    parser.add_argument("--tokens", type=int, default=1024)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, float32, one thread")
+    for width in arguments.width if arguments.blocks else ():
+        share_of_a_step(width, arguments.blocks, arguments.tokens, arguments.rounds)
+    if arguments.blocks:
+        return
     for width in arguments.width:
         costs(width, arguments.matrices, arguments.rounds, arguments.only)
     if not arguments.no_drift:

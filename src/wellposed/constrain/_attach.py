@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.constrain._bounded import ColumnWeight, SpectralWeight
-from wellposed.constrain._handle import Constraint, decay_error, handles_of, owns, reads_weight_size
+from wellposed.constrain._handle import Constraint, decay_error, handles_of, owns
 from wellposed.constrain._options import Set, check_options
 from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
-from wellposed.constrain._weight import Weight
+from wellposed.constrain._weight import Weight, reads_weight_size
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.roles import is_transposed
@@ -100,8 +100,8 @@ def constrain_(
             one has orthogonal columns, ``E^T E = g^2 I``, and no vector longer than g. In place of ``gain``, g is the
             embedding's mean singular value at the start, to three digits. It steps by its own gradient, not the
             projected one, so that tokens outside the batch move by the retraction alone.
-        batched: work on all orthogonal weights of one shape in one batched product; None does so on every device but
-            the CPU, where a loop over reused buffers is faster.
+        batched: work on all weights of one shape in one batched product; None does so but for orthogonal ones on a CPU
+            of more than 64 columns, where a loop over reused buffers is faster.
         dry_run: print the plan, change nothing, and return an inactive handle.
 
     Returns:

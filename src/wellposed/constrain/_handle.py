@@ -15,15 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._batch import batches, project_gradients_, retract_batch_
+from wellposed.constrain._batch import batches
 from wellposed.constrain._idle import IdleWatch
 from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
 from wellposed.constrain._weight import Weight
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
 
-# Optimizers that scale their step by the size of the weight: the weight may not be displaced under them.
-_READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
 
@@ -90,7 +88,6 @@ class Constraint:
         self._abandon()
         for weight in self.weights:
             weight.release_state()
-            weight.master = None
 
     def attach(self) -> None:
         """Put the hooks on the optimizers and the weights (`constrain_` does this)."""
@@ -155,14 +152,13 @@ class Constraint:
                 f"other coordinates; they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
-            for group in batches((weight for weight in ready if not weight.is_frame), batched=self._batched):
+            for group in batches((weight for weight in ready if weight.is_steered), batched=self._batched):
                 if len(group) > 1:
-                    project_gradients_(group, self._work)
+                    group[0].project_gradients_(group, self._work)
                 else:
                     group[0].project_gradient_(self._work)
         for weight in ready:
-            decayed = decay.get(id(weight.parameter), 0) != 0
-            weight.remember_(displace=decayed or (weight.is_half and not reads_weight_size(optimizer)))
+            weight.remember_(decayed=decay.get(id(weight.parameter), 0) != 0)
             self._pending.append(weight)
 
     def _check(self, ready: list[Weight], decay: dict[int, Any]) -> None:
@@ -193,13 +189,14 @@ class Constraint:
 
     def _retract(self, group: list[Weight]) -> list[str]:
         try:
-            taken = retract_batch_(group, self._work) if len(group) > 1 else group[0].retract_(self._work)
+            first = group[0]
+            taken = first.retract_batch_(group, self._work) if len(group) > 1 else first.retract_(self._work)
         except ConvergenceError as error:
             if len(group) == 1:
                 return [f"{group[0].path}: {error}"]
             return [line for weight in group for line in self._retract([weight])]
         for weight in group:
-            weight.mark_state(taken.drift if weight.square else None)
+            weight.mark_state(taken.drift)
         self._say_if_large(group[0], taken)
         return []
 
@@ -262,11 +259,6 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
     for device_type in {weight.parameter.device.type for weight in weights}:
         stack.enter_context(full_precision(device_type))
     return stack
-
-
-def reads_weight_size(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step depends on the norm of the weight."""
-    return type(optimizer).__name__.lower() in _READS_WEIGHT_SIZE
 
 
 def decay_error(paths: list[str]) -> ConfigError:

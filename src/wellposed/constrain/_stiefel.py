@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from wellposed.constrain._batch import storage_key, write_back_
 from wellposed.constrain._report import ConstrainedWeight
 from wellposed.constrain._select import Candidate
-from wellposed.constrain._weight import Weight
+from wellposed.constrain._weight import Weight, reads_weight_size
 from wellposed.linalg import (
     Retraction,
     Workspace,
@@ -34,6 +36,9 @@ _ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
 )
 _LIE_MARK = "wellposed_lie_coordinates"
+_MASTER = "wellposed_float32"
+# Up to this side a batched product is faster than a loop over reused buffers on a CPU.
+_SMALL = 64
 
 
 class OrthogonalWeight(Weight):
@@ -53,6 +58,8 @@ class OrthogonalWeight(Weight):
         # An embedding steps by its own gradient, and the retraction alone takes out the normal part: a projected
         # gradient is not zero for a token outside the batch, and Adam would make it as long a step as any.
         self.is_frame = is_frame
+        self.is_steered = not is_frame
+        self.gains_from_batch = self.parameter.device.type != "cpu" or min(self.value.shape) <= _SMALL
         # The moments of a fused weight belong to all its slices, so none of them can be in coordinates of its own.
         self.square = self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
         self.dtype = compute_dtype(self.parameter)
@@ -62,10 +69,11 @@ class OrthogonalWeight(Weight):
         self.inner_tolerance = TOLERANCES[self.dtype]
         self.step_is_skew = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
         # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
-        self.master = None
-        self.before = None
+        self.master: Tensor | None = None
+        self._exposed: Tensor | None = None
+        self.before: Tensor | None = None
         # Bound on the error of the weight as the last step left it; and whether `before` holds it as it was then.
-        self.drift = None
+        self.drift: float | None = None
         self._kept = False
         self._is_fresh = True
         self._displaced = False
@@ -74,6 +82,14 @@ class OrthogonalWeight(Weight):
     def is_direct(self) -> bool:
         """Whether a step can work on the parameter's own memory."""
         return not (self.is_half or self._displaced or is_sharded(self.parameter))
+
+    @property
+    def batch_key(self) -> object | None:
+        """Storage, gain and the kind of step, of weights whose steps work on the parameter's own memory."""
+        gradient = self.gradient
+        if not self.is_direct or gradient is None or gradient.dtype != self.parameter.dtype:
+            return None
+        return (*storage_key(self), self.square)
 
     def error(self) -> float:
         """Measure ``max |W^T W / gain^2 - I|`` of the weight as stored, in float64."""
@@ -99,7 +115,7 @@ class OrthogonalWeight(Weight):
             if moves:
                 write_(self.value, stored)
             if nearest is not None:
-                self.adopt_master(nearest.weight.to(self.dtype))
+                self.adopt_master(nearest.weight.to(self.dtype) if moves else self._saved_master())
         return ConstrainedWeight(
             path=self.path,
             shape=(whole.shape[0], whole.shape[1]),
@@ -111,12 +127,31 @@ class OrthogonalWeight(Weight):
             also=self.also,
         )
 
+    @property
+    def _master_key(self) -> str:
+        return _MASTER if self.rows is None else f"{_MASTER}_{self.rows[0]}"
+
+    @property
+    def _is_reloaded(self) -> bool:
+        """Whether another state was loaded into the optimizer since the last step."""
+        saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
+        return saved is not None and saved is not self._exposed
+
+    def _saved_master(self) -> Tensor | None:
+        """Return the float32 copy that a checkpoint brought beside the moments, if it is that of the stored weight."""
+        saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
+        if saved is None or is_sharded(self.parameter):
+            return None
+        # Optimizers cast what they load to the dtype of the parameter; every float type holds the numbers of a byte.
+        value = saved.to(torch.uint8).view(self.dtype)
+        return value if value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value) else None
+
     def adopt_master(self, value: Tensor | None = None) -> None:
         """Set the float32 copy of a half weight; by default from the matrix nearest to what is stored."""
         if self.is_half:
             whole = read(self.value).to(self.dtype)
             nearest = nearest_orthogonal(whole, gain=self.gain).weight if value is None else value
-            self.master = self.value.to(self.dtype)
+            self.master = self.value.to(self.dtype).contiguous()
             write_(self.master, nearest)
 
     def project_gradient_(self, work: Workspace) -> None:
@@ -124,8 +159,10 @@ class OrthogonalWeight(Weight):
         gradient = self.gradient
         if gradient is None:
             return
-        if self.master is not None and not _same(self.master.to(self.parameter.dtype), self.value):
-            self.adopt_master()
+        if self.master is not None and (
+            self._is_reloaded or not _same(self.master.to(self.parameter.dtype), self.value)
+        ):
+            self.adopt_master(self._saved_master())
             self.drift = None
         point = tall(read(self.value if self.master is None else self.master))
         whole = tall(read(gradient).to(self.dtype))
@@ -134,8 +171,19 @@ class OrthogonalWeight(Weight):
         if is_sharded(gradient) or gradient.dtype != self.dtype:
             write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
 
-    def remember_(self, *, displace: bool) -> None:
-        """Keep what the retraction needs; ``displace`` zeroes the parameter, so that it will hold the bare step."""
+    @classmethod
+    def project_gradients_(cls, weights: Sequence[Self], work: Workspace, /) -> None:
+        """Do `project_gradient_` for a batch."""
+        gradients = [tall(weight.gradient) for weight in weights if weight.gradient is not None]
+        points = _stack([weight.value for weight in weights], "points", work)
+        whole = _stack(gradients, "gradients", work)
+        project = skew_gradient_ if weights[0].square else tangent_gradient_
+        project(points, whole, gain=weights[0].gain, workspace=work)
+        torch._foreach_copy_(gradients, list(whole.unbind()))
+
+    def remember_(self, *, decayed: bool) -> None:
+        """Keep what the retraction needs, or zero the parameter, so that it will hold the bare step."""
+        displace = decayed or (self.is_half and not reads_weight_size(self.optimizer))
         self._displaced = displace
         if self.master is None and (self.square or displace) and not self._kept:
             self._copy_before()
@@ -188,6 +236,29 @@ class OrthogonalWeight(Weight):
         self._store(result)
         return taken
 
+    @classmethod
+    def retract_batch_(cls, weights: Sequence[Self], work: Workspace, /) -> Retraction:
+        """Do `retract_` for a batch; nothing is written when a step is not finite."""
+        first = weights[0]
+        result = _stack([weight.value for weight in weights], "gradients", work)
+        before = [weight.before for weight in weights if weight.before is not None]
+        if first.square and len(before) == len(weights):
+            points = _stack(before, "points", work)
+            taken = rotate(
+                points,
+                result.sub_(points),
+                out=result,
+                gain=first.gain,
+                tolerance=first.inner_tolerance,
+                step_is_skew=all(weight.step_is_skew for weight in weights),
+                drift=_worst([weight.drift for weight in weights]),
+                workspace=work,
+            )
+        else:
+            taken = retract_(result, gain=first.gain, tolerance=first.inner_tolerance, workspace=work)
+        write_back_(weights, result if result.shape[1:] == first.value.shape else result.mT)
+        return taken
+
     def _retract_direct(self, work: Workspace) -> Retraction:
         current = self.value
         if not self.square or self.before is None:
@@ -233,9 +304,11 @@ class OrthogonalWeight(Weight):
             state[_LIE_MARK] = None
         return stale
 
-    def mark_state(self, drift: float | None = None) -> None:
-        """Note the drift of this step beside the moments it made: the mark of Lie coordinates, for a resumed run."""
-        self.drift = drift
+    def mark_state(self, drift: float) -> None:
+        """Note what a resumed run needs beside the moments of this step: the drift, which marks Lie coordinates, and
+        the bytes of the float32 copy.
+        """
+        self.drift = drift if self.square else None
         self._is_fresh = False
         # A sharded weight would have to be gathered to be compared: it is measured at every step instead.
         self._kept = self.square and self.master is None and not is_sharded(self.parameter)
@@ -243,20 +316,28 @@ class OrthogonalWeight(Weight):
             self._copy_before()
         state = self.optimizer.state.get(self.parameter)
         # SGD without momentum keeps nothing there, and does not mind.
-        if self.square and (state or type(self.optimizer) is torch.optim.SGD):
+        if not state and type(self.optimizer) is not torch.optim.SGD:
+            return
+        if self.square:
             self.optimizer.state[self.parameter][_LIE_MARK] = drift
+        if self.master is not None and not is_sharded(self.parameter):
+            self._exposed = self.master.view(torch.uint8)
+            self.optimizer.state[self.parameter][self._master_key] = self._exposed
 
     def release_state(self) -> None:
-        """Restart moments that are in Lie coordinates, and take the mark away."""
+        """Restart moments that are in Lie coordinates, and take away what was noted beside them."""
+        self.master = self._exposed = None
         state = self.optimizer.state.get(self.parameter)
-        if state is None or _LIE_MARK not in state:
+        if state is None:
             return
-        del state[_LIE_MARK]
-        self.drift, self._kept, self._is_fresh = None, False, True
-        if state:
-            self._restart(state)
-        else:
-            del self.optimizer.state[self.parameter]
+        state.pop(self._master_key, None)
+        if _LIE_MARK in state:
+            del state[_LIE_MARK]
+            self.drift, self._kept, self._is_fresh = None, False, True
+            if state:
+                self._restart(state)
+        if not state:
+            self.optimizer.state.pop(self.parameter, None)
 
     def _resumed(self, drift: float | None) -> float | None:
         """Return the drift that was saved with these weights, if it is these: a run then goes on bit for bit."""
@@ -268,10 +349,22 @@ class OrthogonalWeight(Weight):
             del self.optimizer.state[self.parameter]
             return
         for name, value in state.items():
+            if name == self._master_key:
+                continue
             if isinstance(value, Tensor):
                 value.zero_()
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 state[name] = type(value)(0)
+
+
+def _worst(drifts: list[float | None]) -> float | None:
+    known = [drift for drift in drifts if drift is not None]
+    return max(known) if len(known) == len(drifts) else None
+
+
+def _stack(tensors: list[Tensor], name: str, work: Workspace) -> Tensor:
+    matrices = [tall(tensor.detach()) for tensor in tensors]
+    return torch.stack(matrices, out=work(name, (len(matrices), *matrices[0].shape), matrices[0]))
 
 
 def _has_stepped(state: dict[str, object]) -> bool:

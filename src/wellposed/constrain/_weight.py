@@ -1,33 +1,31 @@
-"""One held matrix: where it lives in the model, and what every set answers for it."""
+"""One held matrix: where it lives in the model, and what the handle asks of it whatever its set."""
 
 from __future__ import annotations
 
-import torch
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.constrain._report import ConstrainedWeight
 from wellposed.constrain._select import Candidate
 from wellposed.linalg import Retraction, Workspace
-from wellposed.linalg.sharded import read, write_
+
+# Optimizers that scale their step by the size of the weight: the weight may not be displaced under them.
+_READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
 
 
-class Weight:
-    """A matrix that is held in a set by projecting it after each step; a set is a subclass."""
+class Weight(ABC):
+    """A matrix that is put back into a set after each step; a set is a subclass."""
 
-    square = False
-    is_frame = False
-    is_half = False
-    is_direct = False
     decays = False
     """Whether weight decay keeps the matrix in the set."""
-    tolerance = 0.0
-    """The error up to which a matrix counts as one of the set already."""
-    inner_tolerance = 0.0
-    step_is_skew = False
-    drift: float | None = None
-    master: Tensor | None = None
-    before: Tensor | None = None
+    gains_from_batch: bool
+    """Whether a batched product is faster than a loop."""
+    is_steered: bool
+    """Whether the gradient is put into coordinates of the set before the optimizer steps."""
 
     def __init__(self, place: Candidate, optimizer: Optimizer, size: float, also: tuple[str, ...] = ()) -> None:
         assert place.parameter is not None  # what cannot be held was refused before
@@ -50,59 +48,58 @@ class Weight:
         gradient = self.parameter.grad
         return None if gradient is None else self.place.seen(gradient)
 
+    @abstractmethod
     def error(self) -> float:
         """Measure how far the matrix, as stored, is from the set."""
-        raise NotImplementedError
 
-    def retract_(self, work: Workspace, /) -> Retraction:
-        """Put the matrix back into the set."""
-        raise NotImplementedError
-
-    def nearest(self) -> tuple[Tensor, float]:
-        """Return the matrix of the set to start from, and the error of the present one."""
-        raise NotImplementedError
-
+    @abstractmethod
     def start(self, *, dry_run: bool) -> ConstrainedWeight:
         """Move the matrix into the set, unless it is there, and tell how far."""
-        whole = read(self.value).double()
-        inside, before = self.nearest()
-        moved = inside.double() - whole
-        if not dry_run and before > self.tolerance:
-            write_(self.value, inside)
-        return ConstrainedWeight(
-            path=self.path,
-            shape=(whole.shape[0], whole.shape[1]),
-            gain=self.gain,
-            moved_frobenius=_ratio(moved.norm(), whole.norm()),
-            moved_spectral=_ratio(torch.linalg.matrix_norm(moved, 2), torch.linalg.matrix_norm(whole, 2)),
-            error_before=before,
-            error_after=self.error_of(inside),
-            also=self.also,
-        )
 
-    def error_of(self, matrix: Tensor) -> float:
-        """Measure how far a matrix is from the set."""
-        raise NotImplementedError
+    @abstractmethod
+    def retract_(self, work: Workspace, /) -> Retraction:
+        """Put the matrix back into the set."""
 
-    def project_gradient_(self, work: Workspace) -> None:
-        """Put the gradient into the coordinates the optimizer is to step in: its own, unless a set says otherwise."""
+    @classmethod
+    @abstractmethod
+    def retract_batch_(cls, weights: Sequence[Any], work: Workspace, /) -> Retraction:
+        """Do `retract_` for weights of one `batch_key`; nothing is written when a step is not finite."""
 
-    def remember_(self, *, displace: bool) -> None:
+    @property
+    @abstractmethod
+    def batch_key(self) -> object | None:
+        """What those share that one batched product can serve; None where the matrix is worked on by itself."""
+
+    @abstractmethod
+    def project_gradient_(self, work: Workspace, /) -> None:
+        """Put the gradient into the coordinates the optimizer is to step in."""
+
+    @classmethod
+    @abstractmethod
+    def project_gradients_(cls, weights: Sequence[Any], work: Workspace, /) -> None:
+        """Do `project_gradient_` for weights of one `batch_key`."""
+
+    @abstractmethod
+    def remember_(self, *, decayed: bool) -> None:
         """Keep what the retraction needs."""
 
+    @abstractmethod
     def restore_(self) -> None:
         """Undo `remember_` when the step it prepared never came to its end."""
 
+    @abstractmethod
     def claim_state(self) -> bool:
         """Return whether moments in other coordinates had to be restarted."""
-        return False
 
-    def mark_state(self, drift: float | None = None) -> None:
+    @abstractmethod
+    def mark_state(self, drift: float) -> None:
         """Note beside the moments what a resumed run needs."""
 
+    @abstractmethod
     def release_state(self) -> None:
         """Restart moments that only a constrained step understands."""
 
 
-def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(part / whole.clamp_min(torch.finfo(whole.dtype).tiny))
+def reads_weight_size(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step depends on the norm of the weight."""
+    return type(optimizer).__name__.lower() in _READS_WEIGHT_SIZE
