@@ -148,7 +148,7 @@ def build_convex(config: Any) -> ConvexResidual:
 def build_mean(config: Any) -> ConvexResidual:
     """Build `(1 - 1/n) x + g(x) / n` for n residuals, a share that is not learnt (Newhouse et al. 2025)."""
     residual = ConvexResidual(1 / _count(config))
-    residual.logit.requires_grad_(requires_grad=False)
+    residual.logit.requires_grad = False
     return residual
 
 
