@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import wellposed as wp
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import L2SelfAttention
 from wellposed.recipes.variants import VARIANTS
+from wellposed.registry import Registry
 from wellposed.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -69,10 +71,12 @@ def test_what_is_said_to_have_none_is_named(build, name: str) -> None:
     assert name in certificate.table()
 
 
-def test_the_readme_lists_every_variant_and_every_task() -> None:
-    variants, tasks = re.search(r"^Variants: (.*?)^Tasks: (.*?)\n\n", README, re.DOTALL | re.MULTILINE).groups()
-    assert set(re.findall(r"`(\w+)`", variants)) == set(VARIANTS)
-    assert set(re.findall(r"`(\w+)`", tasks)) == set(TASKS)
+@pytest.mark.parametrize(("heading", "registered"), [("Variants", VARIANTS), ("Tasks", TASKS)])
+def test_the_page_of_the_command_lists_every_variant_and_every_task(heading: str, registered: Registry[Any]) -> None:
+    page = (ROOT / "docs" / "command.md").read_text("utf-8")
+    rows = page.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
+    names = [name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(names) == sorted(registered)
 
 
 def test_the_readme_measures_and_penalises_models_as_they_are() -> None:
