@@ -10,9 +10,10 @@ from wellposed.cli.prediction.labels import label_and_probability
 from wellposed.cli.prediction.lines import LineSource
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
-from wellposed.tasks.data.pixel_values import pixel_values
+from wellposed.tasks.data.pixel_values import pixel_values, stack_images
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -41,6 +42,22 @@ def find_images(path: Path) -> list[Path]:
     return [image for _, image in named]
 
 
+def read_pixel_values(processor: Any, images: Sequence[Path]) -> Tensor:
+    """Return (images, channels, height, width) of image files, as the model of ``processor`` reads them."""
+    return stack_images([pixel_values(processor, read_image_file(path)) for path in images])
+
+
+def refuse_other_input(model: PreTrainedModel, *, text: str | None, image: Path | None) -> None:
+    """Raise `ConfigError` where a model of images is given a text, or another model an image."""
+    from wellposed.models import reads_images
+
+    name = type(model).__name__
+    if text is not None and reads_images(model):
+        raise ConfigError(f"--text: a {name} reads images; give --image FILE")
+    if image is not None and not reads_images(model):
+        raise ConfigError(f"--image: a {name} reads texts; give --text TEXT")
+
+
 def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int) -> Iterator[str]:
     """Yield the most probable label of every image, its probability and the path, with tabs between.
 
@@ -52,9 +69,8 @@ def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path],
 
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
-        pixels = torch.stack([pixel_values(processor, read_image_file(path)) for path in paths])
         with torch.inference_mode():
-            logits = getattr(model(pixel_values=pixels), "logits", None)
+            logits = getattr(model(pixel_values=read_pixel_values(processor, paths)), "logits", None)
         if logits is None or logits.dim() != 2:
             raise ConfigError(
                 f"wellposed predict: a {type(model).__name__} gives no label of an image; train a classifier with "
