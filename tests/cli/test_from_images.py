@@ -130,13 +130,18 @@ def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path: Path
     assert train(tmp_path / "config.json", tmp_path / "run", *FAST) == 0
 
 
-def test_measure_and_certify_read_such_a_run(run: Path, pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_and_certify_read_such_a_run(
+    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")]) == 0
     said = capsys.readouterr().out
     assert "encoder.0.query" in said
     assert "vit.layers.0.attention" in said
     assert main(["measure", str(run), "--text", "a cat"]) != 0
-    assert "reads images; give --image FILE" in capsys.readouterr().err
+    assert "has no tokenizer, so no text can be read" in capsys.readouterr().err
+    make_checkpoint(tmp_path)
+    assert main(["measure", str(tmp_path), "--image", str(pets / "cat" / "01.jpg")]) != 0
+    assert "reads no images; give --text TEXT" in capsys.readouterr().err
     assert main(["certify", str(run)]) == 0
     assert "<= 4 tokens" in capsys.readouterr().out  # patches of 8 pixels of an image of 16
 

@@ -32,18 +32,18 @@ def run(words: Sequence[str]) -> int:
     """Print the table, write the files and return the exit status."""
     options = tyro.cli(MeasureArguments, args=list(words), prog="wellposed measure")
 
-    from wellposed.cli.load import load_image_processor, load_model, load_tokenizer
-    from wellposed.cli.prediction.image_labels import read_pixel_values, refuse_other_input
+    from wellposed.cli.load import load_model, load_tokenizer
     from wellposed.measurement import measure
 
     model = load_model(options.model)
-    refuse_other_input(model, text=options.text, image=options.image)
     batch = None
     if options.text is not None:
         encoded = load_tokenizer(options.model)([options.text], return_tensors="pt")
         batch = {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
     if options.image is not None:
-        batch = {"pixel_values": read_pixel_values(load_image_processor(options.model), [options.image])}
+        from wellposed.cli.prediction.image_labels import image_batch
+
+        batch = image_batch(model, options.model, options.image)
     measurement = measure(model, batch)
     print(measurement.table())
     if options.out is not None:

@@ -47,15 +47,18 @@ def read_pixel_values(processor: Any, images: Sequence[Path]) -> Tensor:
     return stack_images([pixel_values(processor, read_image_file(path)) for path in images])
 
 
-def refuse_other_input(model: PreTrainedModel, *, text: str | None, image: Path | None) -> None:
-    """Raise `ConfigError` where a model of images is given a text, or another model an image."""
+def image_batch(model: PreTrainedModel, name: str, image: Path) -> dict[str, Tensor]:
+    """Return what the model that was loaded from ``name`` reads of one image.
+
+    Raises:
+        ConfigError: it reads no images.
+    """
+    from wellposed.cli.load import load_image_processor
     from wellposed.models import reads_images
 
-    name = type(model).__name__
-    if text is not None and reads_images(model):
-        raise ConfigError(f"--text: a {name} reads images; give --image FILE")
-    if image is not None and not reads_images(model):
-        raise ConfigError(f"--image: a {name} reads texts; give --text TEXT")
+    if not reads_images(model):
+        raise ConfigError(f"--image: a {type(model).__name__} reads no images; give --text TEXT")
+    return {"pixel_values": read_pixel_values(load_image_processor(name), [image])}
 
 
 def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int) -> Iterator[str]:
