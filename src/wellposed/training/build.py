@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
-from wellposed.training.batches import forward
+from wellposed.training.batches import forward, model_inputs
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def _draw_t_fixup(model: PreTrainedModel, task: Task) -> None:
     path = next(path for path, module in model.named_modules() if module is patches)
     leave = f"{path.rpartition('.')[0]}.*"
     dataset = task.dataset("train")
-    images = task.collate([dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))])["pixel_values"]
-    entering = t_fixup_(model, leave=leave, batch={"pixel_values": images}, dry_run=True).entering
+    batch = model_inputs(model, task.collate([dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))]))
+    entering = t_fixup_(model, leave=leave, batch=batch, dry_run=True).entering
     t_fixup_(model, leave=leave, input_scale=max(entering.values()))
 
 
