@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,9 +130,18 @@ def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path: Path
     assert train(tmp_path / "config.json", tmp_path / "run", *FAST) == 0
 
 
-def test_measure_and_certify_read_such_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["measure", str(run)]) == 0
-    assert "encoder.0.query" in capsys.readouterr().out
+def test_measure_and_certify_read_such_a_run(
+    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")]) == 0
+    said = capsys.readouterr().out
+    assert "encoder.0.query" in said
+    assert "vit.layers.0.attention" in said
+    assert main(["measure", str(run), "--text", "a cat"]) != 0
+    assert "has no tokenizer, so no text can be read" in capsys.readouterr().err
+    make_checkpoint(tmp_path)
+    assert main(["measure", str(tmp_path), "--image", str(pets / "cat" / "01.jpg")]) != 0
+    assert "reads no images; give --text TEXT" in capsys.readouterr().err
     assert main(["certify", str(run)]) == 0
     assert "<= 4 tokens" in capsys.readouterr().out  # patches of 8 pixels of an image of 16
 
@@ -149,15 +159,14 @@ def test_what_cannot_be_trained_is_said_in_one_line(
     assert "give a Hugging Face model with --from FOLDER" in said(main(["train", "image_classification"]))
     make_checkpoint(tmp_path / "bert")
     capsys.readouterr()
-    assert "a model of texts; train it with `wellposed train text_classification`" in said(
-        train(tmp_path / "bert", out, "--data", str(pets))
-    )
-    assert "a model of images; train it with `wellposed train image_classification`" in said(
-        train(run, out, "--data", "x.tsv", task="text_classification")
-    )
-    assert "no image_size; expected a model of images" in said(
-        train(tmp_path / "bert" / "config.json", out, "--data", str(pets))
-    )
+    other_kind = ("no head for", "no preprocessor_config.json", "no tokenizer", "no image_size")
+    for source, task in (
+        (tmp_path / "bert", ""),
+        (tmp_path / "bert" / "config.json", ""),
+        (run, "text_classification"),
+    ):
+        told = said(train(source, out, "--data", str(pets), task=task or "image_classification"))
+        assert any(words in told for words in other_kind)
     assert "labels cat, dog and the data disc, ring, square, cross; give --new-head" in said(train(run, out, *FAST))
     assert train(run, tmp_path / "new", "--new-head", *FAST) == 0
     capsys.readouterr()
@@ -191,6 +200,10 @@ def test_what_predict_cannot_read_is_said(
     problem = said(str(run), "--input", str(pets))
     (tmp_path / "kept.json").rename(run / "final" / "preprocessor_config.json")
     assert "preprocessor_config.json" in problem
+    ragged = shutil.copytree(run / "final", tmp_path / "ragged")
+    (ragged / "manifest.json").unlink()
+    transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(ragged)
+    assert "the processor gives images of different shapes" in said(str(ragged), "--input", str(pets))
     make_checkpoint(tmp_path / "bert")
     image = pets / "cat" / "01.jpg"
     assert f"{image}: is an image, and a BertModel reads texts" in said(str(tmp_path / "bert"), "--input", str(image))

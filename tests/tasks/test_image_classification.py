@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,10 @@ def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> Non
     pets = class_folders(tmp_path / "pets", count=10)
     with pytest.raises(DataError, match=r"images of \d+ sizes .*give --processor config:FOLDER"):
         build(pets)
+    with pytest.raises(DataError, match=r"cat: holds 6 images, such as 01.jpg, and nothing says of which class"):
+        build(shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shutil.ignore_patterns("deeper")))
+    with pytest.raises(DataError, match=r"01.jpg: is an image, and nothing says of which class"):
+        build(pets / "cat" / "01.jpg")
     with pytest.raises(ConfigError, match=r"processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"):
         build(npz, processor="vit")
     with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, which says how images become numbers"):

@@ -18,6 +18,8 @@ class MeasureArguments:
     """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
     text: str | None = None
     """Also run the model on this text: activation norms and attention entropy."""
+    image: Path | None = None
+    """The same for a model of images: run it on this one."""
     imports: ImportedFiles = ()
     """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
     out: Path | None = None
@@ -36,6 +38,10 @@ def run(words: Sequence[str]) -> int:
     if options.text is not None:
         encoded = load_tokenizer(options.model)([options.text], return_tensors="pt")
         batch = {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+    if options.image is not None:
+        from wellposed.cli.prediction.image_labels import image_batch
+
+        batch = image_batch(model, options.model, options.image)
     measurement = measure(model, batch)
     print(measurement.table())
     if options.out is not None:

@@ -49,22 +49,17 @@ def start_config(task: str, name: str, *, from_scratch: bool, given: Sequence[st
         check_start(loaded, kind)
     source = _Source(loaded, Path(name).parent if is_config else Path(loaded), random=from_scratch or is_config)
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
-    found = {option: find(source, task) for option, find in READ_BY.items() if option in known and option not in given}
+    found = {option: find(source) for option, find in READ_BY.items() if option in known and option not in given}
     train = TrainOptions() if source.random else FINE_TUNING
     task_options = {option: value for option, value in found.items() if value}
     start = StartOptions(source.name, from_scratch=from_scratch)
     return RunConfig(task, task_options, variant="plain", train=train, start=start)
 
 
-def _tokenizer(source: _Source, task: str) -> str:
+def _tokenizer(source: _Source) -> str:
     folder = source.folder
     if not folder.is_dir() or has_tokenizer(folder):
         return f"hf:{folder}"
-    if has_processor(folder):
-        raise ConfigError(
-            f"{folder}: holds {PROCESSOR_FILES[0]} and no tokenizer: a model of images; train it with "
-            f"`wellposed train image_classification`, or give {task} a model of texts"
-        )
     if source.random:
         return ""
     raise ConfigError(
@@ -73,17 +68,12 @@ def _tokenizer(source: _Source, task: str) -> str:
     )
 
 
-def _processor(source: _Source, task: str) -> str:
+def _processor(source: _Source) -> str:
     folder = source.folder
     if source.random:
         return f"config:{source.name}"
     if not folder.is_dir() or has_processor(folder):
         return f"hf:{folder}"
-    if has_tokenizer(folder):
-        raise ConfigError(
-            f"{folder}: holds a tokenizer and no {PROCESSOR_FILES[0]}: a model of texts; train it with "
-            f"`wellposed train text_classification`, or give {task} a model of images"
-        )
     raise ConfigError(
         f"{folder}: no {PROCESSOR_FILES[0]}, which says how the images of its weights became numbers; copy it from "
         "where the model came from, name a folder that has one with --processor hf:FOLDER, or give --processor "
@@ -91,5 +81,5 @@ def _processor(source: _Source, task: str) -> str:
     )
 
 
-READ_BY: dict[str, Callable[[_Source, str], str]] = {"tokenizer": _tokenizer, "processor": _processor}
+READ_BY: dict[str, Callable[[_Source], str]] = {"tokenizer": _tokenizer, "processor": _processor}
 """Options of tasks that say how inputs are read, and what finds them beside a model."""

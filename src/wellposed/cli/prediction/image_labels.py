@@ -10,9 +10,10 @@ from wellposed.cli.prediction.labels import label_and_probability
 from wellposed.cli.prediction.lines import LineSource
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
-from wellposed.tasks.data.pixel_values import pixel_values
+from wellposed.tasks.data.pixel_values import pixel_values, stack_images
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -41,6 +42,25 @@ def find_images(path: Path) -> list[Path]:
     return [image for _, image in named]
 
 
+def read_pixel_values(processor: Any, images: Sequence[Path]) -> Tensor:
+    """Return (images, channels, height, width) of image files, as the model of ``processor`` reads them."""
+    return stack_images([pixel_values(processor, read_image_file(path)) for path in images])
+
+
+def image_batch(model: PreTrainedModel, name: str, image: Path) -> dict[str, Tensor]:
+    """Return what the model that was loaded from ``name`` reads of one image.
+
+    Raises:
+        ConfigError: it reads no images.
+    """
+    from wellposed.cli.load import load_image_processor
+    from wellposed.models import reads_images
+
+    if not reads_images(model):
+        raise ConfigError(f"--image: a {type(model).__name__} reads no images; give --text TEXT")
+    return {"pixel_values": read_pixel_values(load_image_processor(name), [image])}
+
+
 def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int) -> Iterator[str]:
     """Yield the most probable label of every image, its probability and the path, with tabs between.
 
@@ -52,9 +72,8 @@ def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path],
 
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
-        pixels = torch.stack([pixel_values(processor, read_image_file(path)) for path in paths])
         with torch.inference_mode():
-            logits = getattr(model(pixel_values=pixels), "logits", None)
+            logits = getattr(model(pixel_values=read_pixel_values(processor, paths)), "logits", None)
         if logits is None or logits.dim() != 2:
             raise ConfigError(
                 f"wellposed predict: a {type(model).__name__} gives no label of an image; train a classifier with "

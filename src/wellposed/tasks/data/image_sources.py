@@ -10,7 +10,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.checks import given_options
 from wellposed.tasks.data.cifar import read_cifar
 from wellposed.tasks.data.files import missing_file
-from wellposed.tasks.data.images import Images
+from wellposed.tasks.data.images import IMAGE_SUFFIXES, Images
 from wellposed.tasks.data.npz import read_npz_splits
 from wellposed.tasks.data.splits import Selectable, cut_missing, find_split_folders
 from wellposed.tasks.generators.shapes import GENERATOR_VERSION, SHAPES, draw_shapes
@@ -83,6 +83,7 @@ def load_images(
         if given:
             raise ConfigError(f"{task}: {given} name npz files; {root} is a batch of CIFAR-10")
         return read_cifar(root.parent, [root], with_test=False)
+    _refuse_loose_images(root)
     images, described = read_npz_splits(options.data, valid=options.valid, test=options.test, prefer=prefer)
     return images, None, described
 
@@ -109,6 +110,17 @@ def _shapes(seed: int) -> tuple[dict[Split, Images], list[str], dict[str, Any]]:
         "sha256": {split: images[split].sha256() for split in SPLITS},
     }
     return images, list(SHAPES), described
+
+
+def _refuse_loose_images(root: Path) -> None:
+    """Refuse an image, and a folder of images without a folder for each class."""
+    entries = sorted(root.iterdir()) if root.is_dir() else [root]
+    loose = [entry for entry in entries if entry.suffix.lower() in IMAGE_SUFFIXES]
+    if loose and not any(entry.suffix == ".npz" for entry in entries):
+        where = "is an image" if loose == [root] else f"holds {len(loose)} images, such as {loose[0].name}"
+        raise DataError(
+            f"{root}: {where}, and nothing says of which class; name a folder that has one folder for each class"
+        )
 
 
 def _holds_folders(root: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,23 @@ def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
         raise DataError(
             f"{type(processor).__name__} makes no pixel_values of an image of {width} x {height} pixels: {error}"
         ) from error
+
+
+def stack_images(images: Sequence[Tensor]) -> Tensor:
+    """Return one tensor (images, channels, height, width).
+
+    Raises:
+        DataError: they have different shapes.
+    """
+    import torch
+
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise DataError(
+            f"the processor gives images of different shapes, {', '.join(map(str, sorted(shapes)))}, and a model reads "
+            "one: give a processor whose size is a height and a width, or that crops"
+        )
+    return torch.stack(list(images))
 
 
 def channels(processor: Any) -> int:

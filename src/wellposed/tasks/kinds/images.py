@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import ConfigError
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key
 from wellposed.tasks.batches.rows import Rows
-from wellposed.tasks.data.pixel_values import pixel_values
+from wellposed.tasks.data.pixel_values import pixel_values, stack_images
 from wellposed.tasks.kinds.labels import LabelTask
 from wellposed.tasks.task import SPLITS, Example, Kind, Split
 
@@ -102,14 +102,8 @@ class PixelValuesTask(LabelTask):
         import torch
 
         pixels = [self._pixels(example["image"][0], turned=bool(example["turned"][0])) for example in examples]
-        shapes = {tuple(values.shape) for values in pixels}
-        if len(shapes) > 1:
-            raise DataError(
-                f"{self.name}: the processor gives images of different shapes, {', '.join(map(str, sorted(shapes)))}; "
-                "a model reads one: give a processor whose size is a height and a width, or that crops"
-            )
         labels = [example["labels"][0] for example in examples]
-        return {"pixel_values": torch.stack(pixels), "labels": torch.tensor(labels, dtype=torch.int64)}
+        return {"pixel_values": stack_images(pixels), "labels": torch.tensor(labels, dtype=torch.int64)}
 
     def description(self) -> dict[str, Any]:
         return {
