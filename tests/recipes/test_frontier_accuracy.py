@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
 from pathlib import Path
@@ -167,3 +168,12 @@ def test_a_panel_has_the_mean_of_the_seeds_and_their_error_and_no_legend_for_the
     sure, seen = curves_panel("t", rows, ["a"]).series
     assert (sure.label, list(sure.y), [round(e, 6) for e in sure.errors]) == ("a", [0.5], [0.1])
     assert (seen.label, list(seen.y)) == ("_a", [0.9])
+
+
+def test_the_committed_rows_are_those_of_the_recipe() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "reproduction" / "frontier-accuracy.csv"
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    curves = [row for row in rows if row["radius"]]
+    assert {row["model"] for row in curves} == set(MODELS)
+    assert all(float(row["certified"]) <= float(row["attacked"]) for row in curves)
