@@ -124,8 +124,9 @@ def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
     assert 0 < attacked * radius / model.model.embeddings.scale <= sound_bound(model, 6)
 
 
-def test_no_perturbation_breaks_a_certified_character() -> None:
-    model = newhouse_model(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> None:
+    model = newhouse_model(2).to(dtype)
     ids = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
     found = next_characters(model, [ids], SHARES, printed=True)
     assert list(found.certified) == sorted(found.certified, reverse=True)
@@ -134,7 +135,7 @@ def test_no_perturbation_breaks_a_certified_character() -> None:
     vectors = model.get_input_embeddings()(ids).detach()  # pyright: ignore[reportCallIssue]
     radius = float(vectors.norm(dim=-1).max())
     for share, certified in zip(SHARES, found.certified, strict=True):
-        delta = torch.randn(vectors.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        delta = torch.randn(vectors.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
         moved = vectors + share * radius * delta / delta.norm(dim=-1, keepdim=True)
         right = model(inputs_embeds=moved).logits[:, :-1].argmax(-1) == ids[:, 1:]
         assert float(right.double().mean()) >= certified

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 GELU_SLOPE = 1.1289
-ROOM = 1 + 1e-9
-"""By which a ball is larger than what it is to hold, so that rounding leaves nothing outside."""
+ROOM = 1 + 1e-4
+"""By which a ball is larger than what it is to hold, so that rounding in float32 leaves nothing outside."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Attention over d with rotated queries and keys, and the parts that go with it, against slow references."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from wellposed.certification import certify
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed.nn import RESIDUALS, ConvexResidual, InverseDAttention, unit_gelu
+from wellposed.nn.positions import rotate_by_position
+
+PARTS = {
+    "attention": "inverse_d",
+    "residual": "mean",
+    "norm": "none",
+    "activation": "unit_gelu",
+    "position": "none",
+}
+
+
+def slow_rotation(vector: list[float], position: int) -> list[float]:
+    """Turn the pairs (entry i, entry i + d/2) one by one."""
+    half = len(vector) // 2
+    turned = [0.0] * len(vector)
+    for pair in range(half):
+        angle = position * 10000 ** (-2 * pair / len(vector))
+        x, y = vector[pair], vector[pair + half]
+        turned[pair] = x * math.cos(angle) - y * math.sin(angle)
+        turned[pair + half] = x * math.sin(angle) + y * math.cos(angle)
+    return turned
+
+
+def test_the_rotation_is_that_of_each_pair() -> None:
+    vectors = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor([slow_rotation(row.tolist(), 3 + place) for place, row in enumerate(vectors)]).double()
+    torch.testing.assert_close(rotate_by_position(vectors, 3), expected, rtol=0, atol=1e-6)
+
+
+def test_the_attention_is_the_formula_token_by_token() -> None:
+    torch.manual_seed(0)
+    attention = InverseDAttention(8, 2).double()
+    x = torch.randn(1, 4, 8, dtype=torch.float64)
+    query, key, value = (part(x)[0].view(4, 2, 4) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    outputs = torch.zeros(4, 2, 4, dtype=torch.float64)
+    for head in range(2):
+        for i in range(4):
+            turned = torch.tensor(slow_rotation(query[i, head].tolist(), i)).double()
+            keys = [torch.tensor(slow_rotation(key[j, head].tolist(), j)).double() for j in range(i + 1)]
+            weights = torch.stack([turned @ one / 4 for one in keys]).softmax(0)
+            outputs[i, head] = weights @ value[: i + 1, head] / 3
+    expected = attention.o_proj(outputs.flatten(1))[None]
+    torch.testing.assert_close(attention(x, is_causal=True), expected, rtol=0, atol=1e-6)
+
+
+def test_the_model_generates_with_a_cache_as_without() -> None:
+    torch.manual_seed(0)
+    model = WellposedForCausalLM(
+        WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, max_position_embeddings=12, **PARTS)
+    ).eval()
+    ids = torch.tensor([[3, 4, 5]])
+    made = [model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(made[0], made[1])
+
+
+def test_without_a_position_code_the_order_of_tokens_is_still_seen() -> None:
+    torch.manual_seed(0)
+    model = WellposedForCausalLM(WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, **PARTS)).eval()
+    ends = [model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in ([3, 4, 5], [4, 3, 5])]
+    assert not torch.allclose(ends[0], ends[1], atol=1e-6)
+
+
+def test_the_largest_slope_of_unit_gelu_is_one() -> None:
+    x = torch.linspace(-6, 6, 20001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(unit_gelu(x).sum(), x)
+    assert 1 - 1e-6 < float(slope.abs().max()) <= 1
+
+
+def test_the_share_of_a_mean_is_one_over_the_residuals_and_is_not_learnt() -> None:
+    residual = RESIDUALS.get("mean")(WellposedConfig(num_hidden_layers=3))
+    assert isinstance(residual, ConvexResidual)
+    assert residual.coefficients() == (pytest.approx(5 / 6), pytest.approx(1 / 6))
+    assert not any(parameter.requires_grad for parameter in residual.parameters())
+
+
+def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball() -> None:
+    totals = []
+    for heads in (1, 4):
+        attention = InverseDAttention(16, heads).double()
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            torch.nn.init.eye_(part.weight)
+        totals.append(certify(attention, seq_len=4, radius=4.0).total)
+        assert certify(attention, seq_len=4).total == math.inf
+    assert totals[0] == pytest.approx(1, rel=1e-4)
+    assert totals[1] > 1 + 1 / 3
+
+
+@pytest.mark.parametrize("options", [{"attention_dropout": 0.1}, {"qk_norm": True}])
+def test_what_it_lacks_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="attention 'inverse_d' with"):
+        WellposedForCausalLM(WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **options))
+
+
+def test_heads_of_odd_width_are_refused() -> None:
+    with pytest.raises(ShapeError, match="heads of width 3; expected an even width"):
+        InverseDAttention(6, 2)
