@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+
+from wellposed.training import read_result
 
 LIGHTNING_SAYS = (".*LeafSpec.*", ".*does not have many workers.*")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,3 +39,23 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_an_example_runs_and_prints(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert says in capsys.readouterr().out
+
+
+def test_a_worker_of_ray_trains_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    example = runpy.run_path(str(EXAMPLES / "ray_train.py"))
+    example["worker"]({"out": str(tmp_path / "run")})
+    result = read_result(tmp_path / "run")
+    assert result is not None
+    assert result.status == "success"
+
+
+@pytest.mark.slow
+def test_ray_trains_a_run_in_two_workers() -> None:
+    pytest.importorskip("ray", reason="needs ray, which is not among our packages: pip install 'ray[train]'")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "ray_train.py")], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "by two workers" in done.stdout

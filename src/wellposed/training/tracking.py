@@ -145,7 +145,8 @@ class Trackers:
             except Exception as error:
                 self._lost[name] += 1
                 if self._lost[name] == 1:
-                    self._warn(f"tracker {name}: {type(error).__name__}: {error}; the run goes on")
+                    said = str(error).partition("\n")[0]
+                    self._warn(f"tracker {name}: {type(error).__name__}: {said}; the run goes on")
 
 
 def _build(name: str, folder: Path, *, title: str, identity: str, step: int) -> Any:

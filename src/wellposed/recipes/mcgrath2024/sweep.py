@@ -110,11 +110,11 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
         _enqueue_missing(settings)
 
 
+Report = Callable[[SweepSettings, Training, Record], None]
+
+
 def _unreported(settings: SweepSettings, training: Training, record: Record) -> None:
     del settings, training, record
-
-
-Report = Callable[[SweepSettings, Training, Record], None]
 
 
 def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool], report: Report = _unreported) -> int:
