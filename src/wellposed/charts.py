@@ -210,7 +210,6 @@ def _label(axes: Any, panel: Panel, title_width: int = 52) -> None:
     else:
         axes.set_xscale(panel.x_scale)
     axes.set_yscale(panel.y_scale)
-
     if panel.x_scale == "linear" and all(float(x).is_integer() for series in panel.series for x in series.x):
         axes.xaxis.get_major_locator().set_params(integer=True)  # layers, seeds and counts have no halves
     if len(places := {x for series in panel.series for x in series.x}) == 1 and panel.x_scale == "linear":

@@ -84,6 +84,7 @@ def test_other_files_are_no_claims_and_damaged_ones_are_named(tmp_path: Path) ->
         build_report([tmp_path], tmp_path / "page.html")
     write_artefact(tmp_path)
     assert aggregate([tmp_path]).table() == ""
-    (tmp_path / "kim2021-figure-2.csv").write_bytes(b"a,b\n\xff\xfe,1\n")
-    with pytest.raises(DataError, match="make it again"):
-        build_report([tmp_path], tmp_path / "page.html")
+    for damage in (b"a,b\n\xff\xfe,1\n", b"a,b\n1,2\n1,2,3\n", b"a,a\n1,2\n"):
+        (tmp_path / "kim2021-figure-2.csv").write_bytes(damage)
+        with pytest.raises(DataError, match="make it again"):
+            build_report([tmp_path], tmp_path / "page.html")

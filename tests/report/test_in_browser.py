@@ -75,7 +75,7 @@ setTimeout(() => {
   found.marks = [marks()];
   box.click();
   found.marks.push(marks());
-  const panel = document.querySelector(".panel");
+  const panel = document.querySelector(".panel svg");
   panel.focus();
   press(panel, "End");
   found.focused = document.activeElement === panel;

@@ -205,6 +205,21 @@ def test_runs_with_and_without_the_scale_free_error_are_drawn(compare: Any, tmp_
     assert (">0.0625</td>" in page) is (old < 2)
 
 
+def test_long_runs_keep_first_and_last_value_under_the_pointer_and_all_in_the_file(
+    make_run: Any, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 2001)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(build_report([run], tmp_path / "report.html").read_text(encoding="utf-8"))
+    (svg,) = (svg for svg in page.tags["svg"] if str(svg["aria-label"]).startswith("training loss"))
+    points = json.loads(str(svg["data-hover"]))["points"]
+    assert len(points) == 400
+    assert (points[0][1:], points[-1][1:]) == (["step: 1", ["1"]], ["step: 2000", ["0.0005"]])
+    assert [place for place, *_ in points] == sorted(place for place, *_ in points)
+    assert len(page.csv("1-listops-curves")) == 2000
+
+
 @pytest.mark.slow
 def test_a_deep_model_with_many_singular_values_stays_small(make_run: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")

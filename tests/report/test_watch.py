@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ def until(holds: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
+def watching(runs: Path, out: Path) -> subprocess.Popen[str]:
+    """Start the command; a session in the background ignores Ctrl-C and would hand that down."""
+    words = [sys.executable, "-m", "wellposed", "report", str(runs), "--watch", "--out", str(out)]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heard)
+
+
 def refreshes(page: Page) -> bool:
     return any(meta.get("http-equiv") == "refresh" for meta in page.tags["meta"])
 
 
 def test_it_follows_a_run_and_ends_with_a_whole_page(make_run: Any, tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "page.html"
-    words = [sys.executable, "-m", "wellposed", "report", str(runs), "--watch", "--out", str(out)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with watching(runs, out) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("waiting: runs cannot be read")
         make_run(tmp_path / "made", value=0.42)
@@ -46,8 +53,8 @@ def test_it_follows_a_run_and_ends_with_a_whole_page(make_run: Any, tmp_path: Pa
         until(lambda: "1 finished run," in out.read_text(encoding="utf-8"))
         (runs / "result.json").write_bytes(whole[:40])
         process.send_signal(signal.SIGINT)
-        said = process.stdout.read()
-        assert process.wait(timeout=120) == 0
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
     assert "not valid JSON" in said
     last = Page(out.read_text(encoding="utf-8"))
     assert "1 finished run," in last.words
@@ -58,8 +65,7 @@ def test_the_page_after_the_end_does_not_load_itself_again(make_run: Any, tmp_pa
     make_run(tmp_path / "run")
     out = tmp_path / "page.html"
     assert refreshes(Page(build_report([tmp_path], out, refresh=2).read_text(encoding="utf-8")))
-    words = [sys.executable, "-m", "wellposed", "report", str(tmp_path), "--watch", "--out", str(out)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with watching(tmp_path, out) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"report: {out}\n"
         process.send_signal(signal.SIGINT)

@@ -40,7 +40,8 @@ def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
     for path in map(Path, paths):
         if path.is_dir():
             for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
-                folders.setdefault(folder.resolve(), folder)
+                if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
+                    folders.setdefault(folder.resolve(), folder)
     return [found for folder in folders.values() for found in _in_folder(folder)]
 
 
@@ -110,10 +111,12 @@ def _sweep(folder: Path) -> Artefact:
 
 def _table(file: Path) -> Table:
     with file.open(newline="", encoding="utf-8") as lines:
-        heading, *rows = list(csv.reader(lines)) or [[]]
-    numeric = [all(_number(row[k]) is not None for row in rows if k < len(row) and row[k]) for k in range(len(heading))]
+        heading, *rows = [row for row in csv.reader(lines) if row] or [[]]
+    if len(set(heading)) < len(heading) or any(len(row) != len(heading) for row in rows):
+        raise csv.Error(f"{file.name}: expected different headings, and as many cells in every row")
+    numeric = [all(_number(row[k]) is not None for row in rows if row[k]) for k in range(len(heading))]
     cells = [
-        {name: _number(text) if numeric[k] else text for k, (name, text) in enumerate(zip(heading, row, strict=False))}
+        {name: _number(text) if number else text for name, number, text in zip(heading, numeric, row, strict=True)}
         for row in rows
     ]
     columns = [

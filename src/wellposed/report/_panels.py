@@ -33,7 +33,7 @@ def panel_svg(panel: Panel, prefix: str) -> Any:
     for number, colour in enumerate(COLOURS):
         markup = markup.replace(colour, f"var(--c{number})")
     markup = re.sub(r"<style.*?</style>", "", markup, flags=re.DOTALL)
-    return Markup(markup.replace("<svg ", f'<svg data-hover="{escape(values, quote=True)}" ', 1))
+    return Markup(markup.replace("<svg ", f'<svg tabindex="0" data-hover="{escape(values, quote=True)}" ', 1))
 
 
 def _hover(panel: Panel, axes: Any) -> dict[str, Any]:

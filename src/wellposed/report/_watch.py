@@ -33,7 +33,7 @@ def watch_report(run_dirs: Sequence[Path], out: Path, announce: Callable[[str], 
     try:
         seen, said = None, ""
         while True:
-            state = _state(run_dirs, out)
+            state = _state(run_dirs)
             if state != seen:
                 seen, line = state, _write(run_dirs, out, refresh)
                 if line != said:
@@ -51,7 +51,7 @@ def _write(run_dirs: Sequence[Path], out: Path, refresh: int | None) -> str:
         return f"waiting: {error}"
 
 
-def _state(run_dirs: Sequence[Path], out: Path) -> State:
+def _state(run_dirs: Sequence[Path]) -> State:
     """Return name, date and size of every file that a page is made of."""
     found = set()
     for folder in run_dirs:
@@ -61,6 +61,5 @@ def _state(run_dirs: Sequence[Path], out: Path) -> State:
                     stat = file.stat()
                 except OSError:  # it was renamed or removed meanwhile
                     continue
-                if file != out:
-                    found.add((str(file), stat.st_mtime_ns, stat.st_size))
+                found.add((str(file), stat.st_mtime_ns, stat.st_size))
     return frozenset(found)

@@ -1,4 +1,5 @@
 "use strict";
+document.querySelector("#how").hidden = false;
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const make = (tag, properties = {}, ...children) => {
   const element = Object.assign(document.createElement(tag), properties);
@@ -80,15 +81,14 @@ for (const svg of all("svg[data-hover]")) {
     tip.hidden = true;
     rule.style.display = "none";
   };
-  const area = svg.parentElement;
-  area.addEventListener("pointermove", (event) => {
+  svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * width;
     show(points.reduce((best, point, k) => (Math.abs(point[0] - x) < Math.abs(points[best][0] - x) ? k : best), 0));
   });
-  area.addEventListener("pointerleave", hide);
-  area.addEventListener("blur", hide);
-  area.addEventListener("keydown", (event) => {
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", (event) => {
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: points.length - 1 }[event.key];
     if (event.key === "Escape") hide();
     if (to === undefined) return;
