@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.support import hugging_face as hf
 from tests.support.sample import ALL_NORMS, Sample, awake
 from torch import nn
@@ -56,8 +57,9 @@ def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: flo
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:
                 parameter.mul_(scale)
-    certificate = certify(model, seq_len=TOKENS, norm=norm)
-    found = lipschitz_lower_bound(model, (TOKENS, WIDTH), norm=norm, restarts=4, steps=15, scales=(1e-3, 1e3))
+    ball = {"radius": 2.0} if sample.needs_ball else {}
+    certificate = certify(model, seq_len=TOKENS, norm=norm, **ball)
+    found = lipschitz_lower_bound(model, (TOKENS, WIDTH), norm=norm, restarts=4, steps=15, scales=(1e-3, 1e3), **ball)
     assert math.isfinite(certificate.total)
     assert 0 < found.ratio(certificate) <= 1 + 1e-6  # norms of T5 and Llama divide in float32
     assert "largest slope / bound" in certificate.cross_check
@@ -105,6 +107,25 @@ def test_an_attention_is_read_as_ours_with_the_same_weights(norm: Any):
         found = row(certify(model, seq_len=TOKENS, norm=norm), path)
         expected = certify(ours, seq_len=TOKENS, norm=norm, radius=found.radius)
         assert found.lipschitz == pytest.approx(expected.total, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "path"),
+    [
+        (transformers.T5ForConditionalGeneration, hf.t5_config, "encoder"),
+        (transformers.BartForConditionalGeneration, hf.bart_config, "model.encoder"),
+        (transformers.MarianMTModel, hf.marian_config, "model.encoder"),
+    ],
+)
+def test_a_model_of_two_sequences_has_the_rows_of_its_encoder(kind: Any, config: Any, path: str):
+    model = awake(kind(config(WIDTH)))
+    certificate = certify(model, seq_len=TOKENS, radius=1.0)
+    assert math.isinf(certificate.total)
+    assert [layer.path for layer in certificate.uncertified] == [""]
+    assert "no bound is proved for cross-attention" in certificate.uncertified[0].reason
+    alone = certify(model.get_encoder(), seq_len=TOKENS, radius=1.0)
+    assert row(certificate, path).lipschitz == pytest.approx(alone.total, rel=1e-12)
+    assert 0 < alone.total < math.inf
 
 
 def test_t5_has_no_scale_and_a_bias_of_positions():

@@ -68,6 +68,10 @@ FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "BartEncoder": lambda: transformers.BartModel(hf.bart_config(WIDTH)).get_encoder(),
         "BartForConditionalGeneration": lambda: transformers.BartForConditionalGeneration(hf.bart_config(WIDTH)),
     },
+    "Marian": {
+        "MarianEncoder": lambda: transformers.MarianModel(hf.marian_config(WIDTH)).get_encoder(),
+        "MarianMTModel": lambda: transformers.MarianMTModel(hf.marian_config(WIDTH)),
+    },
     "torch.nn": {
         "TransformerEncoder, norm_first": lambda: _torch_encoder(norm_first=True),
         "TransformerEncoder": lambda: _torch_encoder(norm_first=False),

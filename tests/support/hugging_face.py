@@ -13,6 +13,7 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.distilbert import modeling_distilbert as distilbert
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.marian import modeling_marian as marian
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.roberta import modeling_roberta as roberta
 from transformers.models.t5 import modeling_t5 as t5
@@ -87,6 +88,11 @@ def bart_config(width: int, **options: Any) -> transformers.BartConfig:
     )
 
 
+def marian_config(width: int, **options: Any) -> transformers.MarianConfig:
+    sizes = {name: value for name, value in bart_config(width).to_diff_dict().items() if name != "model_type"}
+    return transformers.MarianConfig(**{**sizes, "pad_token_id": 0, **options})
+
+
 # Their norms divide in float32.
 _IN_FLOAT32 = (llama_config, phi3_config, t5_config)
 
@@ -123,6 +129,10 @@ HUGGING_FACE: dict[type[nn.Module], list[Sample]] = {
     ],
     bart.BartEncoder: [_layer(bart.BartModel, bart_config, "encoder")],
     bart.BartEncoderLayer: [_layer(bart.BartModel, bart_config, "encoder.layers.0", runs_alone=False, needs_ball=True)],
+    marian.MarianEncoder: [_layer(marian.MarianModel, marian_config, "encoder", needs_ball=True)],
+    marian.MarianEncoderLayer: [
+        _layer(marian.MarianModel, marian_config, "encoder.layers.0", runs_alone=False, needs_ball=True)
+    ],
     gpt2.GPT2Model: [_model(gpt2.GPT2Model, gpt2_config, options={"scale_attn_by_inverse_layer_idx": True})],
     gpt2.GPT2LMHeadModel: [_model(gpt2.GPT2LMHeadModel, gpt2_config)],
     gpt2.GPT2ForSequenceClassification: [_model(gpt2.GPT2ForSequenceClassification, gpt2_config)],
@@ -149,6 +159,7 @@ HUGGING_FACE: dict[type[nn.Module], list[Sample]] = {
         (t5_config, (t5.T5Model, t5.T5ForConditionalGeneration, t5.T5ForSequenceClassification)),
         (bart_config, (transformers.BartModel, transformers.BartForConditionalGeneration,
                        transformers.BartForSequenceClassification)),
+        (marian_config, (transformers.MarianModel, transformers.MarianMTModel)),
     ) for kind in kinds},
     pytorch_utils.Conv1D: [
         Sample(lambda width: awake(pytorch_utils.Conv1D(width, width))),

@@ -201,11 +201,14 @@ for _name in ("t5.modeling_t5.T5LayerNorm", "llama.modeling_llama.LlamaRMSNorm",
 
 
 def refuse_two_sequences(name: str) -> None:
-    """Register the answer for a model that maps two sequences."""
+    """Register the answer for a model that maps two sequences: the bound of its encoder, and why there is no other."""
 
     @register_rule(name)
-    def _two(module: nn.Module, site: Site) -> LayerBound:
-        del module
+    def _two(module: Any, site: Site) -> LayerBound:
+        encoder = module.get_encoder()
+        path = next((path for path, part in module.named_modules() if part is encoder), "")
+        site.chain(named(module, path) if path else ())
         return site.refuse(
-            "it maps two sequences, the source and the target; certify its encoder alone (model.get_encoder())"
+            "its decoder maps two sequences, the source and the target, and no bound is proved for cross-attention; "
+            "the rows of its encoder hold, certify that alone (model.get_encoder())"
         )

@@ -12,7 +12,6 @@ from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
 
 DISTILBERT = f"{MODELS}.distilbert.modeling_distilbert"
-BART = f"{MODELS}.bart.modeling_bart"
 
 
 def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBound]) -> None:
@@ -110,27 +109,34 @@ def _distilbert_classifier(module: Any, site: Site) -> LayerBound:
     return of_one_vector(lambda at: _head(module, at, "distilbert", between, "classifier"), site)
 
 
-@register_rule(f"{BART}.BartEncoderLayer")
-def _bart_layer(module: Any, site: Site) -> LayerBound:
-    heads = read(module, "self_attn", "BartAttention", site)
-    if module.training:
-        return site.refuse("its dropout is drawn without a module of its own in train mode; call eval()")
+def register_bart(family: str, prefix: str, positions: str, *norms: str) -> None:
+    """Register the encoder of one family; ``norms`` stand on the sum of embeddings and positions."""
+    source = f"{MODELS}.{family}.modeling_{family}"
 
-    def mixed(at: Site) -> LayerBound:
-        projections = (heads.q_proj, heads.k_proj, heads.v_proj, heads.out_proj)
-        return attention(module, "self_attn", at, lambda: projections, heads=heads.num_heads, dropout=heads.dropout)
+    @register_rule(f"{source}.{prefix}EncoderLayer")
+    def _layer(module: Any, site: Site) -> LayerBound:
+        heads = read(module, "self_attn", f"{prefix}Attention", site)
+        if module.training:
+            return site.refuse("its dropout is drawn without a module of its own in train mode; call eval()")
 
-    def fed(at: Site) -> LayerBound:
-        return feedforward(module, at, "fc1", "activation_fn", "fc2")
+        def mixed(at: Site) -> LayerBound:
+            projections = (heads.q_proj, heads.k_proj, heads.v_proj, heads.out_proj)
+            return attention(module, "self_attn", at, lambda: projections, heads=heads.num_heads, dropout=heads.dropout)
 
-    return normed(module, site, ("self_attn_layer_norm", mixed), ("final_layer_norm", fed), before=False)
+        def fed(at: Site) -> LayerBound:
+            return feedforward(module, at, "fc1", "activation_fn", "fc2")
+
+        return normed(module, site, ("self_attn_layer_norm", mixed), ("final_layer_norm", fed), before=False)
+
+    @register_rule(f"{source}.{prefix}Encoder")
+    def _encoder(module: Any, site: Site) -> LayerBound:
+        if module.training:
+            return site.refuse("it drops layers and values in train mode; call eval()")
+        read(module, "embed_tokens", f"{prefix}ScaledWordEmbedding", site)
+        table = read(module, "embed_positions", positions, site)
+        layers = (f"layers.{index}" for index in range(len(module.layers)))
+        return shifted(site, table).chain(named(module, *norms, *layers))
 
 
-@register_rule(f"{BART}.BartEncoder")
-def _bart_encoder(module: Any, site: Site) -> LayerBound:
-    if module.training:
-        return site.refuse("it drops layers and values in train mode; call eval()")
-    read(module, "embed_tokens", "BartScaledWordEmbedding", site)
-    positions = read(module, "embed_positions", "BartLearnedPositionalEmbedding", site)
-    layers = (f"layers.{index}" for index in range(len(module.layers)))
-    return shifted(site, positions).chain(named(module, "layernorm_embedding", *layers))
+register_bart("bart", "Bart", "BartLearnedPositionalEmbedding", "layernorm_embedding")
+register_bart("marian", "Marian", "MarianSinusoidalPositionalEmbedding")

@@ -16,7 +16,7 @@ _FEEDFORWARD = "layer.1.DenseReluDense"
 @register_rule(f"{T5}.T5Block")
 def _block(module: Any, site: Site) -> LayerBound:
     if module.is_decoder:
-        return site.refuse("a decoder's block is a function of two sequences; certify the encoder")
+        return site.refuse("a decoder's block maps two sequences, and no bound is proved for cross-attention")
     read(module, "layer.0", "T5LayerSelfAttention", site)
     read(module, "layer.1", "T5LayerFF", site)
     heads = read(module, "layer.0.SelfAttention", "T5Attention", site)
@@ -49,7 +49,7 @@ def _plain(module: Any, site: Site) -> LayerBound:
 @register_rule(f"{T5}.T5Stack")
 def _stack(module: Any, site: Site) -> LayerBound:
     if module.is_decoder:
-        return site.refuse("a decoder is a function of two sequences; certify the encoder")
+        return site.refuse("a decoder maps two sequences, and no bound is proved for cross-attention")
     blocks = (f"block.{index}" for index in range(len(module.block)))
     return site.chain(named(module, "dropout", *blocks, "final_layer_norm", "dropout"))
 
@@ -63,3 +63,5 @@ for _name in ("T5Model", "T5ForConditionalGeneration", "T5ForSequenceClassificat
     refuse_two_sequences(f"{T5}.{_name}")
 for _name in ("BartModel", "BartForConditionalGeneration", "BartForSequenceClassification"):
     refuse_two_sequences(f"{MODELS}.bart.modeling_bart.{_name}")
+for _name in ("MarianModel", "MarianMTModel"):
+    refuse_two_sequences(f"{MODELS}.marian.modeling_marian.{_name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, ShapeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ def continue_text(
 
     Raises:
         ConfigError: the text is empty.
+        ShapeError: the tokenizer makes no token of it.
     """
     import torch
 
@@ -32,6 +33,11 @@ def continue_text(
         )
     torch.manual_seed(seed)
     ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if not ids.numel():
+        raise ShapeError(
+            f"wellposed predict: the tokenizer, a {type(tokenizer).__name__}, makes no token of {text[:40]!r}; "
+            "give another text, or the tokenizer that belongs to the model"
+        )
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     )
