@@ -156,13 +156,27 @@ def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(compared
         read_certified(tmp_path, run_date="")
 
 
-def test_tasks_that_do_not_classify_are_refused_before_training(
+def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["compare", "char_lm", "--limit-chars", "20000", *SHORT, "--certify", "4", "--out", str(tmp_path / "out")]
-    assert main(words) == 2
-    assert "certify = 4 on char_lm" in capsys.readouterr().err
+    words = ["compare", "retrieval", "--data", "builtin", "--num-train", "8", *SHORT, "--certify", "4"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert "certify = 4 on retrieval" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_next_tokens_are_certified_in_a_comparison_and_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "char_lm", "--limit-chars", "20000", "--seq-len", "16", *SHORT, "--variants", "lipschitz"]
+    assert main([*words, "--certify", "4", "--seeds", "1", "--out", str(tmp_path / "out")]) == 0
+    run = tmp_path / "out" / "lipschitz" / "seed-0"
+    values = found(run)
+    assert values["examples"] == 4
+    assert values["total"] is not None
+    assert main(["certify", str(run), "--examples", "4", "--attack-steps", "3"]) == 0
+    assert "60 predictions in 4 examples" in capsys.readouterr().out
+    assert [row["split"] for row in [found(run)]] == ["test"]
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
@@ -252,11 +266,14 @@ def test_a_margin_is_trained_and_refused_where_nothing_has_one(
     data = str(compared.parent / "data" / "train.tsv")
     words = ["train", "text_classification", "--data", data, "--max-length", "6", *SHORT, "--variant", "lipschitz"]
     first_losses = []
-    for radius in ("0", "0.5"):
-        out = tmp_path / f"radius-{radius}"
-        assert main([*words, "--margin-radius", radius, "--log-every", "1", "--out", str(out)]) == 0
+    for number, margin in enumerate((["0"], ["0.5"], ["0.5", "--margin-loss", "certified"])):
+        out = tmp_path / f"run-{number}"
+        assert main([*words, "--margin-radius", *margin, "--log-every", "1", "--out", str(out)]) == 0
         first_losses.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
     assert first_losses[1] > first_losses[0]
+    assert first_losses[2] == first_losses[1]
+    hinge = ["--margin-radius", "0.5", "--margin-loss", "hinge", "--out", str(tmp_path / "hinge")]
+    assert main([*words, *hinge]) == 0
     words = ["train", "char_lm", "--limit-chars", "20000", *SHORT, "--margin-radius", "0.1"]
     assert main([*words, "--out", str(tmp_path / "lm")]) == 2
     assert "margin_radius = 0.1 is for classifiers" in capsys.readouterr().err

@@ -28,7 +28,7 @@ _LOSSES = 6
 
 @dataclass(frozen=True)
 class CertifyArguments:
-    """Certified Lipschitz bound of every layer; for a run that classifies, certified accuracy beside an attack."""
+    """Certified Lipschitz bound of every layer; for a run that classifies or continues texts, certified accuracy."""
 
     model: ModelName
     """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
@@ -89,7 +89,7 @@ def run(words: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(certificate.to_dict(), indent=2)
         (options.out / "certificate.json").write_text(text + "\n", encoding="utf-8")
-    task = _classifier_task(model, options)
+    task = _certified_task(model, options)
     if task is not None:
         _accuracy(model, task, certificate, radii, options)
     if options.out is not None:
@@ -157,8 +157,8 @@ def _print_losses(certificate: Certificate) -> None:
         print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
 
 
-def _classifier_task(model: Any, options: CertifyArguments) -> Task | None:
-    """Return the task of a classifier's run folder; None where there is nothing to classify."""
+def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
+    """Return the task of a run folder; None where certified accuracy is not defined."""
     config_file = Path(options.model) / "config.toml"
     if not config_file.is_file():
         if options.data is not None:
@@ -170,12 +170,12 @@ def _classifier_task(model: Any, options: CertifyArguments) -> Task | None:
     from wellposed.cli._arguments import read_config
 
     config = read_config(config_file)
-    from wellposed.training.certified_run import is_classifier
+    from wellposed.training.certified_run import has_certified_accuracy
 
-    if options.examples < 1 or not is_classifier(model):
+    if options.examples < 1 or not has_certified_accuracy(model):
         if options.data is not None:
             raise ConfigError(
-                f"--data {options.data}: certified accuracy is for classifiers with --examples >= 1; "
+                f"--data {options.data}: certified accuracy is for labels and next tokens, with --examples >= 1; "
                 f"{options.model} holds a {type(model).__name__} and --examples is {options.examples}"
             )
         return None

@@ -80,7 +80,7 @@ def compare(
 
     Raises:
         ConfigError: no or repeated variants, ``seeds < 1``, ``out`` in use and ``resume="never"``, or a task that
-            is no classification and ``certify > 0``.
+            is neither a classification nor a language model and ``certify > 0``.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
@@ -93,10 +93,10 @@ def compare(
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
-    if certify < 0 or (certify and task.kind != "sequence_classification"):
+    if certify < 0 or (certify and task.kind not in ("sequence_classification", "causal_lm")):
         raise ConfigError(
             f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task that classifies "
-            "sequences; certified accuracy is defined for those"
+            "sequences or predicts the next token; certified accuracy is defined for those"
         )
     if is_first():
         out.mkdir(parents=True, exist_ok=True)

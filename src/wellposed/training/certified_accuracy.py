@@ -1,4 +1,4 @@
-"""Certified accuracy of a classifier against perturbations of its embedded input, beside its accuracy under attack."""
+"""Certified accuracy of a classifier or a language model against perturbations of its embedded input, and attacked."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from wellposed.measurement import write_csv
 from wellposed.models import input_vectors
 
 Batch = Mapping[str, Tensor]
+_NO_LABEL = -100
+# Numbers in the slopes of pairs of classes that are made at once.
+_MOST_ENTRIES = 2**24
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class CertifiedAccuracy:
     """The attack, in words."""
     notes: tuple[str, ...] = ()
     """Why certified accuracy is no more than it is, where margins are not the reason."""
+    predictions: int = 0
+    """Of a language model: the predicted tokens, of which all shares are; 0 where examples have one label each."""
 
     def in_tokens(self, radius: float) -> float:
         """Return ``radius`` in units of the median token norm; infinite where that is 0."""
@@ -59,8 +64,9 @@ class CertifiedAccuracy:
 
     def table(self) -> str:
         """Return the curve as plain text; radii stand beside themselves in units of the median token norm."""
+        counted = f"{self.predictions} predictions in {self.examples}" if self.predictions else str(self.examples)
         lines = [
-            f"{self.examples} examples, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm {self.norm}, "
+            f"{counted} examples, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm {self.norm}, "
             f"median certified radius {self.median_radius:.4g} = {self.in_tokens(self.median_radius):.3g} of a token",
             f"{'radius':>10}  {'of a token':>10}  {'certified':>9}  {'attacked':>9}   ({self.attack})",
         ]
@@ -108,11 +114,14 @@ def certified_accuracy(
     attack (projected gradient ascent on the margin, Madry et al. 2018) runs in float64 and can only be too weak, so
     ``certified <= true <= attacked``. A wrong input found at some size counts at every radius above it. The
     perturbation acts on ``inputs_embeds`` of real tokens, in the certificate's norm: in ``tok`` every token may move
-    by r at once. Where the certificate is on a ball, an input is certified only as far as its tokens stay inside.
+    by r at once. Where the certificate is on a ball, an input is certified only as far as its tokens stay inside. Of a
+    language model every next token counts as an example; one perturbation of a text attacks all of its tokens.
 
     Args:
-        model: a classifier that takes ``inputs_embeds`` and returns ``logits``; it is copied, in eval mode.
-        batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``, one label per example.
+        model: it takes ``inputs_embeds`` and returns ``logits``, of one label or of the token after each position; it
+            is copied, in eval mode.
+        batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class per example, or the
+            token at each position, -100 where there is none.
         certificate: of this model, from `wellposed.certify`.
         radii: increasing sizes >= 0; where not given: those of `default_radii`.
         in_tokens: radii are multiples of the median 2-norm of an embedded token.
@@ -133,22 +142,16 @@ def certified_accuracy(
     if not embedded:
         raise DataError("certified accuracy: no examples were given; expected at least one batch")
     largest = torch.cat([batch.sizes.amax(-1) for batch in embedded])
-    certified = certificate.radius(
-        torch.cat([batch.logits for batch in embedded]),
-        torch.cat([batch.labels for batch in embedded]),
-        tokens=torch.cat([batch.mask.sum(-1) for batch in embedded]),
-        largest_token=largest,
-        width=embedded[0].vectors.shape[-1],
-    )
+    certified = torch.cat([_certified_radii(certificate, batch) for batch in embedded])
     median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
     sizes = default_radii(certified) if radii is None else [r * (median_token if in_tokens else 1.0) for r in radii]
     attack = _MarginAttack(target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed))
-    broken_at = torch.cat([attack.smallest_break(batch, sizes) for batch in embedded])
-    correct = torch.cat([batch.correct for batch in embedded])
+    broken_at = torch.cat([attack.smallest_break(batch, sizes)[batch.is_counted] for batch in embedded])
+    correct = torch.cat([batch.correct[batch.is_counted] for batch in embedded])
     held = {size: correct & ((certified > size) | (size == 0)) for size in sizes}
     return CertifiedAccuracy(
         tuple(AccuracyAtRadius(size, _share(held[size]), _share(broken_at > size)) for size in sizes),
-        examples=len(certified),
+        examples=len(largest),
         norm=str(certificate.norm),
         lipschitz=certificate.total,
         clean=_share(correct),
@@ -157,6 +160,7 @@ def certified_accuracy(
         largest_token=float(largest.max()),
         attack=f"PGD, {attack_steps} steps, {restarts} start{'s' if restarts > 1 else ''}, float64",
         notes=_notes(certificate, largest),
+        predictions=0 if embedded[0].logits.shape[1] == 1 else len(certified),
     )
 
 
@@ -193,12 +197,16 @@ def default_radii(certified: Tensor, count: int = 8) -> list[float]:
 
 @dataclass(frozen=True)
 class _EmbeddedBatch:
-    """A batch as vectors of tokens, and what the model says of it without a perturbation."""
+    """A batch as vectors of tokens, and what the model says of it without a perturbation: (batch, labels, classes)."""
 
     vectors: Tensor
     mask: Tensor
     labels: Tensor
     logits: Tensor
+
+    @property
+    def is_counted(self) -> Tensor:
+        return self.labels != _NO_LABEL
 
     @property
     def correct(self) -> Tensor:
@@ -210,15 +218,43 @@ class _EmbeddedBatch:
         return self.vectors.norm(dim=-1) * self.mask
 
 
+def _scores(model: Any, vectors: Tensor, mask: Tensor) -> Tensor:
+    """Return logits (batch, labels, classes): of one label, or of the token after each position but the last."""
+    logits = model(inputs_embeds=vectors, attention_mask=mask).logits
+    return logits[:, None] if logits.ndim == 2 else logits[:, :-1]
+
+
 @torch.no_grad()
 def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     labels, mask = batch["labels"], batch["attention_mask"]
-    if labels.ndim != 1 or labels.is_floating_point() or bool((labels < 0).any()):
+    is_text = labels.shape == batch["input_ids"].shape
+    least = _NO_LABEL if is_text else 0
+    if labels.is_floating_point() or not (labels.ndim == 1 or is_text) or bool((labels < least).any()):
         raise DataError(
-            f"certified accuracy: labels must be (batch,) class numbers, received {labels.dtype} {tuple(labels.shape)}"
+            "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of input_ids, received "
+            f"{labels.dtype} {tuple(labels.shape)}"
         )
     vectors = input_vectors(model, batch["input_ids"], mask)
-    return _EmbeddedBatch(vectors, mask, labels, model(inputs_embeds=vectors, attention_mask=mask).logits)
+    return _EmbeddedBatch(vectors, mask, labels[:, 1:] if is_text else labels[:, None], _scores(model, vectors, mask))
+
+
+def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
+    """Return one radius for each label that counts."""
+    chosen = batch.is_counted
+    lengths, largest = (
+        value[:, None].expand(chosen.shape)[chosen] for value in (batch.mask.sum(-1), batch.sizes.amax(-1))
+    )
+    width = batch.vectors.shape[-1]
+    rows = max(1, _MOST_ENTRIES // (batch.logits.shape[-1] * width))
+    parts = zip(
+        *(part.split(rows) for part in (batch.logits[chosen], batch.labels[chosen], lengths, largest)), strict=True
+    )
+    return torch.cat(
+        [
+            certificate.radius(logits, labels, tokens=tokens, largest_token=token, width=width)
+            for logits, labels, tokens, token in parts
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -232,7 +268,7 @@ class _MarginAttack:
     generator: torch.Generator
 
     def smallest_break(self, batch: _EmbeddedBatch, sizes: Sequence[float]) -> Tensor:
-        """Return the size of the smallest perturbation found that makes each example wrong; infinite where none was."""
+        """Return the size of the smallest perturbation found that makes each label wrong; infinite where none was."""
         broken_at = torch.where(batch.correct, math.inf, 0.0).double()
         carried = torch.zeros_like(batch.vectors)
         for size in (size for size in sizes if size > 0):
@@ -257,12 +293,12 @@ class _MarginAttack:
 
     def _try(self, batch: _EmbeddedBatch, delta: Tensor, broken_at: Tensor) -> tuple[Tensor, Tensor]:
         """Return the margins at ``delta``, and the smallest breaks with those that it makes."""
-        logits = self.model(inputs_embeds=batch.vectors + delta, attention_mask=batch.mask).logits
-        right = batch.labels[:, None]
-        margin = logits.gather(-1, right)[:, 0] - logits.scatter(-1, right, -math.inf).amax(-1)
+        logits = _scores(self.model, batch.vectors + delta, batch.mask)
+        right = batch.labels.clamp_min(0).unsqueeze(-1)
+        margin = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
         wrong = logits.argmax(-1) != batch.labels
-        size = torch.where(wrong, perturbation_size(delta.detach(), self.norm), math.inf)
-        return margin, torch.minimum(broken_at, size)
+        size = torch.where(wrong, perturbation_size(delta.detach(), self.norm)[:, None], math.inf)
+        return margin * batch.is_counted, torch.minimum(broken_at, size)
 
     def _random(self, batch: _EmbeddedBatch, size: float) -> Tensor:
         noise = torch.randn(batch.vectors.shape, dtype=batch.vectors.dtype, generator=self.generator)

@@ -25,9 +25,9 @@ BALL = 1.5
 """Of the longest embedded token: wide enough for every radius of TOKEN_SHARES."""
 
 
-def is_classifier(model: nn.Module) -> bool:
-    """Return whether certified accuracy is defined for ``model``: one sequence, one label."""
-    return type(model).__name__.endswith("ForSequenceClassification")
+def has_certified_accuracy(model: nn.Module) -> bool:
+    """Return whether certified accuracy is defined for ``model``: a label of one sequence, or the next token."""
+    return type(model).__name__.endswith(("ForSequenceClassification", "ForCausalLM"))
 
 
 def first_batches(task: Task, split: Split, examples: int, batch_size: int = 32) -> list[dict[str, Tensor]]:
@@ -69,14 +69,15 @@ def certify_run(
         shares: radii in units of the median token norm, increasing.
 
     Raises:
-        ConfigError: the run does not classify sequences, or has not finished.
+        ConfigError: the run neither classifies sequences nor predicts the next token, or has not finished.
 
     Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples.
     """
     model, _ = load_run_model(folder)
-    if not is_classifier(model):
+    if not has_certified_accuracy(model):
         raise ConfigError(
-            f"{folder}: certified accuracy is for a label of one sequence, the run holds a {type(model).__name__}"
+            f"{folder}: certified accuracy is for a label of one sequence or the next token of a text, the run holds a "
+            f"{type(model).__name__}"
         )
     batches = first_batches(task, "test", examples)
     longest = max(batch["input_ids"].shape[-1] for batch in batches)

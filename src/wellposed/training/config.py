@@ -95,8 +95,6 @@ class TrainOptions:
     """Optimizer steps."""
     epochs: float | None = None
     """Passes over the train split; the number of steps then follows from the data."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon steps hidden matrices along the polar factor of their momentum, with AdamW for the rest and its rates."""
     batch_size: int = 32
     """Sequences in one micro-batch."""
     gradient_accumulation: int = 1
@@ -113,8 +111,12 @@ class TrainOptions:
     """D of inverse_sqrt: lr sqrt(D / (D + n))."""
     gamma: float = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with momentum."""
+    momentum: float | None = None
+    """Of muon (0.95 where not given) and sgd (0.9)."""
     weight_decay: float = 0.01
-    """AdamW weight decay on matrices; biases, norms and scalars have none."""
+    """Weight decay on matrices; biases, norms and scalars have none."""
     adam_beta1: float = 0.9
     """AdamW beta 1."""
     adam_beta2: float = 0.98
@@ -129,6 +131,8 @@ class TrainOptions:
     """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
     margin_radius: float = 0.0
     """Train a classifier on the logits that the other classes could reach when its input moves by this much."""
+    margin_loss: Literal["ce", "certified", "hinge"] | None = None
+    """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     device: str = "auto"

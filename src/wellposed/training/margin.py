@@ -1,6 +1,8 @@
-"""Training on certified logits: the other classes start ahead by what a perturbation could give them."""
+"""Losses on certified logits: the other classes start ahead by what a perturbation could give them."""
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor, nn
 
@@ -34,3 +36,24 @@ def certified_logits(logits: Tensor, labels: Tensor, model: nn.Module, radius: f
         )
     gaps = (head.weight[labels][:, None] - head.weight).norm(dim=-1)
     return logits + radius * gaps.to(logits.dtype)
+
+
+def hinge_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum over rows of ``max(0, max_k z_k - z_y)``, k other than the class y.
+
+    Status: exact. Of `certified_logits` a row counts 0 exactly where the certified radius is at least r: where
+    ``z_y - z_k >= r |w_y - w_k|`` for every other class (hinge loss of a certified margin; Tsuzuku, Sato, Sugiyama 2018
+    for the margin, Anil, Lucas, Grosse 2019 for hinge losses of Lipschitz models).
+
+    Args:
+        logits: ``(batch, classes)``. labels: ``(batch,)``.
+
+    When not to use: on plain logits, where it says nothing of how far the right class is ahead.
+
+    >>> import torch
+    >>> hinge_sum(torch.tensor([[1.0, 0.5], [0.0, 2.0]]), torch.tensor([0, 0]))
+    tensor(2.)
+    """
+    right = labels[:, None]
+    behind = logits.scatter(-1, right, -math.inf).amax(-1) - logits.gather(-1, right)[:, 0]
+    return behind.relu().sum()

@@ -1,8 +1,9 @@
-"""AdamW in two groups: free matrices decay, everything else does not; or Muon beside it."""
+"""The optimizer of a run, in two groups: free matrices decay, everything else does not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,29 +15,40 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 def build_optimizer(
-    model: nn.Module, options: TrainOptions, *, constrained: Iterable[nn.Parameter] = ()
+    model: nn.Module,
+    options: TrainOptions,
+    *,
+    constrained: Iterable[nn.Parameter] = (),
+    where: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of ``options``; AdamW in one fused kernel where the device has it."""
+    """Return the optimizer that ``options`` names over the trainable parameters of ``model``.
+
+    Args:
+        model: any module.
+        options: rates and moments; AdamW and SGD run in one fused kernel where the device has it.
+        constrained: weights without decay, which ``where`` names.
+
+    Raises:
+        ConfigError: Muon, of a model without hidden matrices.
+    """
+    device = next(model.parameters()).device.type
+    adam: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
     if options.optimizer == "muon":
-        held = set(map(id, constrained))
         return MuonAndAdamW(
             model,
             lr=options.learning_rate,
             adamw_lr=options.learning_rate,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_epsilon,
+            momentum=0.95 if options.momentum is None else options.momentum,
             weight_decay=options.weight_decay,
             adjust_lr_fn="match_rms_adamw",
-            where=(lambda _, module: not held.isdisjoint(map(id, module.parameters(recurse=False)))) if held else None,
+            where=list(where) or None,
+            **adam,
         )
-    device = next(model.parameters()).device.type
-    return torch.optim.AdamW(
-        decay_groups(model, options.weight_decay, constrained=constrained),
-        lr=options.learning_rate,
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_epsilon,
-        fused=device in FUSED_DEVICES,
-    )
+    groups = decay_groups(model, options.weight_decay, constrained=constrained)
+    if options.optimizer == "sgd":
+        momentum = 0.9 if options.momentum is None else options.momentum
+        return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=device in FUSED_DEVICES)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=device in FUSED_DEVICES, **adam)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

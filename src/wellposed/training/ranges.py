@@ -33,6 +33,7 @@ TRAIN_RULES: dict[str, Rule] = {
     "warmup_steps": NOT_NEGATIVE,
     "decay_steps": AT_LEAST_ONE,
     "gamma": POSITIVE,
+    "momentum": BELOW_ONE,
     "weight_decay": NOT_NEGATIVE,
     "adam_beta1": BELOW_ONE,
     "adam_beta2": BELOW_ONE,
@@ -55,6 +56,8 @@ UNSET = (False, "own")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
+OPTIMIZERS = ("adamw", "muon", "sgd")
+MARGIN_LOSSES = ("ce", "certified", "hinge")
 
 
 def penalty_problems(options: PenaltyOptions) -> list[str]:
@@ -118,6 +121,26 @@ def train_problems(options: TrainOptions) -> list[str]:
             f"warmup_steps = {options.warmup_steps}, expected fewer than steps = {options.steps} "
             f"for the schedule {options.schedule}"
         )
+    if options.optimizer not in OPTIMIZERS:
+        problems.append(f"optimizer = {options.optimizer!r}, expected {', '.join(OPTIMIZERS)}")
+    elif options.momentum is not None and options.optimizer == "adamw":
+        problems.append(f"momentum = {options.momentum} with optimizer = adamw, which reads adam_beta1 instead")
+    return problems + _margin_problems(options)
+
+
+def _margin_problems(options: TrainOptions) -> list[str]:
+    loss, radius = options.margin_loss, options.margin_radius
+    if loss is None:
+        return []
+    if loss not in MARGIN_LOSSES:
+        return [f"margin_loss = {loss!r}, expected {', '.join(MARGIN_LOSSES)}"]
+    problems = []
+    if loss == "ce" and radius:
+        problems.append(f"margin_radius = {radius} with margin_loss = ce, which has no margin; take certified or hinge")
+    if loss != "ce" and not radius:
+        problems.append(f"margin_loss = {loss} needs a margin_radius above 0")
+    if loss == "hinge" and options.label_smoothing:
+        problems.append(f"label_smoothing = {options.label_smoothing} with margin_loss = hinge, expected 0")
     return problems
 
 

@@ -60,7 +60,7 @@ class Run:
         constrained = constrained_weights(config.constrain, self.model)
         self.prepared, wrapper = accelerator.prepare(
             torch.compile(self.model) if config.train.compile else self.model,
-            build_optimizer(self.model, config.train, constrained=constrained),
+            build_optimizer(self.model, config.train, constrained=constrained, where=config.constrain.patterns),
         )
         self.optimizer: torch.optim.Optimizer = wrapper.optimizer
         self.constraint = build_constraint(config.constrain, self.model, self.optimizer)

@@ -22,7 +22,7 @@ from wellposed.training.batches import (
     token_count,
 )
 from wellposed.training.config import TrainOptions
-from wellposed.training.margin import certified_logits
+from wellposed.training.margin import certified_logits, hinge_sum
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -113,7 +113,10 @@ def compute_gradients(
                     whole = accelerator.unwrap_model(model)
                     logits = certified_logits(logits, batch["labels"], whole, options.margin_radius)
                 logits = scaled(logits, options)
-                batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
+                if options.margin_loss == "hinge":
+                    batch_sum, count = hinge_sum(logits, batch["labels"]), len(logits)
+                else:
+                    batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share

@@ -1,0 +1,58 @@
+"""Losses of certified margins against their definitions, written out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wellposed.certification import certify
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.training import TrainOptions
+from wellposed.training.margin import certified_logits, hinge_sum
+
+
+def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 4, (20,))
+    expected = 0.0
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        expected += max(0.0, max(row[k] - row[label] for k in range(4) if k != label))
+    assert float(hinge_sum(logits, labels)) == pytest.approx(expected, rel=1e-12)
+
+
+@torch.no_grad()
+def test_an_example_has_no_hinge_loss_exactly_where_its_certified_radius_reaches_r() -> None:
+    torch.manual_seed(0)
+    config = WellposedConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=0, num_attention_heads=2, num_labels=3, norm="none",
+        unit_embeddings=True, max_position_embeddings=6, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    model = WellposedForSequenceClassification(config).double().eval()
+    ids = torch.randint(0, 9, (40, 6))
+    logits = model(input_ids=ids).logits
+    certificate = certify(model, seq_len=6)
+    assert certificate.head is not None
+    assert certificate.head[1] == pytest.approx(1.0, rel=1e-6)
+    labels = logits.argmax(-1)
+    radii = certificate.radius(logits, labels)
+    r = float(radii.median()) * (1 + 1e-4)
+    for row in range(40):
+        one = slice(row, row + 1)
+        loss = float(hinge_sum(certified_logits(logits[one], labels[one], model, r), labels[one]))
+        assert (loss == 0.0) == bool(radii[row] >= r)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"margin_loss": "ce", "margin_radius": 0.1}, "margin_radius = 0.1 with margin_loss = ce"),
+        ({"margin_loss": "certified"}, "margin_loss = certified needs a margin_radius"),
+        ({"margin_loss": "hinge"}, "margin_loss = hinge needs a margin_radius"),
+        ({"margin_loss": "hinge", "margin_radius": 0.1, "label_smoothing": 0.1}, "label_smoothing = 0.1"),
+        ({"margin_loss": "mse"}, "margin_loss = 'mse', expected ce, certified, hinge"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TrainOptions(**options)  # pyright: ignore[reportArgumentType]
