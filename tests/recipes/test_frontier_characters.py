@@ -126,7 +126,8 @@ def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> None:
-    model = newhouse_model(2).to(dtype)
+    model = newhouse_model(2)
+    model.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     ids = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
     found = next_characters(model, [ids], SHARES, printed=True)
     assert list(found.certified) == sorted(found.certified, reverse=True)
@@ -148,15 +149,13 @@ def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     done = reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
     assert done.result.holds is None
     rows = list(csv.DictReader((tmp_path / "out" / "frontier-characters.csv").read_text().splitlines()))
-    assert {row["model"] for row in rows} == {
-        "Newhouse, AdamW", "Newhouse, Muon", "lipschitz:1", "lipschitz:2", "lipschitz:4"
-    }  # fmt: skip
+    assert {row["model"] for row in rows} == {"Newhouse, AdamW", "Newhouse, Muon", "lipschitz:1", "lipschitz:2"}
     for row in rows:
         assert bool(row["printed_bound"]) == row["model"].startswith("Newhouse")
         if row["model"].startswith("lipschitz"):
             assert float(row["sound_bound"]) <= float(row["model"].split(":")[1]) * (1 + 1e-6)
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert len(finished) == 5
+    assert len(finished) == 4
     reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished
 

@@ -33,6 +33,8 @@ class Sizes:
     steps: int
     seeds: int
     factors: Sequence[float]
+    budgets: Sequence[str] = ("1", "2")
+    """Of our models."""
     width: int = 64
     layers: int = 2
     heads: int = 4
@@ -72,12 +74,6 @@ THEIRS: Mapping[str, Callable[[RunConfig], RunConfig]] = {
     "Newhouse, AdamW": newhouse,
     "Newhouse, Muon": newhouse_muon,
 }
-OURS: Mapping[str, Callable[[RunConfig], RunConfig]] = {
-    "lipschitz:1": lambda base: lipschitz(base, "1"),
-    "lipschitz:2": lambda base: lipschitz(base, "2"),
-    "lipschitz:4": lambda base: lipschitz(base, "4"),
-}
-MODELS = {**THEIRS, **OURS}
 
 
 @dataclass(frozen=True)
@@ -111,17 +107,20 @@ def characters(request: Request) -> Reproduction:
     sizes = request.pick(
         toy=Sizes(3, 1, (1.0,), width=8, layers=1, heads=2, seq_len=16, batch_size=2, blocks=2, limit_chars=2000),
         mini=Sizes(400, 3, (1.0, 3.0)),
-        paper=Sizes(2000, 3, (1 / 3, 1.0, 3.0), width=256, layers=3, seq_len=256, batch_size=512, blocks=256),
+        paper=Sizes(
+            2000, 3, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=256, layers=3, seq_len=256, batch_size=512, blocks=256
+        ),
     )
     measured = list(_measure(request, sizes))
-    verdict = judge([[rivalry(mine, theirs) for mine in _of(measured, OURS)] for theirs in _of(measured, THEIRS)])
+    theirs = [model for model in measured if model.label in THEIRS]
+    ours = [model for model in measured if model.label not in THEIRS]
     return Reproduction(
         [row for model in measured for row in _rows(model)],
         _panels(measured),
         got="; ".join(_said(model) for model in measured)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} x {sizes.seq_len} characters, "
         f"{sizes.layers} blocks of width {sizes.width}",
-        holds=verdict,
+        holds=judge([[rivalry(mine, rival) for mine in ours] for rival in theirs]),
         notes=(
             "bounds are of the map from embedded tokens of root mean square 1 to last states, in the largest root mean "
             "square of a token (the norm of Newhouse et al.), the last linear map at norm 1",
@@ -182,7 +181,8 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     dataset = task.dataset("test")
     texts = [dataset[index]["input_ids"] for index in range(min(sizes.blocks, len(dataset)))]
     whole = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
-    for label, model in MODELS.items():
+    ours = {f"lipschitz:{budget}": partial(lipschitz, budget=budget) for budget in sizes.budgets}
+    for label, model in {**THEIRS, **ours}.items():
 
         def plan(rate: float, seed: int, label: str = label, model: Callable[..., RunConfig] = model) -> PlannedRun:
             name = label.replace(", ", "-").replace(":", "-")
@@ -226,10 +226,6 @@ def _base(options: Mapping[str, str | int | None], sizes: Sizes, rate: float, se
             seed=seed,
         ),
     )
-
-
-def _of(measured: Sequence[Measured], labels: Iterable[str]) -> list[Measured]:
-    return [model for model in measured if model.label in labels]
 
 
 def _rows(model: Measured) -> list[Row]:
