@@ -169,14 +169,14 @@ def test_next_tokens_are_certified_in_a_comparison_and_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["compare", "char_lm", "--limit-chars", "20000", "--seq-len", "16", *SHORT, "--variants", "lipschitz"]
-    assert main([*words, "--certify", "4", "--seeds", "1", "--out", str(tmp_path / "out")]) == 0
+    assert main([*words, "--certify", "16", "--seeds", "1", "--out", str(tmp_path / "out")]) == 0
     run = tmp_path / "out" / "lipschitz" / "seed-0"
     values = found(run)
-    assert values["examples"] == 4
+    assert values["examples"] == 30  # two blocks of 16 tokens
     assert values["total"] is not None
     assert main(["certify", str(run), "--examples", "4", "--attack-steps", "3"]) == 0
-    assert "60 predictions in 4 examples" in capsys.readouterr().out
-    assert [row["split"] for row in [found(run)]] == ["test"]
+    assert "15 next tokens of 1 texts" in capsys.readouterr().out
+    assert found(run)["examples"] == 15
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class CertifyArguments:
     split: Literal["valid", "test"] = "test"
     """Split on which certified accuracy is measured."""
     examples: int = 256
-    """Examples for certified accuracy, the first of the split; 0 leaves it out."""
+    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0 leaves it out."""
     radii: str | None = None
     """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not given."""
     attack_steps: int = 20

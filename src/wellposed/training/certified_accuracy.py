@@ -64,9 +64,10 @@ class CertifiedAccuracy:
 
     def table(self) -> str:
         """Return the curve as plain text; radii stand beside themselves in units of the median token norm."""
-        counted = f"{self.predictions} predictions in {self.examples}" if self.predictions else str(self.examples)
+        texts = f"{self.predictions} next tokens of {self.examples} texts"
+        counted = texts if self.predictions else f"{self.examples} examples"
         lines = [
-            f"{counted} examples, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm {self.norm}, "
+            f"{counted}, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm {self.norm}, "
             f"median certified radius {self.median_radius:.4g} = {self.in_tokens(self.median_radius):.3g} of a token",
             f"{'radius':>10}  {'of a token':>10}  {'certified':>9}  {'attacked':>9}   ({self.attack})",
         ]

@@ -31,12 +31,18 @@ def has_certified_accuracy(model: nn.Module) -> bool:
 
 
 def first_batches(task: Task, split: Split, examples: int, batch_size: int = 32) -> list[dict[str, Tensor]]:
-    """Return the first ``examples`` of a split, or all of it, in batches."""
+    """Return the first ``examples`` of a split, or all of it, in batches.
+
+    Of a language model every next token is one: texts are taken until they hold so many.
+    """
     dataset = task.dataset(split)
-    count = min(examples, len(dataset))
+    chosen, found = 0, 0
+    while chosen < len(dataset) and found < examples:
+        found += len(dataset[chosen]["input_ids"]) - 1 if task.kind == "causal_lm" else 1
+        chosen += 1
     return [
-        task.collate([dataset[member] for member in range(start, min(start + batch_size, count))])
-        for start in range(0, count, batch_size)
+        task.collate([dataset[member] for member in range(start, min(start + batch_size, chosen))])
+        for start in range(0, chosen, batch_size)
     ]
 
 
@@ -64,7 +70,7 @@ def certify_run(
     Args:
         folder: of a finished run.
         task: of that run.
-        examples: the first so many of *test*.
+        examples: the first so many of *test*; of a language model, next tokens.
         attack_steps: gradient steps of the attack for each radius.
         shares: radii in units of the median token norm, increasing.
 
@@ -113,7 +119,7 @@ def keep(folder: Path, curve: CertifiedAccuracy, split: Split, shares: Sequence[
     run = CertifiedRun(
         run_date=_date(folder),
         split=split,
-        examples=curve.examples,
+        examples=curve.predictions or curve.examples,
         norm=curve.norm,
         attack=curve.attack,
         total=curve.lipschitz if math.isfinite(curve.lipschitz) else None,
