@@ -79,6 +79,23 @@ def test_the_page_of_the_command_lists_every_variant_and_every_task(heading: str
     assert sorted(names) == sorted(registered)
 
 
+def table_rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table whose first heading this is."""
+    lines = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_readme_and_the_page_of_families_agree() -> None:
+    page = (ROOT / "docs" / "families.md").read_text("utf-8")
+    tried = {name: [cell.startswith("yes") for cell in cells] for name, *cells in table_rows(page, "family")}
+    # train, penalize, constrain, measure, certify, L2 attention, LoRA, T-Fixup, predict
+    groups = ([0, 3, 8], [1, 2, 5, 6], [4], [7])
+    said = {}
+    for names, *cells in table_rows(README, "family"):
+        said |= {name: [cell == "yes" for cell in cells] for name in names.split(", ")}
+    assert said == {name: [all(cells[k] for k in group) for group in groups] for name, cells in tried.items()}
+
+
 def test_the_readme_measures_and_penalises_models_as_they_are() -> None:
     for model in (bert(), nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)):
         assert torch.isfinite(wp.OrthogonalityPenalty(model, attention=1e-6)())

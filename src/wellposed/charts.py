@@ -149,7 +149,8 @@ def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
 def _handles(axes: Any, panel: Panel) -> dict[str, Any]:
     handles, labels = axes.get_legend_handles_labels()
     found = dict(zip(reversed(labels), reversed(handles), strict=True))
-    return {series.label: found[series.label] for series in panel.series}
+    # matplotlib leaves labels that start with "_" out of legends.
+    return {series.label: found[series.label] for series in panel.series if series.label in found}
 
 
 def _looks(panel: Panel) -> dict[str, tuple[object, ...]]:
