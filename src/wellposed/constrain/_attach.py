@@ -100,8 +100,8 @@ def constrain_(
             one has orthogonal columns, ``E^T E = g^2 I``, and no vector longer than g. In place of ``gain``, g is the
             embedding's mean singular value at the start, to three digits. It steps by its own gradient, not the
             projected one, so that tokens outside the batch move by the retraction alone.
-        batched: work on all weights of one shape in one batched product; None does so but for orthogonal ones on a CPU
-            of more than 64 columns, where a loop over reused buffers is faster.
+        batched: work on all weights of one shape in one batched product; None does so but on a CPU for weights of
+            more than 16,384 entries, where a loop is faster.
         dry_run: print the plan, change nothing, and return an inactive handle.
 
     Returns:

@@ -22,7 +22,6 @@ from wellposed.linalg.sharded import is_sharded, read, write_
 class ProjectedWeight(Weight):
     """A matrix that steps by its own gradient and is projected after it, with nothing kept in between."""
 
-    gains_from_batch = True
     is_steered = False
     tolerance = 0.0
     """The error up to which a matrix counts as one of the set already."""

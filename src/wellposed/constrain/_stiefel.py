@@ -37,8 +37,6 @@ _ELEMENTWISE = frozenset(
 )
 _LIE_MARK = "wellposed_lie_coordinates"
 _MASTER = "wellposed_float32"
-# Up to this side a batched product is faster than a loop over reused buffers on a CPU.
-_SMALL = 64
 
 
 class OrthogonalWeight(Weight):
@@ -59,7 +57,6 @@ class OrthogonalWeight(Weight):
         # gradient is not zero for a token outside the batch, and Adam would make it as long a step as any.
         self.is_frame = is_frame
         self.is_steered = not is_frame
-        self.gains_from_batch = self.parameter.device.type != "cpu" or min(self.value.shape) <= _SMALL
         # The moments of a fused weight belong to all its slices, so none of them can be in coordinates of its own.
         self.square = self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
         self.dtype = compute_dtype(self.parameter)

@@ -16,14 +16,15 @@ from wellposed.linalg import Retraction, Workspace
 # Optimizers that scale their step by the size of the weight: the weight may not be displaced under them.
 _READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
 
+# Entries up to which a CPU saves more by fewer calls than it loses by stacking.
+_SMALL = 2**14
+
 
 class Weight(ABC):
     """A matrix that is put back into a set after each step; a set is a subclass."""
 
     decays = False
     """Whether weight decay keeps the matrix in the set."""
-    gains_from_batch: bool
-    """Whether a batched product is faster than a loop."""
     is_steered: bool
     """Whether the gradient is put into coordinates of the set before the optimizer steps."""
 
@@ -35,6 +36,8 @@ class Weight(ABC):
         self.rows = place.rows
         self.optimizer = optimizer
         self.gain = size
+        # Whether a batched product is faster than a loop.
+        self.gains_from_batch = self.parameter.device.type != "cpu" or self.value.numel() <= _SMALL
         self.also = also
 
     @property

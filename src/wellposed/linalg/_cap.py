@@ -116,10 +116,11 @@ def cap_spectral_norms_(weights: Sequence[Tensor], *, bound: float = 1.0) -> lis
     if targets[0].numel() == 0:
         return [SpectralCap("inside", 0.0)] * len(targets)
     with torch.no_grad(), full_precision(targets[0].device.type):
-        stack = torch.stack(targets)
+        is_one = len(targets) == 1
+        stack = targets[0][None] if is_one else torch.stack(targets)
         caps = _cap_(stack, bound)
         moved = [index for index, cap in enumerate(caps) if cap.method != "inside"]
-        if moved:
+        if moved and not is_one:
             torch._foreach_copy_([targets[index] for index in moved], [stack[index] for index in moved])
     return caps
 

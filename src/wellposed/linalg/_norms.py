@@ -26,6 +26,8 @@ _CHOLESKY_FROM = 192
 _CHOLESKY_TRIES = ((1, (2e-5, 1.8e-4)), (3, (1.8e-4,)))
 # Lanczos in float32 stops where a step adds this little: some units of its rounding.
 _NOTHING_NEW = 3e-6
+# Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a batch.
+_ONE_BY_ONE = 64
 
 
 def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
@@ -191,47 +193,43 @@ def _gram_norm(gram: Tensor) -> Tensor:
 def _rayleigh_quotient(gram: Tensor, steps: int) -> Tensor:
     """Return ``v^T G v / v^T v``, never above the largest eigenvalue, for v from Lanczos steps; deterministic."""
     # The vector may be rough, since its quotient is taken in the precision of the matrix.
-    top = _ritz_vectors(gram[None], steps)[0, :, -1].to(gram)
+    top = _ritz_vectors(gram, steps)[:, -1].to(gram)
     return (top @ (gram @ top)) / top.square().sum()
 
 
 def _ritz_vectors(grams: Tensor, steps: int) -> Tensor:
-    """Return (batch, n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``: the last is near the top one.
+    """Return (..., n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``: the last is near the top one.
 
     A matrix ends where what is new in a step is down to rounding: for a few distinct eigenvalues that is after as many
     steps, and vectors made of rounding would repeat earlier ones, so that their Ritz values are several times the
     truth.
     """
+    side = grams.shape[-1]
+    if grams.ndim == 3 and grams.device.type == "cpu" and side > _ONE_BY_ONE:
+        return torch.stack([_ritz_vectors(gram, steps) for gram in grams])
     largest = grams.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(grams.dtype).tiny)
-    rough = (grams / largest[:, None, None]).float()
-    count, side = rough.shape[:2]
+    rough = (grams / largest[..., None, None]).float()
     # The sine of squares looks random: it has a share in every structured eigenvector, such as ones or a few entries.
     start = torch.arange(1, side + 1, dtype=torch.float64, device=grams.device).square().sin().to(rough)
-    vector = start[:, None].expand(count, side, 1)
-    basis = rough.new_zeros(count, min(steps, side), side)
-    projected = rough.new_zeros(count, basis.shape[1], basis.shape[1])
-    size = rough.new_zeros(count, 1, 1)
-    for step in range(basis.shape[1]):
-        length = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+    vector = start[:, None].expand(*rough.shape[:-1], 1)
+    basis = rough.new_zeros(*rough.shape[:-2], min(steps, side), side)
+    projected = rough.new_zeros(*rough.shape[:-2], basis.shape[-2], basis.shape[-2])
+    size = rough.new_zeros(*rough.shape[:-2], 1, 1)
+    for step in range(basis.shape[-2]):
+        length = torch.linalg.vector_norm(vector, dim=-2, keepdim=True)
         is_new = length > _NOTHING_NEW * size
         if not bool(is_new.any()):
             break
-        basis[:, step] = torch.where(is_new, vector / length, 0.0)[..., 0]
-        image = _images(rough, basis[:, step])
+        unit = torch.where(is_new, vector / length, 0.0)
+        basis[..., step, :] = unit[..., 0]
+        image = rough @ unit
         inside = basis @ image
-        projected[:, step] = inside[..., 0]
-        size = torch.maximum(size, inside[:, step, None])
-        vector = torch.baddbmm(image, basis.mT, inside, alpha=-1.0)
-        vector = torch.baddbmm(vector, basis.mT, basis @ vector, alpha=-1.0)
+        projected[..., step, :] = inside[..., 0]
+        size = torch.maximum(size, inside[..., step, None, :])
+        vector = image - basis.mT @ inside
+        vector = vector - basis.mT @ (basis @ vector)
     # Only the lower triangle was filled, and only it is read.
     return basis.mT @ torch.linalg.eigh(projected).eigenvectors
-
-
-def _images(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Return (batch, n, 1) images; above a side of 64 a CPU multiplies one by one at an eighth of the time."""
-    if matrices.device.type != "cpu" or matrices.shape[-1] <= 64:
-        return matrices @ vectors.unsqueeze(-1)
-    return torch.stack([matrix @ vector for matrix, vector in zip(matrices, vectors, strict=True)]).unsqueeze(-1)
 
 
 def _scaled_gram(matrix: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
