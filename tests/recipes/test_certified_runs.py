@@ -212,7 +212,7 @@ def test_nearest_words_are_those_of_a_search_by_hand() -> None:
         assert word.distance == pytest.approx(distances[best], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("frontier/")])
+@pytest.mark.parametrize("name", ["frontier/accuracy", "frontier/depth"])
 def test_every_study_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     write_texts(tmp_path / "data" / "ag_news")
     done = reproduce(name, scale="toy", out=tmp_path / "out", data=str(tmp_path / "data"))
