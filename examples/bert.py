@@ -27,5 +27,5 @@ trainer.train()
 penalty.remove()
 
 first, last = (row for row in trainer.state.log_history if "loss" in row)
-for name in ("loss", "penalty/total", "cond/encoder.0.key/orthogonality_error"):
+for name in ("loss", "penalty/total", "cond/key/orthogonality_error/max"):
     print(f"{name:<40} {first[name]:.4f} -> {last[name]:.4f}")

@@ -101,12 +101,6 @@ def set_attention_(model: nn.Module, name: str) -> None:
             f"set_attention_: {type(model).__name__} is no model of transformers that is told its attention by name; "
             "build wellposed's own with attention='l2' or 'cosine'"
         )
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if not any(part._supports_sdpa or part._supports_attention_backend for part in parts):
-        raise ConfigError(
-            f"set_attention_: {type(model).__name__} asks transformers for no attention, so {name!r} would change "
-            "nothing; leave its attention as it is"
-        )
     before = model.config._attn_implementation or "eager"
     # A part that has an attention of its own keeps whichever name it had, so one of two does not stick.
     deaf = {part for tried in ("eager", name) for part in _parts_that_ignore(model, tried)}
@@ -115,6 +109,13 @@ def set_attention_(model: nn.Module, name: str) -> None:
         raise ConfigError(
             f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention of its own:\n"
             + listed(sorted(deaf))
+        )
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not any(part._supports_sdpa or part._supports_attention_backend for part in parts):
+        model.set_attn_implementation(before)
+        raise ConfigError(
+            f"set_attention_: {type(model).__name__} asks transformers for no attention, so {name!r} would change "
+            "nothing; leave its attention as it is"
         )
     record(model.config, attention=name)
 

@@ -66,11 +66,12 @@ def note_image(name: str, figure: Figure) -> None:
     if (images := _IMAGES.get()) is None:
         return
     import numpy as np
+    from matplotlib.image import imread
 
     out = io.BytesIO()
-    figure.savefig(out, format="rgba", facecolor="white", dpi=100)
-    width, height = figure.canvas.get_width_height()
-    images[name] = np.frombuffer(out.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
+    figure.savefig(out, format="png", facecolor="white", dpi=100)
+    out.seek(0)
+    images[name] = np.round(imread(out)[..., :3] * 255).astype(np.uint8)
 
 
 @contextmanager
