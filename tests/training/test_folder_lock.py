@@ -64,9 +64,8 @@ import os, sys, time
 from pathlib import Path
 from wellposed.training.folder_lock import only_writer
 with only_writer(Path(sys.argv[1])):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)  # by the child, which has let go of the lock when it comes here
     time.sleep(100)
 """
 
