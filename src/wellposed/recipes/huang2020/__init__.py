@@ -1,6 +1,9 @@
 """Tables and figures of Huang, Pérez, Ba, Volkovs (2020), "Improving Transformer Optimization"; free of torch."""
 
-from wellposed.recipes.recipe import Recipe
+from wellposed.recipes.recipe import Power, Recipe
+
+_DEPTHS = Power("huang2020.depth:sizes_of")
+_ONE_SEED = Power("huang2020.table_1:seeds_of")
 
 RECIPES = (
     Recipe(
@@ -10,22 +13,27 @@ RECIPES = (
         "BLEU of these runs is in the main part, which is not at hand; the released code's page says 35.73 on IWSLT'14 "
         "De-En, chosen on test)",
         "huang2020.table_1:table_1",
-        {"mini": 6, "paper": 50_000},
+        {"mini": 1.6, "medium": 160, "paper": 50_000},
         ("multi30k", "iwslt14_de_en"),
+        measured=("mini",),
+        power=_ONE_SEED,
     ),
     Recipe(
         "huang2020/depth",
         "loss by depth without warm-up: T-Fixup and post-LN",
         "without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
         "huang2020.depth:depth",
-        {"mini": 15, "paper": 600},
+        {"mini": 16.6, "medium": 300, "paper": 600},
         ("multi30k", "iwslt14_de_en"),
+        measured=("mini",),
+        power=_DEPTHS,
     ),
     Recipe(
         "huang2020/signal",
         "|out|/|in| after every layer at initial weights, Xavier and T-Fixup",
         "with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any depth N",
         "huang2020.signal:signal",
-        {"mini": 1, "paper": 5},
+        {"mini": 0.6, "medium": 6, "paper": 5},
+        measured=("mini",),
     ),
 )
