@@ -28,4 +28,18 @@ RECIPES = (
         "huang2020.signal:signal",
         {"mini": 1, "paper": 5},
     ),
+    Recipe(
+        "huang2020/updates",
+        "|change of f| / rate of one SGD step by depth: T-Fixup, Xavier without LayerNorm, post-LN, pre-LN",
+        "f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of section 3.2)",
+        "huang2020.updates:updates",
+        {"mini": 3, "paper": 30},
+    ),
+    Recipe(
+        "huang2020/theorem-3.1",
+        "|change of G| / rate of one attention block against the number of blocks L, by the sizes of v, w and m",
+        "|change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is Theta(1 / L)",
+        "huang2020.theorem_3_1:theorem_3_1",
+        {"mini": 0.5, "paper": 1},
+    ),
 )
