@@ -25,13 +25,20 @@ class Deep:
     total: float
 
 
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained at each depth."""
+    return request.pick(
+        toy=Sizes(3, 1, width=8, batch_size=4, examples=4, options={"max_words": 50}),
+        mini=Sizes(100, 1, width=32),
+        medium=Sizes(300, 3, width=64),
+        paper=Sizes(3000, 3, width=128, heads=4, batch_size=64),
+    )
+
+
 def depth(request: Request) -> Reproduction:
     """Accuracy and certified total of each model at each depth."""
-    sizes, depths = request.pick(
-        toy=(Sizes(3, 1, width=8, batch_size=4, examples=4, options={"max_words": 50}), (1, 2)),
-        mini=(Sizes(100, 1, width=32), (2, 8, 24, 64)),
-        paper=(Sizes(3000, 3, width=128, heads=4, batch_size=64), (2, 4, 8, 16, 32, 64)),
-    )
+    sizes = sizes_of(request)
+    depths = request.pick(toy=(1, 2), mini=(2, 8, 24, 64), medium=(2, 8, 24, 64), paper=(2, 4, 8, 16, 32, 64))
     corpus, data = next(iter(find_texts(request).items()))
     labels, planned = [], []
     for layers, seed, label in itertools.product(depths, range(sizes.seeds), MODELS):

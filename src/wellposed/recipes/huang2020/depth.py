@@ -39,12 +39,18 @@ class Sizes:
 
 def depth(request: Request) -> Reproduction:
     """Loss against depth with T-Fixup and with post-LN, neither with warm-up."""
-    sizes = request.pick(
+    sizes = sizes_of(request)
+    return summarise(request, sizes, train_depths(request, sizes))
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
         toy=Sizes((1, 2), steps=4, seeds=1, width=8, batch_size=4, pairs=40),
         mini=Sizes((6, 20, 50, 100), steps=60, seeds=3),
+        medium=Sizes((6, 20, 50, 100), steps=300, seeds=5, width=48, pairs=10_000),
         paper=Sizes((6, 12, 20, 50, 100, 150, 200), steps=2000, seeds=3, batch_size=64, pairs=20_000),
     )
-    return summarise(request, sizes, train_depths(request, sizes))
 
 
 def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:

@@ -25,8 +25,8 @@ _SHOWN = 1e12
 
 def signal(request: Request) -> Reproduction:
     """|out| / |in| after each layer of encoders and decoders of several depths, before and after T-Fixup."""
-    width = request.pick(toy=16, mini=64, paper=512)
-    depths = request.pick(toy=(1, 3), mini=(6, 20, 100), paper=(6, 20, 100))
+    width = request.pick(toy=16, mini=64, medium=128, paper=512)
+    depths = request.pick(toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100))
     rows: list[dict[str, Any]] = []
     for depth, (init, label) in itertools.product(depths, INITS.items()):
         request.announce(f"{label}, {depth}+{depth} layers of width {width}")

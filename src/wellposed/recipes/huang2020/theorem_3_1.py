@@ -28,15 +28,14 @@ MEETING: Mapping[str, Sizes] = {
 MISSING: Mapping[str, Sizes] = {"v = w = m = L^-1/8": (-0.125, -0.125, -0.125)}
 SETTINGS = {**MEETING, **MISSING}
 _NEAR = 0.1
+_BLOCKS = (60, 180, 600, 1800, 6000)
 
 
 def theorem_3_1(request: Request) -> Reproduction:
     """|change of G| / rate against the number of blocks, where the theorem's condition is met and where it is not."""
-    blocks: tuple[int, ...] = request.pick(
-        toy=(60, 600), mini=(60, 180, 600, 1800, 6000), paper=(60, 180, 600, 1800, 6000, 18000)
-    )
-    widths: tuple[int, ...] = request.pick(toy=(1, 8), mini=(1, 64), paper=(1, 64, 512))
-    seeds: int = request.pick(toy=2, mini=5, paper=20)
+    blocks: tuple[int, ...] = request.pick(toy=(60, 600), mini=_BLOCKS, medium=_BLOCKS, paper=(*_BLOCKS, 18000))
+    widths: tuple[int, ...] = request.pick(toy=(1, 8), mini=(1, 64), medium=(1, 64, 256), paper=(1, 64, 512))
+    seeds: int = request.pick(toy=2, mini=5, medium=20, paper=20)
     rows = [
         measure_block(setting, width, count, seed)
         for setting, width in itertools.product(SETTINGS, widths)

@@ -25,6 +25,7 @@ MODELS: Mapping[str, Mapping[str, str]] = {
     "pre-LN": {"init": "xavier", "norm": "pre"},
 }
 ENCODER, WHOLE = "encoder", "encoder-decoder"
+_DEPTHS = (6, 12, 25, 50, 100)
 _FLAT, _GROWS = 0.15, 1.0
 _SHOWN = 1e20
 """What is larger is left out of the figure, which is to show the others."""
@@ -32,8 +33,9 @@ _SHOWN = 1e20
 
 def updates(request: Request) -> Reproduction:
     """|change of f| / rate of one SGD step in the limit of small rates, by initial weights, norm and depth."""
-    depths: tuple[int, ...] = request.pick(toy=(1, 2, 4), mini=(6, 12, 25, 50, 100), paper=(6, 12, 25, 50, 100, 200))
-    width, seeds = request.pick(toy=8, mini=32, paper=512), request.pick(toy=2, mini=3, paper=5)
+    depths: tuple[int, ...] = request.pick(toy=(1, 2, 4), mini=_DEPTHS, medium=_DEPTHS, paper=(*_DEPTHS, 200))
+    width = request.pick(toy=8, mini=32, medium=128, paper=512)
+    seeds: int = request.pick(toy=2, mini=3, medium=5, paper=5)
     rows: list[dict[str, Any]] = []
     for label, depth in itertools.product(MODELS, depths):
         request.announce(f"{label}, {depth}+{depth} layers of width {width}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +18,7 @@ from wellposed.recipes.kim2021.language_models import (
     nll,
     pair_entropy,
     train_models,
+    trained_once,
     tuned,
 )
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
@@ -117,11 +117,7 @@ def trained_attention(request: Request, kind: str) -> Any:
     """Return the attention of a one-layer language model trained for a while; the run is kept for the next recipe."""
     from wellposed.training import load_run_model
 
-    sizes = tuned(request)
-    # One layer, one setting: the middle of each grid.
-    middle = {name: (values[len(values) // 2],) for name in ("gammas", "warmups") if (values := getattr(sizes, name))}
-    one = replace(sizes, depths=(1,), dropouts=sizes.dropouts[:1], seeds=1, **middle)
-    (run,) = train_models(request, "trained", (kind,), one)
+    (run,) = train_models(request, "trained", (kind,), trained_once(request))
     model, _ = load_run_model(run.folder)
     attention: nn.Module = model.base_model.layers[0].attention  # pyright: ignore
     return attention.eval().requires_grad_(False)

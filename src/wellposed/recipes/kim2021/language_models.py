@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wellposed.recipes.recipe import Request
@@ -65,6 +65,7 @@ class Sizes:
 
 _TOY: Mapping[str, Any] = {"depths": (1, 2), "limit_chars": 4000, "eval_batches": 2}
 _MINI: Mapping[str, Any] = {"limit_chars": 400_000, "eval_batches": 20}
+_MEDIUM: Mapping[str, Any] = {"seeds": 3, "eval_batches": 40, "evaluations": 12}
 
 
 def tuned(request: Request) -> Sizes:
@@ -77,6 +78,7 @@ def tuned(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(16, 16, 4, 4, warmups=(2,), **_TOY),
         mini=Sizes(64, 64, 16, 300, (1, 2, 3), gammas=(0.5,), warmups=(100,), seeds=3, evaluations=5, **_MINI),
+        medium=Sizes(128, 128, 16, 2500, (2, 4, 8), gammas=(0.5,), warmups=(400,), **_MEDIUM),
         paper=Sizes(512, 288, 64, 100 * _EPOCH, (1, 2, 3, 4, 5, 10, 14), seeds=3, evaluations=100, **grid),
     )
 
@@ -86,8 +88,16 @@ def fixed(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(16, 16, 4, 4, fixed_rate=1e-3, **_TOY),
         mini=Sizes(64, 64, 16, 100, (2, 6, 12), fixed_rate=1e-3, seeds=3, evaluations=4, **_MINI),
+        medium=Sizes(64, 64, 16, 1000, (2, 6, 10, 14, 18), fixed_rate=1e-3, **_MEDIUM),
         paper=Sizes(512, 288, 64, 20 * _EPOCH, tuple(range(2, 19, 2)), fixed_rate=1e-4, evaluations=100),
     )
+
+
+def trained_once(request: Request) -> Sizes:
+    """One layer, one setting, one seed: the middle of each grid of `tuned`."""
+    sizes = tuned(request)
+    middle = {name: (values[len(values) // 2],) for name in ("gammas", "warmups") if (values := getattr(sizes, name))}
+    return replace(sizes, depths=(1,), dropouts=sizes.dropouts[:1], seeds=1, **middle)
 
 
 def run_config(

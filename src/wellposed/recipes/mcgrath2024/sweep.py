@@ -182,9 +182,9 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report:
         return not request.requested
 
 
-def default_jobs(scale: str) -> int:
-    """Return one process for each CPU core at mini scale, at most 8, and else one."""
-    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+def default_jobs(scale: str, device: str = "cpu") -> int:
+    """Return one process for each CPU core at mini and medium scale on CPUs, at most 8, and else one."""
+    return min(os.cpu_count() or 1, MAX_JOBS) if scale in ("mini", "medium") and device == "cpu" else 1
 
 
 def _run_processes(settings: SweepSettings, jobs: int, told: tuple[Announce, Report], request: StopRequest) -> bool:

@@ -276,6 +276,7 @@ def figure_6(request: Request) -> Reproduction:
     experts, layers, dropouts = request.pick(
         toy=((1, 2), (1, 2), (0.0, 0.3)),
         mini=((1, 4, 8), (1, 2, 4), (0.0, 0.2, 0.4)),
+        medium=((1, 4, 8), (1, 2, 4), (0.0, 0.2, 0.4)),
         paper=((1, 2, 4, 8), (2, 4, 6), (0.0, 0.1, 0.2, 0.4)),
     )
     unscaled = replace(study, scale_embeddings=False)

@@ -39,6 +39,10 @@ _NOTES = {
         "learning rates are ours: each model's own, best on valid with one more seed, by "
         "benchmarks/sengupta2023_rates.py",
     ),
+    "medium": (
+        "small models and short texts, the same for all five",
+        "learning rates are ours: each model's own, best on valid with one more seed at mini scale",
+    ),
     "paper": ("8 heads and, for the Long Range Arena, the learning rate are not printed",),
 }
 Means = Mapping[str, float]
