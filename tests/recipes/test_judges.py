@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.recipes.huang2020 import signal
+from wellposed.recipes.huang2020 import signal, theorem_3_1, updates
 from wellposed.recipes.huang2020 import table_1 as huang
 from wellposed.recipes.kim2021 import bound_ratio, table_1_speed
 from wellposed.recipes.kim2021 import figures_2_7_8_bounds as bounds
@@ -57,6 +57,10 @@ def changes(experts: float, deeper: float, ours: float, dropout: float) -> dict[
     }
 
 
+def by_stack(value: float, spread: Sequence[float] = NEAR) -> dict[str, list[float]]:
+    return {"encoder": seeds(0.0 if value < 1 else value), "encoder-decoder": seeds(value, spread)}
+
+
 def opposite(measured: float) -> list[dict[str, Any]]:
     return [{"keys": "two opposite", "adversarial": measured, "tight": 1.0, "measured_over_tight": measured}]
 
@@ -87,6 +91,14 @@ CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
     (signal.judge_signal, True, ([1.0, 1.1], [3.0, 1e6])),
     (signal.judge_signal, False, ([1.0, 1.3], [3.0, 1e6])),
     (signal.judge_signal, False, ([1.0, 1.1], [3.0, 3.0])),
+    (updates.judge_updates, True, (by_stack(0.0), by_stack(3.0))),
+    (updates.judge_updates, False, (by_stack(0.3), by_stack(3.0))),
+    (updates.judge_updates, False, (by_stack(0.0), by_stack(0.5))),
+    (updates.judge_updates, None, (by_stack(0.0, APART), by_stack(3.0))),
+    (theorem_3_1.judge_theorem_3_1, True, ([seeds(-1.0), seeds(-1.01)], [seeds(-0.5)])),
+    (theorem_3_1.judge_theorem_3_1, False, ([seeds(-1.0), seeds(-0.8)], [seeds(-0.5)])),
+    (theorem_3_1.judge_theorem_3_1, False, ([seeds(-1.0), seeds(-1.0)], [seeds(-1.0)])),
+    (theorem_3_1.judge_theorem_3_1, None, ([seeds(-1.0, APART)], [seeds(-0.5)])),
     (huang.judge_table_1, True, ([TRAINS, TRAINS],)),
     (huang.judge_table_1, False, ([TRAINS, STALLS],)),
     (theorem_2_1.judge_theorem, True, (opposite(0.999),)),
