@@ -96,6 +96,7 @@ def reproduce(
     data: str | None = None,
     announce: Callable[[str], None] = say_nothing,
     encoder: str | None = None,
+    jobs: int | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
 
@@ -109,6 +110,7 @@ def reproduce(
         data: data of the recipe's task, for recipes that train.
         announce: called with one line of progress now and then.
         encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024).
+        jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
         ConfigError: an unknown recipe (nearest three named) or scale, or an encoder for a recipe without one.
@@ -127,7 +129,7 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     check_data(data)
-    result = recipe(Request(scale, out, data, announce, encoder))
+    result = recipe(Request(scale, out, data, announce, encoder, jobs))
     if scale == "toy":
         result = replace(result, holds=None)
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))

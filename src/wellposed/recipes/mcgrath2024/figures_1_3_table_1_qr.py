@@ -170,7 +170,7 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
         device=_device() if request.scale == "paper" else "cpu",
     )
     open_sweep(settings, "auto")
-    if not run_sweep(settings, jobs=default_jobs(request.scale), announce=request.announce):
+    if not run_sweep(settings, jobs=request.jobs or default_jobs(request.scale), announce=request.announce):
         raise KeyboardInterrupt
     if len(finished_results(settings)) < len(settings.trainings()):
         raise ConfigError(f"{settings.out}: another process is at work on some of these trainings; wait until it ends")
