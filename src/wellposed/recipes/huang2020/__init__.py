@@ -23,9 +23,8 @@ RECIPES = (
         "loss by depth without warm-up: T-Fixup and post-LN",
         "without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
         "huang2020.depth:depth",
-        {"mini": 16.6, "medium": 300, "paper": 600},
+        {"mini": 28, "medium": 420, "paper": 1000},
         ("multi30k", "iwslt14_de_en"),
-        measured=("mini",),
         power=_DEPTHS,
     ),
     Recipe(
@@ -34,6 +33,22 @@ RECIPES = (
         "with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any depth N",
         "huang2020.signal:signal",
         {"mini": 0.6, "medium": 6, "paper": 5},
+        measured=("mini",),
+    ),
+    Recipe(
+        "huang2020/updates",
+        "|change of f| / rate of one SGD step by depth: T-Fixup, Xavier without LayerNorm, post-LN, pre-LN",
+        "f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of section 3.2)",
+        "huang2020.updates:updates",
+        {"mini": 1.9, "medium": 10, "paper": 60},
+        measured=("mini",),
+    ),
+    Recipe(
+        "huang2020/theorem-3.1",
+        "|change of G| / rate of one attention block against the number of blocks L, by the sizes of v, w and m",
+        "|change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is Theta(1 / L)",
+        "huang2020.theorem_3_1:theorem_3_1",
+        {"mini": 0.2, "medium": 1, "paper": 3},
         measured=("mini",),
     ),
 )

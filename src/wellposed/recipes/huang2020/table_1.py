@@ -64,7 +64,16 @@ def table_1(request: Request) -> Reproduction:
     ]
     return Reproduction(
         rows,
-        [Panel("loss on valid by setting", "setting", "nats per token", series)],
+        [
+            Panel(
+                "loss on valid by setting",
+                "",
+                "nats per token",
+                series,
+                names=[corpus.pair for corpus in HUANG],
+                level=("unigram model", rows[0]["unigram_loss"]),
+            )
+        ],
         got=f"loss of T-Fixup without warm-up (post-LN with warm-up): {pairs}; unigram {rows[0]['unigram_loss']:.3f}; "
         f"{trained} of {len(HUANG)} settings train",
         holds=judge_table_1(ours),
