@@ -14,6 +14,7 @@ from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.reproduce import RECIPES, Request, check_data, data_of, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
+from wellposed.recipes.workers import check_jobs
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class ReproduceArguments:
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
     the scale."""
+    jobs: int | None = None
+    """Processes that train independent runs at the same time; one where not given, but as many as there are cores for
+    mcgrath2024."""
     page: Path = Path("docs/reproduction.md")
     """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
@@ -50,6 +54,7 @@ class ReproduceArguments:
 def run(words: Sequence[str]) -> int:
     """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not hold."""
     options = parse_words(ReproduceArguments, words, prog="wellposed reproduce", description=__doc__)
+    check_jobs(1 if options.jobs is None else options.jobs)
     if options.list:
         print(_listing())
         return 0
@@ -93,7 +98,15 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     announce = _ignore if options.quiet else _announce
-    done = reproduce(name, scale=options.scale, out=options.out, data=data, announce=announce, encoder=options.encoder)
+    done = reproduce(
+        name,
+        scale=options.scale,
+        out=options.out,
+        data=data,
+        announce=announce,
+        encoder=options.encoder,
+        jobs=options.jobs,
+    )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
     return done.result.holds is not False

@@ -39,6 +39,8 @@ class Request:
     """Called with one line now and then."""
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one."""
+    jobs: int | None = None
+    """Processes that train independent runs at the same time; where not given one, or as many as a recipe takes."""
 
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         """Return the value for this scale."""

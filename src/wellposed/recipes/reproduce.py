@@ -108,6 +108,7 @@ def reproduce(
     data: str | None = None,
     announce: Callable[[str], None] = say_nothing,
     encoder: str | None = None,
+    jobs: int | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
 
@@ -122,6 +123,7 @@ def reproduce(
         data: data of the recipe's task, for recipes that train.
         announce: called with one line of progress now and then.
         encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024).
+        jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
         ConfigError: an unknown recipe (nearest three named) or scale, or an encoder for a recipe without one.
@@ -139,7 +141,7 @@ def reproduce(
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     check_data(data)
-    request = Request(scale, out, data, announce, encoder)
+    request = Request(scale, out, data, announce, encoder, jobs)
     power = None if recipe.power is None else recipe.power.plan(request)
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
 

@@ -163,7 +163,8 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
         device=device,
     )
     open_sweep(settings, "auto")
-    if not run_sweep(settings, jobs=default_jobs(request.scale, device), announce=request.announce):
+    jobs = request.jobs or default_jobs(request.scale, device)
+    if not run_sweep(settings, jobs=jobs, announce=request.announce):
         raise KeyboardInterrupt
     if len(finished_results(settings)) < len(settings.trainings()):
         raise ConfigError(f"{settings.out}: another process is at work on some of these trainings; wait until it ends")
