@@ -64,9 +64,9 @@ def known(judge: Judge) -> Fed:
 
 def by_kind(**nll: float) -> dict[str, dict[int, list[float]]]:
     """NLL of one and three layers; only the contractive one gains by depth."""
-    good = {"dot_product": 1.0, "l2": 1.01, "l2_tied": 1.05, "l2_contractive": 1.1, "l2_tied_wide": 1.04}
+    good = {"dot_product": 1.0, "l2": 1.01, "l2_tied": 1.05, "l2_contractive_kim2021": 1.1, "l2_tied_wide": 1.04}
     found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (good | nll).items()}
-    found["l2_contractive"][3] = tight(1.06)
+    found["l2_contractive_kim2021"][3] = tight(1.06)
     return found
 
 
