@@ -38,7 +38,9 @@ class ReproduceArguments:
     With "all" a folder of data sets, in which each recipe finds its own."""
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
-    the scale."""
+    the scale, or that score replies with it (zhang2021/table-4)."""
+    vectors: str | None = None
+    """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
     page: Path = Path("docs/reproduction.md")
     """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
@@ -69,8 +71,8 @@ def run(words: Sequence[str]) -> int:
 
 def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
-    if options.encoder is not None:
-        raise ConfigError('--encoder with "all": name the recipes that fine-tune one, for instance mcgrath2024')
+    if options.encoder is not None or options.vectors is not None:
+        raise ConfigError('--encoder or --vectors with "all": name the recipes that read one, for instance mcgrath2024')
     check_data(options.data)
     held = True
     for name in RECIPES:
@@ -93,7 +95,15 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     announce = _ignore if options.quiet else _announce
-    done = reproduce(name, scale=options.scale, out=options.out, data=data, announce=announce, encoder=options.encoder)
+    done = reproduce(
+        name,
+        scale=options.scale,
+        out=options.out,
+        data=data,
+        announce=announce,
+        encoder=options.encoder,
+        vectors=options.vectors,
+    )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
     return done.result.holds is not False
