@@ -57,9 +57,9 @@ def test_the_printed_form_leaves_the_feedforward_norms_unsquared() -> None:
         assert penalty is not None
         found[name] = float(penalty().detach())
     squared, plain = 0.0, 0.0
-    for layer in encoder.layers:
-        for linear in (layer.linear1, layer.linear2):
-            weight = linear.weight.detach().double()
+    for name, parameter in encoder.named_parameters():
+        if ".linear" in name and parameter.ndim == 2:
+            weight = parameter.detach().double()
             distance = float((weight.mT @ weight - torch.eye(weight.shape[1])).square().sum())
             squared, plain = squared + 0.5 * distance, plain + 0.5 * math.sqrt(distance)
     assert found["oc3"] - found["oc3_printed"] == pytest.approx(squared - plain, rel=1e-4)

@@ -71,7 +71,7 @@ TABLE_4 = {
         },
     ),
 }
-TABLE_4_GAINS = {
+TABLE_4_GAINS: Mapping[str, Column] = {
     "PersonaChat": dict(zip(MEASURES, (23.5, 22.5, 9.8, 6.3, 6.0, 4.8, 0.7, 0.0, 1.1), strict=True)),
     "DailyDialog": dict(zip(MEASURES, (15.7, 14.3, 6.0, 2.8, 3.5, 0.4, 0.9, 0.5, 0.7), strict=True)),
 }
