@@ -14,6 +14,7 @@ from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.reproduce import RECIPES, Request, check_data, data_of, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
+from wellposed.recipes.workers import check_jobs
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class ReproduceArguments:
     the scale, or that score replies with it (zhang2021/table-4)."""
     vectors: str | None = None
     """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
+    jobs: int | None = None
+    """Processes that train independent runs at the same time; one where not given, but as many as there are cores for
+    mcgrath2024."""
     page: Path = Path("docs/reproduction.md")
     """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
@@ -52,6 +56,7 @@ class ReproduceArguments:
 def run(words: Sequence[str]) -> int:
     """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not hold."""
     options = parse_words(ReproduceArguments, words, prog="wellposed reproduce", description=__doc__)
+    check_jobs(1 if options.jobs is None else options.jobs)
     if options.list:
         print(_listing())
         return 0
@@ -103,6 +108,7 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
         announce=announce,
         encoder=options.encoder,
         vectors=options.vectors,
+        jobs=options.jobs,
     )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)

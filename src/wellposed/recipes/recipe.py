@@ -41,6 +41,8 @@ class Request:
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences with it."""
     vectors: str | None = None
     """File of word vectors, for recipes that score words with them."""
+    jobs: int | None = None
+    """Processes that train independent runs at the same time; where not given one, or as many as a recipe takes."""
 
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         """Return the value for this scale."""

@@ -117,6 +117,7 @@ def reproduce(
     announce: Callable[[str], None] = say_nothing,
     encoder: str | None = None,
     vectors: str | None = None,
+    jobs: int | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
 
@@ -133,6 +134,7 @@ def reproduce(
         encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) or score
             replies with it (zhang2021/table-4).
         vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4).
+        jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
         ConfigError: an unknown recipe (nearest three named) or scale, or an encoder or vectors for a recipe that reads
@@ -149,7 +151,7 @@ def reproduce(
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     check_data(data)
-    request = Request(scale, out, data, announce, encoder, vectors)
+    request = Request(scale, out, data, announce, encoder, vectors, jobs)
     power = None if recipe.power is None else recipe.power.plan(request)
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
 

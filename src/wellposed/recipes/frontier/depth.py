@@ -62,12 +62,17 @@ def depth(request: Request) -> Reproduction:
         rows,
         _panels(rows),
         got=f"{'; '.join(said)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds",
-        holds=trained["lipschitz"] == list(depths) and largest["lipschitz"] <= 1,
+        holds=judge_depth(trained["lipschitz"], depths, largest["lipschitz"]),
         notes=("a depth trains where every seed's accuracy on valid is above that of the most frequent label",),
         criterion=Criterion(
             "`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, "every seed must agree"
         ),
     )
+
+
+def judge_depth(trained: Sequence[int], depths: Sequence[int], largest_total: float) -> bool:
+    """Say whether `lipschitz` trains at every depth that was tried, with a total of at most 1."""
+    return list(trained) == list(depths) and largest_total <= 1
 
 
 def _trains(run: FinishedRun) -> bool:

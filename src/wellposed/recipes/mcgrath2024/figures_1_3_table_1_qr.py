@@ -10,7 +10,8 @@ from pathlib import Path
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.mcgrath2024 import panels
-from wellposed.recipes.mcgrath2024.grid import BASELINE, QR_METHODS, chosen_cells, grid, options_of, seeds_of
+from wellposed.recipes.mcgrath2024.grid import BASELINE, PLACES, QR_METHODS, chosen_cells, grid, options_of, seeds_of
+from wellposed.recipes.mcgrath2024.judges import judge_alone, judge_shares, judge_table_1
 from wellposed.recipes.mcgrath2024.results import (
     CellResult,
     about_drift,
@@ -27,7 +28,8 @@ from wellposed.recipes.mcgrath2024.results import (
 )
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.verdicts import UNCERTAINTY, every, within
+from wellposed.recipes.verdicts import UNCERTAINTY, every
+from wellposed.statistics import PairedComparison
 
 MINI_NOTE = (
     "a small BERT from scratch where the paper fine-tunes a pretrained one; a difference here says little of his"
@@ -58,7 +60,7 @@ def figure_1(request: Request) -> Reproduction:
         rows,
         panels.figure_1(cells),
         about_scores(cells) or NOTHING,
-        _gains_alone(cells),
+        judge_alone(_tests_alone(cells)),
         _notes(request, cells),
         criterion,
     )
@@ -67,10 +69,7 @@ def figure_1(request: Request) -> Reproduction:
 def table_1(request: Request) -> Reproduction:
     """The baseline and the best strength of key, query and both."""
     cells = _cells(request, GRAM)
-    signs = {"key": 1, "query": 1, "key+query": -1}
-    tested = [(best.against, sign) for group, sign in signs.items() if (best := best_of(cells, group)) and best.against]
-    agree = [(test.mean_difference or 0) * sign > 0 for test, sign in tested if test.significant]
-    holds = False if not all(agree) else True if len(agree) == len(signs) else None
+    tested = {place: best.against for place in PLACES if (best := best_of(cells, place)) and best.against}
     criterion = Criterion(
         "key and query alone are significantly better than the baseline and both together significantly worse; one of "
         "them significantly the other way is against the claim",
@@ -81,7 +80,7 @@ def table_1(request: Request) -> Reproduction:
         table_rows(cells),
         panels.table_1(cells),
         about_scores(cells) or NOTHING,
-        holds,
+        judge_table_1(tested),
         _notes(request, cells),
         criterion,
     )
@@ -116,11 +115,6 @@ def qr(request: Request) -> Reproduction:
     )
 
 
-def judge_shares(shares_of_methods: Sequence[Sequence[float]]) -> bool | None:
-    """Say whether the score with the QR loss is less than half of the baseline's with every method."""
-    return every(within(shares, high=0.5) for shares in shares_of_methods)
-
-
 def pretrained(request: Request) -> Reproduction:
     """Baseline, key and query at 1e-2 and the QR loss at 1e-6 on the pretrained encoder of the request."""
     if request.encoder is None:
@@ -129,7 +123,7 @@ def pretrained(request: Request) -> Reproduction:
     drift = error_rows(cells)
     parts = {
         "drift to orthogonality": judge_drift(drift),
-        "gain of key or query alone": _gains_alone(cells),
+        "gain of key or query alone": judge_alone(_tests_alone(cells)),
         "failure of the QR loss": judge_shares([qr_shares(cells, "householder")]),
     }
     words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
@@ -146,12 +140,8 @@ def pretrained(request: Request) -> Reproduction:
     return Reproduction(rows, panels.figure_3(drift), got, every(parts.values()), _notes(request, cells), criterion)
 
 
-def _gains_alone(cells: Sequence[CellResult]) -> bool | None:
-    """Return whether some penalty on key or query alone is better; False where every one of them is worse."""
-    tested = [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
-    gains = [test.mean_difference or 0 for test in tested if test.significant]
-    all_worse = bool(gains) and len(gains) == len(tested)
-    return True if any(gain > 0 for gain in gains) else False if all_worse else None
+def _tests_alone(cells: Sequence[CellResult]) -> list[PairedComparison]:
+    return [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
 
 
 def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
@@ -173,7 +163,8 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
         device=device,
     )
     open_sweep(settings, "auto")
-    if not run_sweep(settings, jobs=default_jobs(request.scale, device), announce=request.announce):
+    jobs = request.jobs or default_jobs(request.scale, device)
+    if not run_sweep(settings, jobs=jobs, announce=request.announce):
         raise KeyboardInterrupt
     if len(finished_results(settings)) < len(settings.trainings()):
         raise ConfigError(f"{settings.out}: another process is at work on some of these trainings; wait until it ends")

@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, WellposedError, listed, missing_extra
+from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, listed, missing_extra
 from wellposed.finite_json import to_json
-from wellposed.plugins import import_file
 from wellposed.recipes.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
+from wellposed.recipes.workers import Workers, check_jobs
 from wellposed.tasks.data.minbert import read_minbert
 from wellposed.training.durable_files import replace_file
 from wellposed.training.signals import Cancelled, StopRequest
@@ -170,11 +168,13 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report:
     Raises:
         ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that meets them.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
+    check_jobs(jobs)
+    if jobs > 1:
+        with Workers(jobs, _work, settings, announce, report) as workers:
+            while workers.at_work():
+                pass
+        return not workers.stopped
     with StopRequest() as request:
-        if jobs > 1:
-            return _run_processes(settings, jobs, (announce, report), request)
         try:
             work(settings, announce=announce, stop=lambda: request.requested, report=report)
         except Cancelled:
@@ -182,53 +182,13 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report:
         return not request.requested
 
 
+def _work(settings: SweepSettings, announce: Announce, report: Report, stop: Callable[[], bool]) -> None:
+    work(settings, announce=announce, stop=stop, report=report)
+
+
 def default_jobs(scale: str, device: str = "cpu") -> int:
     """Return one process for each CPU core at mini and medium scale on CPUs, at most 8, and else one."""
     return min(os.cpu_count() or 1, MAX_JOBS) if scale in ("mini", "medium") and device == "cpu" else 1
-
-
-def _run_processes(settings: SweepSettings, jobs: int, told: tuple[Announce, Report], request: StopRequest) -> bool:
-    import multiprocessing
-
-    spawn = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    workers = [spawn.Process(target=_worker, args=(settings, threads, *told), daemon=True) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    asked = False
-    while any(worker.is_alive() for worker in workers):
-        for worker in workers:
-            worker.join(timeout=0.1)
-        if request.requested and not asked:
-            asked = True
-            for worker in workers:
-                worker.terminate()  # SIGTERM, which a worker takes as a request to stop
-    fine = (0, 130, -signal.SIGTERM) if asked else (0,)
-    broken = [str(worker.exitcode) for worker in workers if worker.exitcode not in fine]
-    if broken:
-        raise WellposedError(
-            f"{len(broken)} of {jobs} processes ended with exit status {', '.join(broken)}; their messages are above; "
-            "--resume auto goes on with what is left"
-        )
-    return not request.requested
-
-
-def _worker(settings: SweepSettings, threads: int, announce: Announce, report: Report) -> None:
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent passes it on once, as SIGTERM
-    torch.set_num_threads(threads)
-    with StopRequest() as request:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            for name in settings.imports:
-                import_file(Path(name))
-            work(settings, announce=announce, stop=lambda: request.requested, report=report)
-        except Cancelled:
-            sys.exit(130)
-        except (WellposedError, OSError) as error:
-            sys.stderr.write(f"wellposed: {error}\n")
-            sys.exit(1)
 
 
 def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> Record:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from wellposed.recipes.frontier.tuning import FACTORS
 from wellposed.recipes.recipe import Request
 from wellposed.recipes.sengupta2023.trained import VARIANTS, Sizes, Study, find_data
 
@@ -15,7 +16,13 @@ _TEXT_FOLDERS = {"imdb": ("imdb", "aclImdb"), "ag_news": ("ag_news",)}
 _WORDS = ("ptb/ptb.train.txt.gz", "ptb/ptb.train.txt", "ptb.train.txt.gz", "ptb.train.txt", "ptb")
 _TOY: Mapping[str, Any] = {"experts": 2, "heads": 2, "evaluations": 1}
 _MINI: Mapping[str, Any] = {"heads": 4, "schedule": "cosine", "eval_batches": 20}
-_MEDIUM: Mapping[str, Any] = {"heads": 4, "schedule": "cosine", "eval_batches": 40, "evaluations": 12, "seeds": 5}
+_MEDIUM: Mapping[str, Any] = {
+    "heads": 4,
+    "schedule": "cosine",
+    "eval_batches": 40,
+    "evaluations": 12,
+    "seeds": 5,
+}
 # Of each model, in the order of VARIANTS, the rate that is best on valid at mini scale, with one seed that no table
 # reports, among rates a factor of three apart: around 1e-2 for the Transformers and 1e-1 for TransJect, whose weights
 # turn and whose embedding has entries of size one. Measured by benchmarks/sengupta2023_rates.py; every rate tried is in
@@ -84,10 +91,11 @@ def text_study(request: Request, name: str) -> Study:
     length, medium_steps, paper_steps = {"imdb": (96, 3125, 23_430), "ag_news": (48, 1406, 112_500)}[name]
     mini_options = {"max_words": 10_000, "max_length": length}
     paper_options = {"tokenizer": "hf:bert-base-uncased", "max_length": 512}
+    rates = _mini_rates(name)
     sizes = request.pick(
         toy=Sizes(8, 2, 4, 3, 1e-3, {"max_words": 50, "max_length": 12}, seeds=2, eval_batches=2, **_TOY),
-        mini=Sizes(64, 2, 32, 150, 3e-3, mini_options, warmup=15, evaluations=8, rates=_mini_rates(name), **_MINI),
-        medium=Sizes(64, 2, 32, medium_steps, 5e-4, mini_options, warmup=150, rates=_mini_rates(name), **_MEDIUM),
+        mini=Sizes(64, 2, 32, 150, 3e-3, mini_options, warmup=15, evaluations=8, rates=rates, **_MINI),
+        medium=Sizes(64, 2, 32, medium_steps, 5e-4, mini_options, warmup=150, rates=rates, factors=FACTORS, **_MEDIUM),
         paper=Sizes(512, 6, 32, paper_steps, 5e-4, paper_options, patience=4, evaluations=30),
     )
     return Study(name, "text_classification", sizes, _TEXT_FOLDERS[name])
@@ -107,7 +115,7 @@ def arena_study(request: Request, name: str) -> Study:
     sizes = request.pick(
         toy=Sizes(8, 1, 4, 2, 1e-3, options, seeds=1, eval_batches=1, **_TOY),
         mini=Sizes(32, 2, 16, 200, 3e-3, options, warmup=20, evaluations=8, rates=_mini_rates(name), **_MINI),
-        medium=Sizes(64, 2, 16, 2000, 1e-4, options, warmup=100, rates=_mini_rates(name), **_MEDIUM),
+        medium=Sizes(48, 2, 16, 1500, 1e-4, options, warmup=100, rates=_mini_rates(name), **_MEDIUM),
         # Chen et al. (2021), whom the paper follows, train at 1e-4.
         paper=Sizes(512, 2, 32, _LRA_STEPS, 1e-4, options, evaluations=50),
     )
@@ -125,8 +133,8 @@ def words_study(request: Request) -> Study:
     sizes = request.pick(
         toy=Sizes(8, 1, 4, 2, 1e-3, toy_options, seeds=1, eval_batches=1, **_TOY),
         mini=Sizes(64, 2, 32, 400, 3e-3, mini_options, warmup=40, evaluations=8, rates=rates, **_MINI),
-        # Medium: 5 epochs of blocks of 35 words in batches of 32; paper: 10 in batches of 16.
-        medium=Sizes(64, 2, 32, 4150, 1e-2, medium_options, warmup=200, rates=rates, **_MEDIUM),
+        # Medium: 3 epochs of blocks of 35 words in batches of 32; paper: 10 in batches of 16.
+        medium=Sizes(64, 2, 32, 2500, 1e-2, medium_options, warmup=200, rates=rates, factors=FACTORS, **_MEDIUM),
         paper=Sizes(512, 6, 16, 16_600, 1e-2, {"seq_len": 36}, clip=0.5),
     )
     return Study("ptb-words", "word_lm", sizes, _WORDS, needs_data=False)

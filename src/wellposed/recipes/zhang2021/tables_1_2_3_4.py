@@ -291,7 +291,14 @@ def about_gains(paper: Mapping[str, Mapping[str, Column]], gains: Mapping[str, C
 def _train(request: Request, item: str, study: Study, names: Sequence[str], seeds: int) -> list[FinishedRun]:
     folder = request.runs(f"zhang2021-{item}") / study.label.replace(" ", "-")
     finished = compare(
-        study.base, names, seeds=seeds, out=folder, resume="auto", progress=False, announce=request.announce
+        study.base,
+        names,
+        seeds=seeds,
+        out=folder,
+        jobs=request.jobs or 1,
+        resume="auto",
+        progress=False,
+        announce=request.announce,
     )
     return [FinishedRun.of(result) for result in finished.results]
 
