@@ -77,5 +77,5 @@ def test_the_recipe_of_a_pretrained_encoder(
 def test_an_encoder_is_asked_for_and_refused_where_nothing_reads_it(minbert: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --encoder FOLDER"):
         reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert))
-    with pytest.raises(ConfigError, match=r"fine-tunes no encoder.*these do: mcgrath2024/figure-1"):
+    with pytest.raises(ConfigError, match=r"reads no encoder.*these do: mcgrath2024/figure-1"):
         reproduce("kim2021/figure-2", scale="toy", out=tmp_path, encoder="x")

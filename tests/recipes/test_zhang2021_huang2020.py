@@ -18,6 +18,7 @@ from wellposed.recipes.named import NAMED
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
 from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.zhang2021 import printed as values
+from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
@@ -46,6 +47,37 @@ def test_printed_values_give_the_printed_gains(table: dict, gains: dict, best: d
         others = {variant: value for variant, value in column.items() if variant != values.TRANSFORMER}
         top = others[best[name]] if name in best else max(others.values())
         assert 100 * (top / plain - 1) == pytest.approx(gains[name], abs=0.11), name
+
+
+def test_gains_are_given_as_printed_and_as_recomputed_in_every_measure() -> None:
+    said = tables.about_gains(values.TABLE_4, values.TABLE_4_GAINS)
+    assert said.count(" (") == 18
+    assert "PersonaChat skip_thought 4.8 (4.8)" in said
+    mk = tables.about_gains({"En-Mk": {"bleu": values.TABLE_1["En-Mk"]}}, {"En-Mk": {"bleu": 5.3}})
+    assert mk == "En-Mk bleu 5.3 (5.6)"
+
+
+def test_vectors_and_encoder_reach_the_dialogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(base: RunConfig, *_: object, **__: object) -> None:
+        seen.append(base)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tables, "compare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("zhang2021/table-4", scale="toy", out=tmp_path, vectors="glove.txt", encoder="some/encoder")
+    assert (seen[0].task_options["vectors"], seen[0].task_options["sentence_encoder"]) == ("glove.txt", "some/encoder")
+    with pytest.raises(ConfigError, match=r"zhang2021/table-1: reads no vectors.*these do: zhang2021/table-4"):
+        reproduce("zhang2021/table-1", scale="toy", out=tmp_path, vectors="glove.txt")
+
+
+def test_zhangs_runs_search_as_tensor2tensor_and_table_2_is_tested_on_newstest2014() -> None:
+    for corpus in (*SUBWORD, *WMT16, *CHARACTERS):
+        options = corpus.run_config().task_options
+        assert (options["generate_beams"], options["generate_length_penalty"]) == (4, 0.6)
+        assert options["generate_length_penalty_form"] == "gnmt"
+        assert options.get("test") == ("hf:wmt/wmt14:de-en" if corpus in WMT16 else None)
 
 
 def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_times_too_large() -> None:

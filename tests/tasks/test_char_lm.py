@@ -29,7 +29,7 @@ def decoded(task: CharLMTask, split: Any) -> str:
     """Join the blocks of a split, without their one-token overlap, back into its text."""
     blocks = [block["input_ids"] for block in task.dataset(split)]
     ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
-    return task.tokenizer.decode(ids)
+    return str(task.tokenizer.decode(ids))
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path: Path) -> None:
     path.write_text("".join(f"{i} sheep{'!' * (i % 7)}\n" for i in range(300)))
     task = build(path, examples="lines", seq_len=40)
     valid = task.dataset("valid")
-    texts = [task.tokenizer.decode(line["input_ids"]) for line in valid]
+    texts = [str(task.tokenizer.decode(line["input_ids"])) for line in valid]
     assert all(text.startswith("\n") and text.endswith("\n") for text in texts[1:-1])
     assert task.description()["examples"] == "lines"
     orders = [sorted(i for batch in task.batches("train", 8, seed=0, epoch=epoch) for i in batch) for epoch in (0, 1)]

@@ -39,7 +39,9 @@ class ReproduceArguments:
     With "all" a folder of data sets, in which each recipe finds its own."""
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
-    the scale."""
+    the scale, or that score replies with it (zhang2021/table-4)."""
+    vectors: str | None = None
+    """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
     jobs: int | None = None
     """Processes that train independent runs at the same time; one where not given, but as many as there are cores for
     mcgrath2024."""
@@ -74,8 +76,8 @@ def run(words: Sequence[str]) -> int:
 
 def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
-    if options.encoder is not None:
-        raise ConfigError('--encoder with "all": name the recipes that fine-tune one, for instance mcgrath2024')
+    if options.encoder is not None or options.vectors is not None:
+        raise ConfigError('--encoder or --vectors with "all": name the recipes that read one, for instance mcgrath2024')
     check_data(options.data)
     held = True
     for name in RECIPES:
@@ -105,6 +107,7 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
         data=data,
         announce=announce,
         encoder=options.encoder,
+        vectors=options.vectors,
         jobs=options.jobs,
     )
     print(done.row())

@@ -38,7 +38,9 @@ class Request:
     announce: Callable[[str], None] = say_nothing
     """Called with one line now and then."""
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one."""
+    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences with it."""
+    vectors: str | None = None
+    """File of word vectors, for recipes that score words with them."""
     jobs: int | None = None
     """Processes that train independent runs at the same time; where not given one, or as many as a recipe takes."""
 
@@ -159,7 +161,9 @@ class Recipe:
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
     takes_encoder: bool = False
-    """Whether it fine-tunes the pretrained encoder of a request."""
+    """Whether it reads the pretrained encoder of a request."""
+    takes_vectors: bool = False
+    """Whether it reads the word vectors of a request."""
     measured: tuple[Scale, ...] = ()
     """The scales whose minutes were measured; the others are estimates, from updates times what one costs at mini."""
     power: Power | None = None

@@ -77,6 +77,14 @@ def check_data(data: str | None) -> None:
         ) from error
 
 
+def _refuse_unread(name: str, **given: str | None) -> None:
+    """Raise `ConfigError` where a recipe would not read what it is given."""
+    for option, value in given.items():
+        if value is not None and not getattr(RECIPES.get(name), f"takes_{option}"):
+            able = ", ".join(other for other in RECIPES if getattr(RECIPES.get(other), f"takes_{option}"))
+            raise ConfigError(f"{name}: reads no {option}, received {option}={value!r}; these do: {able}")
+
+
 @dataclass(frozen=True)
 class Reproduced:
     """A finished recipe and its files."""
@@ -108,6 +116,7 @@ def reproduce(
     data: str | None = None,
     announce: Callable[[str], None] = say_nothing,
     encoder: str | None = None,
+    vectors: str | None = None,
     jobs: int | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
@@ -122,11 +131,14 @@ def reproduce(
         out: folder; created. Training recipes keep their runs inside and go on with them when called again.
         data: data of the recipe's task, for recipes that train.
         announce: called with one line of progress now and then.
-        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024).
+        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) or score
+            replies with it (zhang2021/table-4).
+        vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4).
         jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder for a recipe without one.
+        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder or vectors for a recipe that reads
+            none.
         DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
@@ -134,14 +146,12 @@ def reproduce(
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
-    if encoder is not None and not recipe.takes_encoder:
-        able = ", ".join(other for other in RECIPES if RECIPES.get(other).takes_encoder)
-        raise ConfigError(f"{name}: fine-tunes no encoder, received encoder={encoder!r}; these do: {able}")
+    _refuse_unread(name, encoder=encoder, vectors=vectors)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     check_data(data)
-    request = Request(scale, out, data, announce, encoder, jobs)
+    request = Request(scale, out, data, announce, encoder, vectors, jobs)
     power = None if recipe.power is None else recipe.power.plan(request)
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
 
@@ -171,8 +181,9 @@ def reproduce(
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,
         "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
-        f"{'' if encoder is None else ' --encoder ENCODER'}",
+        f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}",
         **({} if encoder is None else {"encoder": Path(encoder).name}),
+        **({} if vectors is None else {"vectors": Path(vectors).name}),
     }
     claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

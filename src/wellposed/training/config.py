@@ -49,6 +49,8 @@ class PenaltyOptions:
     """Strength on token embeddings."""
     form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
     """Which distance to orthogonality."""
+    feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
+    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
     attention_mode: Literal["joint", "separate"] = "joint"
     """One Gram matrix for the four attention weights together, or one each."""
     estimator: Literal["exact", "probes"] = "exact"
