@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from tests.support.recipes import check_reproduced
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16, translation_data
-from wellposed.recipes.huang2020.depth import Sizes, summarise
+from wellposed.recipes.huang2020 import theorem_3_1
+from wellposed.recipes.huang2020.depth import Sizes, summarise, train_depths
 from wellposed.recipes.named import NAMED
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
-from wellposed.recipes.runs import FinishedRun
+from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.zhang2021 import printed as values
 from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
@@ -24,7 +26,7 @@ OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/")
 
 def test_every_recipe_is_registered() -> None:
     items: dict[str, tuple[str, ...]] = {"zhang2021": ("theorem-2.1", "table-1", "table-2", "table-3", "table-4")}
-    items["huang2020"] = ("table-1", "depth", "signal")
+    items["huang2020"] = ("table-1", "depth", "signal", "updates", "theorem-3.1")
     assert set(OURS) == {f"{paper}/{item}" for paper, names in items.items() for item in names}
 
 
@@ -130,6 +132,46 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Pa
     assert "post-LN trains at no layers" in found.got
     diverged = [run("t_fixup", 100, 0, None) if (r.variant, r.depth) == ("t_fixup", 100) else r for r in runs]
     assert not summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), diverged).holds
+
+
+def test_each_side_keeps_its_best_rate_of_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up losses: T-Fixup is best at the largest rate, post-LN at the least; every seed is trained there."""
+    trained: list[tuple[str, float, int]] = []
+
+    def made(request: Request, planned: Iterable[PlannedRun], **_: object) -> list[FinishedRun]:
+        del request
+        runs = []
+        for folder, _label, config in planned:
+            rate, sign = config.train.learning_rate, -1 if config.variant == "t_fixup" else 1
+            trained.append((config.variant, rate, config.train.seed))
+            runs.append(FinishedRun(config, folder, {"loss,valid": 1 + sign * rate}, {"loss": 2.0}))
+        return runs
+
+    monkeypatch.setattr("wellposed.recipes.huang2020.depth.train_grid", made)
+    sizes = Sizes((6,), steps=2, seeds=3, pairs=40, learning_rates=(1e-3, 1e-2, 1e-1))
+    runs = train_depths(Request("mini", tmp_path), sizes)
+    assert [(run.variant, run.config.train.learning_rate, run.seed) for run in runs] == [
+        *(("t_fixup", 1e-1, seed) for seed in range(3)), *(("post_ln", 1e-3, seed) for seed in range(3)),
+    ]  # fmt: skip
+    assert len(trained) == len(set(trained)) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_the_change_of_a_block_is_that_of_its_jacobian(width: int) -> None:
+    """|J J^T u| from the dense Jacobian by autograd, and in one dimension from the closed form of appendix A."""
+    row = theorem_3_1.measure_block("v = w = m = L^-1/4", width, 60, seed=3)
+    torch.manual_seed(3)
+    block = theorem_3_1.AttentionBlock(width, [60**-0.25] * 3)
+    y = theorem_3_1.draw_numbers(1, width)
+    weights = dict(block.named_parameters())
+    jacobians = torch.func.jacrev(lambda given: torch.func.functional_call(block, given, (y,)).flatten())(weights)
+    dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
+    direction = torch.randn(1, width, dtype=torch.float64).flatten()
+    expected = float((dense @ dense.mT @ (direction / direction.norm())).norm())
+    assert row["change_over_rate"] == pytest.approx(expected, rel=1e-5)
+    if width == 1:
+        assert row["closed_form"] == pytest.approx(expected, rel=1e-9)
+        assert row["closed_form_as_printed"] != pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["zhang2021/table-1", "zhang2021/table-4", "huang2020/table-1"])

@@ -153,8 +153,12 @@ def _seen_by_parts(
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            calls.setdefault(id(part), []).append((args[0].detach().clone(), output.detach().clone()))
+        vectors = [x for x in args if isinstance(x, Tensor)]
+        if vectors and isinstance(output, Tensor):
+            # Several vectors of an example move together: they are its tokens.
+            several = len(vectors) == len(args) > 1 and all(x.ndim == 2 for x in vectors)
+            x = torch.stack(vectors, dim=1) if several else vectors[0].clone()
+            calls.setdefault(id(part), []).append((x.detach(), output.detach().clone()))
 
     with ExitStack() as stack:
         for part in watched.values():

@@ -13,6 +13,7 @@ from wellposed.recipes.recipe import say_nothing
 from wellposed.recipes.runs import PlannedRun, train_planned
 from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.recipes.workers import check_jobs
+from wellposed.training.certified_file import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
 from wellposed.training.processes import is_first
 from wellposed.training.tracking import NOT_TRACKED, Tracking
@@ -97,10 +98,10 @@ def compare(
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
-    if certify < 0 or (certify and task.kind not in ("sequence_classification", "causal_lm")):
+    if certify < 0 or (certify and task.kind not in CERTIFIED_KINDS):
         raise ConfigError(
             f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task that classifies "
-            "sequences or predicts the next token; certified accuracy is defined for those"
+            "texts or pairs, or predicts the next token; certified accuracy is defined for those"
         )
     if is_first():
         out.mkdir(parents=True, exist_ok=True)

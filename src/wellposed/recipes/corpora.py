@@ -212,12 +212,14 @@ def small_corpus(
 ) -> dict[str, Any]:
     """Return the options of the task `translation` below paper scale: the user's sentences, or generated words."""
     return {
-        **translation_data(request, wanted=wanted, words=True, pairs=request.pick(toy=60, mini=3000, paper=0)),
+        **translation_data(
+            request, wanted=wanted, words=True, pairs=request.pick(toy=60, mini=3000, medium=20_000, paper=0)
+        ),
         "max_tokens": max_tokens,
         "overflow": "drop",
-        "limit_pairs": 6000,
+        "limit_pairs": request.pick(toy=6000, mini=6000, medium=100_000, paper=0),
         "generate_beams": 1,
-        "generate_max_examples": request.pick(toy=4, mini=200, paper=0),
+        "generate_max_examples": request.pick(toy=4, mini=200, medium=500, paper=0),
         **({} if vocab_size is None else {"vocab_size": vocab_size}),
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,10 +17,22 @@ from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
-from wellposed.recipes.recipe import SCALES, Criterion, Recipe, Reproduction, Request, Scale, say_nothing
+from wellposed.recipes.clock import Clock
+from wellposed.recipes.recipe import SCALES, Criterion, Power, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
 
-__all__ = ["RECIPES", "SCALES", "Criterion", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
+__all__ = [
+    "RECIPES",
+    "SCALES",
+    "Criterion",
+    "Power",
+    "Recipe",
+    "Reproduced",
+    "Reproduction",
+    "Request",
+    "Scale",
+    "reproduce",
+]
 
 _PATIENCE = 3
 RECIPES: Registry[Recipe] = Registry("recipe")
@@ -75,6 +86,7 @@ class Reproduced:
     says: str
     result: Reproduction
     seconds: float
+    """Of all calls that it needed, where it trains and goes on."""
     files: tuple[Path, ...] = ()
 
     def row(self) -> str:
@@ -104,8 +116,9 @@ def reproduce(
 
     Args:
         name: of a recipe, for instance ``kim2021/figure-2``.
-        scale: ``"mini"`` (minutes on two cores) or ``"paper"``; ``"toy"`` is for tests and never says whether a claim
-            holds.
+        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (sized so that the claim can be seen or refuted: at most
+            ten hours on two cores or 45 minutes on one large GPU) or ``"paper"``; ``"toy"`` is for tests and never says
+            whether a claim holds.
         out: folder; created. Training recipes keep their runs inside and go on with them when called again.
         data: data of the recipe's task, for recipes that train.
         announce: called with one line of progress now and then.
@@ -127,13 +140,23 @@ def reproduce(
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
     check_data(data)
-    result = recipe(Request(scale, out, data, announce, encoder, jobs))
+    request = Request(scale, out, data, announce, encoder, jobs)
+    power = None if recipe.power is None else recipe.power.plan(request)
+    clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
+
+    def ticking(line: str) -> None:
+        clock.tick()
+        announce(line)
+
+    try:
+        result = recipe(replace(request, announce=ticking))
+    finally:
+        seconds = clock.tick()
     if scale == "toy":
         result = replace(result, holds=None)
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
-    done = Reproduced(name, scale, recipe.says, result, time.perf_counter() - started, (table, figure, claim))
+    done = Reproduced(name, scale, recipe.says, result, seconds, (table, figure, claim))
     write_csv(table, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
     draw(result.panels, figure)
     values = {
@@ -143,6 +166,7 @@ def reproduce(
         "we_got": result.got,
         "holds": result.holds,
         "criterion": None if result.criterion is None else asdict(result.criterion),
+        "power": power,
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,

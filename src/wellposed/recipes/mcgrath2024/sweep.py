@@ -197,9 +197,9 @@ def _work(settings: SweepSettings, announce: Announce, report: Report, stop: Cal
     work(settings, announce=announce, stop=stop, report=report)
 
 
-def default_jobs(scale: str) -> int:
-    """Return one process for each CPU core at mini scale, at most 8, and else one."""
-    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+def default_jobs(scale: str, device: str = "cpu") -> int:
+    """Return one process for each CPU core at mini and medium scale on CPUs, at most 8, and else one."""
+    return min(os.cpu_count() or 1, MAX_JOBS) if scale in ("mini", "medium") and device == "cpu" else 1
 
 
 def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> Record:

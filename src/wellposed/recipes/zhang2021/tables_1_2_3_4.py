@@ -67,7 +67,7 @@ def table_1(request: Request) -> Reproduction:
     if request.scale == "paper":
         studies = _of_corpora(request, SUBWORD, paper)
     else:
-        studies = [_small_study(request, "subwords")]
+        studies = [_small_study(request, "subwords", width=_width(request, 128))]
     return _reproduce(request, "table-1", studies, (OC1, OC2, OC3), paper, gains=TABLE_1_GAINS)
 
 
@@ -77,7 +77,8 @@ def table_2(request: Request) -> Reproduction:
     if request.scale == "paper":
         studies = _of_corpora(request, WMT16, paper)
     else:
-        studies = [_small_study(request, "base"), _small_study(request, "big", width=64)]
+        base = _width(request, 64)
+        studies = [_small_study(request, "base", width=base), _small_study(request, "big", width=2 * base)]
     return _reproduce(request, "table-2", studies, (OC3,), paper)
 
 
@@ -87,7 +88,7 @@ def table_3(request: Request) -> Reproduction:
     if request.scale == "paper":
         studies = _of_corpora(request, CHARACTERS, paper)
     else:
-        studies = [_small_study(request, "characters", tokenizer="char")]
+        studies = [_small_study(request, "characters", width=_width(request, 64), tokenizer="char")]
     return _reproduce(request, "table-3", studies, (OC3,), paper, gains=TABLE_3_GAINS)
 
 
@@ -128,34 +129,46 @@ def _dialogues(request: Request) -> list[Study]:
     ]
 
 
-def _small_study(request: Request, label: str, *, width: int = 32, tokenizer: str = "bpe") -> Study:
+def _small_study(request: Request, label: str, *, width: int, tokenizer: str = "bpe") -> Study:
     options = small_corpus(request, max_tokens=300, vocab_size=2000 if tokenizer == "bpe" else None)
     return Study(label, _small_run(request, "translation", {**options, "tokenizer": tokenizer}, width), {})
 
 
+def _width(request: Request, medium: int) -> int:
+    return request.pick(toy=32, mini=32, medium=medium, paper=0)
+
+
 def _small_dialogues(request: Request) -> Study:
-    data = request.data or str(_generate_dialogues(request.out / "dialogues", request.pick(toy=40, mini=1000, paper=0)))
+    data = request.data or str(
+        _generate_dialogues(request.out / "dialogues", request.pick(toy=40, mini=1000, medium=10_000, paper=0))
+    )
     options = {
         "data": data,
         "vocab_size": 2000,
         "max_tokens": 96,
-        "limit_dialogues": 1000,
+        "limit_dialogues": request.pick(toy=1000, mini=1000, medium=10_000, paper=0),
         "generate_beams": 1,
-        "generate_max_examples": request.pick(toy=4, mini=200, paper=0),
+        "generate_max_examples": request.pick(toy=4, mini=200, medium=500, paper=0),
     }
-    return Study("dialogue", _small_run(request, "dialogue", options, 32), {}, _dialogue_metrics())
+    return Study("dialogue", _small_run(request, "dialogue", options, _width(request, 64)), {}, _dialogue_metrics())
 
 
 def _small_run(request: Request, task: str, options: Mapping[str, Any], width: int) -> RunConfig:
-    steps = request.pick(toy=3, mini=200, paper=0)
-    model = ModelOptions(hidden_size=width, num_hidden_layers=1, intermediate_size=2 * width, activation="relu")
+    steps = request.pick(toy=3, mini=200, medium=2500, paper=0)
+    model = ModelOptions(
+        hidden_size=width,
+        num_hidden_layers=request.pick(toy=1, mini=1, medium=2, paper=0),
+        intermediate_size=2 * width,
+        activation="relu",
+    )
+    evaluate = steps // request.pick(toy=1, mini=1, medium=10, paper=1)
     train = TrainOptions(
         steps=steps,
-        batch_size=request.pick(toy=4, mini=32, paper=0),
+        batch_size=request.pick(toy=4, mini=32, medium=96, paper=0),
         learning_rate=3e-3,
         warmup_steps=steps // 10,
-        eval_every=steps,
-        checkpoint_every=steps,
+        eval_every=evaluate,
+        checkpoint_every=evaluate,
         log_every=max(1, steps // 10),
         label_smoothing=0.1,
     )
@@ -182,6 +195,11 @@ def _generate_dialogues(folder: Path, dialogues: int) -> Path:
     return folder
 
 
+def seeds_of(request: Request) -> int:
+    """Return the seeds of every table."""
+    return request.pick(toy=1, mini=3, medium=5, paper=3)
+
+
 def _reproduce(
     request: Request,
     item: str,
@@ -193,7 +211,7 @@ def _reproduce(
 ) -> Reproduction:
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[:1]
     names = [TRANSFORMER, *(f"{variant}:{strength:g}" for variant in variants for strength in strengths)]
-    seeds = request.pick(toy=1, mini=3, paper=3)
+    seeds = seeds_of(request)
     generated = request.scale != "paper" and request.data is None
     rows: list[dict[str, Any]] = []
     texts, verdicts = [], []
