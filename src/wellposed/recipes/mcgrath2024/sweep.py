@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from wellposed.finite_json import to_json
 from wellposed.recipes.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.workers import Workers, check_jobs
-from wellposed.tasks.data.minbert import read_minbert
+from wellposed.tasks.data.minbert import MinBertSet, read_minbert
 from wellposed.training.durable_files import replace_file
 from wellposed.training.signals import Cancelled, StopRequest
 
@@ -81,7 +81,8 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     """Make the folder of a sweep, or check that it is one of the same settings, and enqueue what is not there yet.
 
     Raises:
-        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other settings.
+        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other settings; the
+            encoder cannot be loaded or cannot read the data.
         DataError: the data cannot be read.
     """
     out = Path(settings.out)
@@ -89,7 +90,7 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
         raise ConfigError(f"resume = {resume!r}, expected never or auto")
     if not settings.seeds:
         raise ConfigError("seeds: expected at least 1")
-    read_minbert(settings.data)
+    sets = read_minbert(settings.data)
     from wellposed.training.run_folder import now, versions
 
     if out.is_dir() and any(out.iterdir()):
@@ -99,6 +100,8 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
                 "and go on"
             )
         _check_identity(out, settings)
+    elif settings.options.encoder is not None:
+        _try_encoder(sets, settings.options)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out / "sweep.lock"):
         if not (out / SETTINGS).exists():
@@ -106,6 +109,14 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
             replace_file(out / SETTINGS, to_json(values, indent=2))
         _check_identity(out, settings)
         _enqueue_missing(settings)
+
+
+def _try_encoder(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> None:
+    """Read a few rows as the encoder would, and load it: a sweep that cannot begin leaves no folder."""
+    from wellposed.recipes.mcgrath2024.encoders import build_multitask_model, encode_sets
+
+    few = {name: replace(data, train=data.train.first(8), valid=data.valid.first(8)) for name, data in sets.items()}
+    build_multitask_model(options, encode_sets(few, options).tokenizer)
 
 
 Report = Callable[[SweepSettings, Training, Record], None]
