@@ -20,6 +20,7 @@ from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
 from wellposed.recipes.recipe import SCALES, Criterion, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
+from wellposed.training.durable_files import replace_files
 
 __all__ = ["RECIPES", "SCALES", "Criterion", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
 
@@ -132,8 +133,6 @@ def reproduce(
         result = replace(result, holds=None)
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.says, result, time.perf_counter() - started, (table, figure, claim))
-    write_csv(table, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
-    draw(result.panels, figure)
     values = {
         "recipe": name,
         "scale": scale,
@@ -148,5 +147,8 @@ def reproduce(
         f"{'' if encoder is None else ' --encoder ENCODER'}",
         **({} if encoder is None else {"encoder": Path(encoder).name}),
     }
-    claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with replace_files(out) as there:
+        write_csv(there / table.name, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
+        draw(result.panels, there / figure.name)
+        (there / claim.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

@@ -73,7 +73,8 @@ def measure_model(model: nn.Module, path: Path) -> str | None:
     from wellposed.measurement import measure
 
     try:
-        measure(model).to_json(path)
+        with durable_files.replace_files(path.parent) as there:
+            measure(model).to_json(there / path.name)
     except RoleNotFoundError as error:
         return f"no {path.name}: {error}"
     return None
@@ -122,9 +123,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     model: Any = build_run_model(config, task)
     state = checkpoints.load_checkpoint(newest, model)
     if state.best_step not in (None, state.step):
-        best = run_dir / f"checkpoint-{state.best_step}"
-        checkpoints.verify(best)
-        checkpoints.load_checkpoint(best, model)
+        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
     return model.eval(), task.processor
 
 
