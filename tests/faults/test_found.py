@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.support import stub_task
 
 from wellposed.cli import main
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
 from wellposed.measurement import Measurement
+from wellposed.models import load_saved_model
 from wellposed.recipes.reproduction_page import reproduction_page
 from wellposed.report import aggregate, build_report
 from wellposed.tasks.data import files
@@ -219,3 +221,15 @@ def test_a_tokenizer_without_padding_is_an_error_of_ours() -> None:
     model.config = SimpleNamespace(max_position_embeddings=9)
     with pytest.raises(CheckpointError, match="here: the tokenizer has no padding token"):
         list(label_lines(model, Bare(), ["a line"], 1))
+
+
+def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    load_saved_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"):
+        load_saved_model(tmp_path)

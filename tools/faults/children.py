@@ -54,7 +54,6 @@ def import_everything() -> None:
     import transformers.models.auto.modeling_auto
 
     import wellposed.certification
-    import wellposed.cli._arguments
     import wellposed.measurement.figures
     import wellposed.models
     import wellposed.penalize

@@ -239,8 +239,6 @@ def _links() -> list[Case]:
             lambda _: None,
             words=lambda f: ["report", str(f), "--out", "x" * 5000],
         ),
-        Case("a name with a zero byte", lambda _: None, words=lambda _: ["measure", "runs/\x00x"]),
-        Case("--out with a zero byte", lambda _: None, words=lambda f: ["report", str(f), "--out", "\x00x"]),
     ]
 
 

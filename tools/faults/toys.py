@@ -23,7 +23,16 @@ _TINY = (
     *("--checkpoint-every", "3", "--keep-checkpoints", "2", "--quiet"),
 )
 _SWEEP_WORDS = ("good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "where", "old", "new")
-_UNTIMED = ("seconds", "tokens_per_second", "date", "train_seconds", "peak_memory_bytes", "command", "git_hash")
+_UNTIMED = (
+    "seconds",
+    "tokens_per_second",
+    "date",
+    "train_seconds",
+    "peak_memory_bytes",
+    "command",
+    "git_hash",
+    "sha256",
+)
 
 
 class BrokenToyError(Exception):
