@@ -19,8 +19,8 @@ _HEAD = """# Reproduction
 
 Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
 A verdict names its test, its seeds and its uncertainty; where the scale cannot say, the verdict is "not comparable at
-this scale". Minutes are those of the call that finished the artefact, on the machine at hand; DATA in a command is the
-folder or file named under data.
+this scale". Minutes are those of all calls that an artefact needed, on the machine at hand; trainings that artefacts
+share are counted where they ran. DATA in a command is the folder or file named under data.
 """
 
 
@@ -74,6 +74,7 @@ def _section(values: Mapping[str, Any]) -> str:
         "test": criterion["test"],
         "seeds": criterion["seeds"] or "none drawn",
         "uncertainty": criterion["uncertainty"],
+        **_power_rows(values.get("power")),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
@@ -81,6 +82,11 @@ def _section(values: Mapping[str, Any]) -> str:
     }
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     return "\n".join([f"\n## {values['recipe']} ({values['scale']})\n", "| | |", "|---|---|", *table])
+
+
+def _power_rows(power: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what could be seen, as stated beforehand; nothing where nothing is trained or no statement was kept."""
+    return {} if power is None else {"could be seen": power["words"], "levelled off": power["levelled_off"]}
 
 
 def _cell(value: object) -> str:

@@ -68,15 +68,17 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
         path.chmod(readable)  # safetensors writes files that other users cannot read
 
 
-def measure_model(model: nn.Module, path: Path) -> str | None:
+def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | None:
     """Write the condition of every weight of ``model`` to ``path``; return why not, where the model has no roles."""
     from wellposed.measurement import measure
 
     try:
-        with durable_files.replace_files(path.parent) as there:
-            measure(model).to_json(there / path.name)
+        found = measure(model)
     except RoleNotFoundError as error:
         return f"no {path.name}: {error}"
+    if write:
+        with durable_files.replace_files(path.parent) as there:
+            found.to_json(there / path.name)
     return None
 
 

@@ -14,6 +14,8 @@ NAME = "certified.json"
 FORMAT = 1
 TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 """Radii that compare models whose tokens differ in size: multiples of the median norm of an embedded token."""
+CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "causal_lm")
+"""Kinds of tasks with a certified accuracy: a label of a text or a pair, or the next token."""
 NAMED_SHARE = 0.1
 """The radius whose certified accuracy stands in tables."""
 

@@ -63,6 +63,12 @@ def take_snapshot(
     return Snapshot(state.step, files)
 
 
+def join_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep nothing."""
+    model_tensors(model, keep=False)
+    optimizer_tensors(optimizer, keep=False)
+
+
 def random_snapshot() -> bytes:
     """Return the state of the random-number generators of this process."""
     return encode(*random_tensors())

@@ -50,6 +50,8 @@ class PenaltyOptions:
     """Strength on token embeddings."""
     form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
     """Which distance to orthogonality."""
+    feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
+    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
     attention_mode: Literal["joint", "separate"] = "joint"
     """One Gram matrix for the four attention weights together, or one each."""
     estimator: Literal["exact", "probes"] = "exact"
@@ -136,6 +138,8 @@ class TrainOptions:
     """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
     num_workers: int = 0

@@ -25,8 +25,8 @@ from wellposed.version import __version__
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
 RESULT = "result.json"
-PLACE = ("train.device:", "train.num_workers:")
-"""What may change when a run is resumed: where it computes, and where its batches are made."""
+PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
+"""What may change when a run is resumed: where it computes, where its batches are made, who holds its weights."""
 LENGTH = ("train.steps:", "train.epochs:")
 """What may grow when a run is trained longer."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
