@@ -15,6 +15,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, data_of, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.recipes.workers import check_jobs
+from wellposed.training.durable_files import replace_file
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _run_all(options: ReproduceArguments) -> int:
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(reproduction_page(options.out), encoding="utf-8")
+    replace_file(options.page, reproduction_page(options.out).encode())
     print(f"page: {options.page}")
     return 0 if held or not options.strict else 1
 
