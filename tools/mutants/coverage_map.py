@@ -61,7 +61,8 @@ class Recorder:
             seconds = time.process_time() - start
             if not self.failed:
                 lines = {file: sorted(found) for file, found in self.lines.items()}
-                self.tests[item.nodeid] = {"seconds": round(seconds, 4), "lines": lines}
+                name = f"{item.path}::{item.nodeid.partition('::')[2]}"  # no matter from where it is run again
+                self.tests[name] = {"seconds": round(seconds, 4), "lines": lines}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed = self.failed or report.outcome != "passed"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wellposed.errors import ConfigError, listed
+from wellposed.finite_json import to_json
 from wellposed.recipes.recipe import say_nothing
 from wellposed.recipes.runs import PlannedRun, train_planned
 from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.recipes.workers import check_jobs
 from wellposed.training.certified_file import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
+from wellposed.training.durable_files import replace_file
 from wellposed.training.processes import is_first
 from wellposed.training.tracking import NOT_TRACKED, Tracking
 
@@ -106,7 +107,7 @@ def compare(
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
-        (out / ORDER).write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
+        replace_file(out / ORDER, to_json({"variants": list(variants)}, indent=2))
     planned = [
         PlannedRun(
             out / variant_folder(config.variant) / f"seed-{config.train.seed}",

@@ -20,6 +20,7 @@ from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupt
 from wellposed.recipes.clock import Clock
 from wellposed.recipes.recipe import SCALES, Criterion, Power, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
+from wellposed.training.durable_files import replace_files
 
 __all__ = [
     "RECIPES",
@@ -167,8 +168,6 @@ def reproduce(
         result = replace(result, holds=None)
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.says, result, seconds, (table, figure, claim))
-    write_csv(table, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
-    draw(result.panels, figure)
     values = {
         "recipe": name,
         "scale": scale,
@@ -185,5 +184,8 @@ def reproduce(
         **({} if encoder is None else {"encoder": Path(encoder).name}),
         **({} if vectors is None else {"vectors": Path(vectors).name}),
     }
-    claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with replace_files(out) as there:
+        write_csv(there / table.name, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
+        draw(result.panels, there / figure.name)
+        (there / claim.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

@@ -52,6 +52,7 @@ class Workers:
         self._request = StopRequest()
         self._asked = False
         self._errors: list[BaseException] = []
+        self._arguments = arguments  # shared numbers among them end with the last reference here
         pipes = [SPAWN.Pipe() for _ in range(jobs)]
         self._theirs = [theirs for _, theirs in pipes]
         self._ends = [mine for mine, _ in pipes]

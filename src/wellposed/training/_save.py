@@ -77,7 +77,8 @@ def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | 
     except RoleNotFoundError as error:
         return f"no {path.name}: {error}"
     if write:
-        found.to_json(path)
+        with durable_files.replace_files(path.parent) as there:
+            found.to_json(there / path.name)
     return None
 
 
@@ -124,9 +125,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     model: Any = build_run_model(config, task)
     state = checkpoints.load_checkpoint(newest, model)
     if state.best_step not in (None, state.step):
-        best = run_dir / f"checkpoint-{state.best_step}"
-        checkpoints.verify(best)
-        checkpoints.load_checkpoint(best, model)
+        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
     return model.eval(), task.processor
 
 

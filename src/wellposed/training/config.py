@@ -16,6 +16,7 @@ from typing import Any, Literal
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import build_options, flat_options, refuse
+from wellposed.regular_file import read_text
 from wellposed.training.ranges import (
     constrain_problems,
     penalty_problems,
@@ -245,9 +246,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is not TOML; the message has the line.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: cannot be read: nested too deeply") from None
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:

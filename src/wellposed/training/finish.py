@@ -106,14 +106,13 @@ def load_best_weights(run: Run) -> str:
         return ""
     best = run.out / f"checkpoint-{state.best_step}"
     try:
-        checkpoints.verify(best)
+        checkpoints.load_weights(best, run.model)
     except CheckpointError as error:
         lost = f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are used: {error}"
         run.progress.say(lost, warn=True)
         state.best_value = None
         validate(run)
         return lost
-    checkpoints.load_checkpoint(best, run.model)
     return ""
 
 

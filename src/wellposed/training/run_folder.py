@@ -64,7 +64,14 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
     """Write ``config`` as ``config.toml``."""
     import tomli_w
 
-    durable_files.replace_file(run_folder / CONFIG, tomli_w.dumps(config.to_dict()).encode())
+    try:
+        data = tomli_w.dumps(config.to_dict()).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no text, so it "
+            "cannot be recorded; rename the file or folder"
+        ) from error
+    durable_files.replace_file(run_folder / CONFIG, data)
 
 
 def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellposed.finite_json import from_json
 from wellposed.linalg.sharded import cut_like, is_sharded, read
 
 Tensors = dict[str, torch.Tensor]
@@ -160,5 +161,5 @@ def decode(data: bytes) -> tuple[Tensors, Any]:
     """Return what `encode` was given."""
     from safetensors.torch import load
 
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return load(data), json.loads(header.get("__metadata__", {}).get("plain", "null"))
+    header = from_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return load(data), from_json(header.get("__metadata__", {}).get("plain", "null"))

@@ -144,8 +144,12 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         [_depth_panel(rows, unigram), *(_curve_panel(mine) for mine in by_variant.values())],
         got=f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps} steps, "
         f"{sizes.seeds} seeds",
-        holds=deepest in trained["t_fixup"]
-        and not any(trains(run) for run in by_variant["post_ln"] if run.depth == deepest),
+        holds=judge_depth(
+            *(
+                [trains(run) for run in by_variant[variant] if run.depth == deepest]
+                for variant in ("t_fixup", "post_ln")
+            )
+        ),
         notes=(
             "no warm-up on either side; at every depth each side at its best of the rates "
             f"{', '.join(f'{rate:g}' for rate in sizes.learning_rates)} by the loss on valid of the first seed",
@@ -158,6 +162,11 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
             uncertainty="every seed must agree",
         ),
     )
+
+
+def judge_depth(t_fixup: Sequence[bool], post_ln: Sequence[bool]) -> bool:
+    """Say whether at the greatest depth every seed of T-Fixup trains and none of post-LN does."""
+    return all(t_fixup) and not any(post_ln)
 
 
 def _loss(run: FinishedRun) -> float:

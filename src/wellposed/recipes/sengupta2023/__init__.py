@@ -5,7 +5,7 @@ from wellposed.recipes.recipe import Power, Recipe
 _TEXTS, _ARENAS = "sengupta2023.studies:seeds_of_texts", "sengupta2023.studies:seeds_of_arena"
 _WORDS = "sengupta2023.studies:seeds_of_words"
 _OURS = "TransJect less Transformer"
-_ACCURACY = Power(_TEXTS, "test accuracy, in points", 1.0, f"{_OURS} on IMDb", tests=3, levelled=True)
+_ACCURACY = Power(_TEXTS, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, levelled=True)
 _ARENA = Power(_ARENAS, "mean test accuracy, in points", 2.0, f"{_OURS} on ListOps", tests=3, levelled=True)
 _PERPLEXITY = Power(_WORDS, "test perplexity", 3.5, _OURS, tests=3, levelled=True)
 _DISTANCES = Power(_TEXTS, "distances, last layer over embedding", 0.05, "scaled Transformer on IMDb")
@@ -28,9 +28,10 @@ RECIPES = (
         "sengupta2023/table-1",
         "test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news)",
         "IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect 90.2, Transformer "
-        "88.8",
+        "88.8; on IMDb one head costs the Transformer 2.1 points, and one expert TransJect 4.7",
         "sengupta2023.tables_1_2_3:table_1",
-        {"mini": 9, "medium": 560, "paper": 20_000},
+        {"mini": 12, "medium": 560, "paper": 20_000},
+        measured=("mini",),
         power=_ACCURACY,
     ),
     Recipe(
