@@ -208,6 +208,13 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     return _penalized(base, zhang2021("III", strength))
 
 
+@VARIANTS.register("oc3_printed")
+def oc3_printed(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """oc3 with the feed-forward norms unsquared, as Zhang et al. (2021) print them."""
+    config = oc3(base, strength)
+    return replace(config, penalty=replace(config.penalty, feedforward_form="gram"))
+
+
 @VARIANTS.register("key")
 def key(base: RunConfig, strength: float = 1e-4) -> RunConfig:
     """post_ln (with --from: plain) + |K K^T - I|_F on key weights K (McGrath 2024)."""
