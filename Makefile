@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test check clean
+.PHONY: demo test check installs mutants clean
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
@@ -36,6 +36,13 @@ check: $(VENV)/.installed-develop
 	$(BIN)/python tools/private_imports.py
 	$(BIN)/python tools/import_circles.py
 	$(BIN)/zensical build --clean --strict
+
+# Not in CI: gigabytes and half an hour each.
+installs:
+	$(PYTHON) tools/installs.py
+
+mutants: $(VENV)/.installed-develop
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants --workers $(WORKERS)
 
 clean:
 	rm -rf $(VENV) runs site build dist .pytest_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import os
+import io
 import shutil
 import sys
 import tempfile
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
+from wellposed.training.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -90,16 +91,10 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
         return
     if not output.parent.is_dir():
         raise DataError(f"{output}: the folder {output.parent} does not exist; make it first")
-    temporary = output.with_name(f".tmp-{output.name}")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(output)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open_replacing(output) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
+        yield file
+        file.detach()  # flushed; `raw` is synced and closed by its owner
 
 
 class LineProgress:

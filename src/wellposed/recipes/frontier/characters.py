@@ -100,17 +100,23 @@ class Rivalry:
     """At each radius above 0."""
 
 
-def characters(request: Request) -> Reproduction:
-    """Accuracy, both bounds and certified accuracy of every model, seed by seed."""
-    if request.data is None:
-        raise ConfigError("this study needs data: give --data FILE, a text such as tinyshakespeare.txt (.gz too)")
-    sizes = request.pick(
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
         toy=Sizes(3, 1, (1.0,), width=8, layers=1, heads=2, seq_len=16, batch_size=2, blocks=2, limit_chars=2000),
         mini=Sizes(400, 3, (1.0, 3.0)),
+        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=96, seq_len=128),
         paper=Sizes(
             2000, 3, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=256, layers=3, seq_len=256, batch_size=512, blocks=256
         ),
     )
+
+
+def characters(request: Request) -> Reproduction:
+    """Accuracy, both bounds and certified accuracy of every model, seed by seed."""
+    if request.data is None:
+        raise ConfigError("this study needs data: give --data FILE, a text such as tinyshakespeare.txt (.gz too)")
+    sizes = sizes_of(request)
     measured = list(_measure(request, sizes))
     theirs = [model for model in measured if model.label in THEIRS]
     ours = [model for model in measured if model.label not in THEIRS]

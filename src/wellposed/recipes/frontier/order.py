@@ -82,15 +82,21 @@ class Curves:
         return next((radius for radius in SHARES if fmean(self.at(radius)) <= half), None)
 
 
-def order(request: Request) -> Reproduction:
-    """Clean, certified and attacked accuracy of every model on every task, mean over seeds."""
-    sizes = request.pick(
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
         toy=Sizes(
             3, 1, (1.0,), ("pre_ln", "lipschitz, T = 30", "no blocks, T = 30"), 8, 2, batch_size=4, examples=4, rows=50
         ),
         mini=Sizes(400, 3, (1.0, 3.0)),
+        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), examples=500),
         paper=Sizes(4000, 5, (1 / 3, 1.0, 3.0), width=128, batch_size=128, examples=1000),
     )
+
+
+def order(request: Request) -> Reproduction:
+    """Clean, certified and attacked accuracy of every model on every task, mean over seeds."""
+    sizes = sizes_of(request)
     found = [curves for name in TASKS for curves in _measure(request, name, sizes)]
     gains = {name: gains_over_control([curves for curves in found if curves.task == name]) for name in TASKS}
     rows = [row for curves in found for row in _rows(curves)]

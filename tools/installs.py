@@ -1,0 +1,197 @@
+"""Does what we publish install and work? Builds wheel and sdist, and installs them in empty environments.
+
+    python tools/installs.py                                     # Python of this process: core, each extra, all, sdist
+    python tools/installs.py --python python3.12 --only core all
+
+Torch and what it needs are installed once per Python and lent to its environments, so that each extra meets a machine
+that has torch and nothing else. One line an environment: what was installed, what ran, seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+TORCH = SETTINGS["project"]["dependencies"][0]
+NOT_OF_USERS = {"test", "lint", "docs"}
+START_LIMIT = 0.2
+DOCTOR_LIMIT = 10.0
+
+CORE = """
+import torch, wellposed as wp
+encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+assert len(wp.find_roles(encoder).attention) == 1
+assert wp.certify(wp.nn.L2SelfAttention(8, 2), seq_len=4).total > 0
+optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+wp.constrain_(encoder, optimizer, roles=("query",)).remove()
+assert wp.OrthogonalityPenalty(encoder, feedforward=1.0)().requires_grad
+wp.measure(encoder, torch.randn(2, 3, 8)).table()
+wp.t_fixup_
+try:
+    import transformers
+except ImportError:
+    try:
+        wp.models.build_model
+    except wp.ConfigError as error:
+        assert "wellposed[hf]" in str(error), error
+    else:
+        raise AssertionError("models without transformers")
+"""
+HF = """
+import torch, wellposed as wp
+model = wp.models.build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=16, num_hidden_layers=1,
+                              num_attention_heads=2)
+model.save_pretrained("model")
+assert torch.equal(wp.models.load_saved_model("model").lm_head.weight, model.lm_head.weight)
+from transformers import BertConfig, BertModel
+small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+assert len(wp.find_roles(BertModel(small)).attention) == 1
+"""
+TRAIN = """
+from wellposed.cli import main
+words = "train listops --steps 2 --eval-every 2 --quiet --out run --model.hidden-size 8 --model.num-hidden-layers 1"
+assert main([*words.split(), "--model.num-attention-heads", "2"]) == 0
+"""
+REPORT = """
+import wellposed as wp
+from wellposed.charts import Panel
+import matplotlib, jinja2, wellposed.report
+"""
+SWEEP = """
+import optuna, wellposed.recipes.mcgrath2024.sweep
+"""
+LIGHTNING = """
+import wellposed.integrations as adapters
+adapters.LightningConditionCallback
+"""
+CHECKS = {
+    "core": [CORE],
+    "sdist": [CORE],
+    "hf": [CORE, HF],
+    "train": [CORE, HF, TRAIN],
+    "report": [CORE, REPORT],
+    "sweep": [CORE, SWEEP],
+    "lightning": [CORE, LIGHTNING],
+    "all": [CORE, HF, TRAIN, REPORT, SWEEP, LIGHTNING],
+}
+START = """
+import sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import wellposed
+print(time.perf_counter() - start)
+foreign = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names - {"wellposed"}
+assert not foreign, foreign
+"""
+
+
+class InstallError(Exception):
+    """A command that was expected to succeed and did not."""
+
+
+def ran(command: Sequence[str | Path], folder: Path) -> str:
+    """Run a command in a folder, away from our sources, and return what it printed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(list(map(str, command)), cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "\n    ".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+        raise InstallError(f"{' '.join(map(str, command))[:200]}\n    {last}")
+    return done.stdout
+
+
+def environment(python: str, folder: Path, lends: Path | None = None) -> Path:
+    """Make an empty environment and return its interpreter; packages of `lends` can be imported in it too."""
+    ran([python, "-m", "venv", folder], folder.parent)
+    interpreter = folder / "bin" / "python"
+    if lends is not None:
+        [packages] = folder.glob("lib/python*/site-packages")
+        [lent] = lends.glob("lib/python*/site-packages")
+        (packages / "lent.pth").write_text(f"{lent}\n", encoding="utf-8")
+    return interpreter
+
+
+def install(interpreter: Path, folder: Path, *what: str) -> None:
+    pins = ["--constraint", ROOT / "constraints.txt"]
+    ran([interpreter, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pins, *what], folder)
+
+
+def built(folder: Path) -> tuple[Path, Path]:
+    """Build wheel and sdist from a copy of the sources and return both; the wheel comes from the sdist."""
+    builder = environment(sys.executable, folder / "builder")
+    install(builder, folder, "build")
+    ran([builder, "-m", "build", "--outdir", folder / "dist", ROOT], folder)
+    [wheel], [sdist] = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+    return wheel, sdist
+
+
+def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> str:
+    """Install one thing in an empty environment, use it, and return a line about it."""
+    home = folder / name
+    interpreter = environment(python, home, lends)
+    extra = "" if name in {"core", "sdist"} else f"[{name}]"
+    start = time.perf_counter()
+    install(interpreter, folder, f"wellposed{extra} @ {artefact.as_uri()}")
+    seconds = time.perf_counter() - start
+    ran([interpreter, "-m", "pip", "check"], home)
+    ran([interpreter, "-m", "compileall", "-q", *home.glob("lib/python*/site-packages/wellposed")], home)
+    for check in CHECKS[name]:
+        ran([interpreter, "-W", "ignore", "-c", check], home)
+    added = statistics.median(float(ran([interpreter, "-c", START], home)) for _ in range(5))
+    if added > START_LIMIT:
+        raise InstallError(f"`import wellposed` adds {added:.2f} s to torch, expected at most {START_LIMIT} s")
+    line = f"installed in {seconds:.0f} s, import adds {added:.3f} s"
+    if name in {"train", "all"}:
+        start = time.perf_counter()
+        ran([home / "bin" / "wellposed", "doctor"], home)
+        doctor = time.perf_counter() - start
+        if doctor > DOCTOR_LIMIT:
+            raise InstallError(f"`wellposed doctor` took {doctor:.1f} s, expected at most {DOCTOR_LIMIT} s")
+        line += f", doctor {doctor:.1f} s"
+    count = len(list(home.glob("lib/python*/site-packages/*.dist-info")))
+    return f"{line}, {count} packages beside torch's, {len(CHECKS[name])} checks ran"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try every environment, write a line for each, and return 0 if all worked, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to install for")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what to install")
+    parser.add_argument("--folder", type=Path, help="where to work instead of a temporary folder")
+    chosen = parser.parse_args(arguments)
+    failed = 0
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
+        folder = Path(name)
+        wheel, sdist = built(folder)
+        sys.stdout.write(f"built {wheel.name} ({wheel.stat().st_size // 1024} KiB), {sdist.name}\n")
+        for position, python in enumerate(chosen.python):
+            place = folder / str(position)
+            place.mkdir()
+            version = ran([python, "-c", "import platform; print(platform.python_version())"], place).strip()
+            torch = environment(python, place / "torch")
+            install(torch, place, TORCH)
+            for extra in chosen.only:
+                try:
+                    line = tried(python, extra, sdist if extra == "sdist" else wheel, place, place / "torch")
+                except InstallError as error:
+                    failed += 1
+                    line = f"FAILED: {error}"
+                sys.stdout.write(f"python {version:<8} {extra:<10} {line}\n")
+                sys.stdout.flush()
+                shutil.rmtree(place / extra, ignore_errors=True)
+            shutil.rmtree(place)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
