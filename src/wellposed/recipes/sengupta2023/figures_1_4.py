@@ -105,8 +105,8 @@ def figure_4(request: Request) -> Reproduction:
             "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0; marked: "
             + ", ".join(CHOSEN),
             "embeddings are not scaled, as in the paper",
-            "where distances are nearly equal a small change gives a token other neighbours and Isomap another picture; "
-            "the verdict is on the distances themselves",
+            "where distances are nearly equal a small change gives a token other neighbours and Isomap another picture;"
+            " the verdict is on the distances themselves",
         ),
         criterion=Criterion(
             "the distances of tokens at the last layer correlate more with those of the embeddings in TransJect than "
