@@ -27,6 +27,7 @@ from wellposed.report import aggregate, build_report
 from wellposed.tasks.data import files
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.data.npz import read_npz
+from wellposed.tasks.metrics.embedding import read_word_vectors
 from wellposed.training import checkpoints, read_result
 from wellposed.training.certified_file import read_certified
 from wellposed.training.config import RunConfig, read_toml
@@ -218,7 +219,7 @@ def test_a_tokenizer_without_padding_is_an_error_of_ours() -> None:
             return {"input_ids": [[1, 2] for _ in sides[0]]}
 
     model: Any = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(max_position_embeddings=9)
+    model.config = SimpleNamespace(max_position_embeddings=9, model_type="bert")
     with pytest.raises(CheckpointError, match="here: the tokenizer has no padding token"):
         list(label_lines(model, Bare(), ["a line"], 1))
 
@@ -233,3 +234,13 @@ def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
     with pytest.raises(CheckpointError, match=r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"):
         load_saved_model(tmp_path)
+
+
+def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
+    with pytest.raises(DataError, match=r"vectors\.txt:1: "):
+        read_word_vectors(path)
+    path.write_text("the 1 1e300\n")
+    with pytest.raises(DataError, match=r"vectors\.txt:1: a number is not finite"):
+        read_word_vectors(path)

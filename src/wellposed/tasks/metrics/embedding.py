@@ -170,7 +170,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _word2vec_header(line: str) -> tuple[int, int] | None:
     parts = line.split()
-    if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
+    if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
         return int(parts[0]), int(parts[1])
     return None
 
@@ -182,7 +182,8 @@ def _parse(line: str, width: int) -> tuple[str, Vectors]:
         counted = sum(map(_is_number, fields[1:]))
         raise ValueError(f"expected a word and {width} numbers, received {counted} numbers: {line[:60]!r}")
     try:
-        vector = np.array(numbers, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what is beyond float32 is named below
+            vector = np.array(numbers, dtype=np.float32)
     except ValueError:
         wrong = next(text for text in numbers if not _is_number(text))
         raise ValueError(f"expected a word and {width} numbers, received {wrong!r} among them") from None
