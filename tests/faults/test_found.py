@@ -251,13 +251,11 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Four gigabytes of one letter, packed to four megabytes, took all memory."""
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     path = tmp_path / "lines.gz"
+    beyond = r"lines\.gz:2: a line of more than"
     path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
-    with (
-        LineSource(text=None, path=path) as source,
-        pytest.raises(DataError, match=r"lines\.gz:2: a line of more than"),
-    ):
+    with LineSource(text=None, path=path) as source, pytest.raises(DataError, match=beyond):
         list(source)
-    with pytest.raises(DataError, match=r"lines\.gz:2: a line of more than"):
+    with pytest.raises(DataError, match=beyond):
         read_word_vectors(path)
     path.write_bytes(gzip.compress(b"a\r\n" + b"b" * 999))
     with LineSource(text=None, path=path) as source:
