@@ -216,3 +216,20 @@ def test_paper_scale_names_the_data_it_needs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_every_recipe_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     check_reproduced(reproduce(name, scale="toy", out=tmp_path))
+
+
+def test_panels_have_means_and_errors_by_strength_and_the_papers_values() -> None:
+    study = tables.Study("De-En", RunConfig("translation"), {"bleu": values.TABLE_1["De-En"]}, ("bleu", "meteor"))
+    rows: list[dict[str, object]] = []
+    for variant, strength in (("Transformer", None), ("VAR-I", 1e-6), ("VAR-I", 1e-8)):
+        paper = {"Transformer": 34.68, "VAR-I": 34.87}[variant]
+        rows += [
+            {"variant": variant, "strength": strength, "bleu_ours": bleu, "bleu_paper": paper, "meteor_ours": None}
+            for bleu in (10.0, 12.0)
+        ]
+    (panel,) = tables.table_panels(study, rows)
+    assert list(panel.names) == ["none", "1e-06", "1e-08", "paper"]
+    transformer, first = panel.series
+    assert (list(transformer.y), list(transformer.errors)) == ([11.0, 34.68], [1.0, 0.0])
+    assert list(first.y) == [11.0, 11.0, 34.87]
+    assert [round(x) for x in first.x] == [1, 2, 3]

@@ -12,7 +12,7 @@ import tyro
 
 from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.reproduce import RECIPES, Request, check_data, data_of, reproduce
+from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, data_of, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.recipes.workers import check_jobs
 from wellposed.training.durable_files import replace_file
@@ -24,7 +24,8 @@ class ReproduceArguments:
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes, and "all" every one:
-    those that are finished in --out are kept, and those whose data is missing are named and left out."""
+    those that are finished in --out, at this scale or a larger one, are kept, and those whose data is missing are named
+    and left out."""
     list: bool = False
     """List every recipe with the minutes it takes, and stop."""
     plan: bool = False
@@ -83,7 +84,7 @@ def _run_all(options: ReproduceArguments) -> int:
     held = True
     for name in RECIPES:
         done = finished(options.out, name)
-        if done is not None and done["scale"] == options.scale:
+        if done is not None and SCALES.index(done["scale"]) >= SCALES.index(options.scale):
             held = held and done["holds"] is not False
             continue
         try:

@@ -235,21 +235,17 @@ def _base(options: Mapping[str, str | int | None], sizes: Sizes, rate: float, se
 
 
 def _rows(model: Measured) -> list[Row]:
-    rows = []
-    for run, found in zip(model.tuned.runs, model.found, strict=True):
-        fixed = {"model": model.label, "rate": model.tuned.rate, "seed": run.seed}
-        if found is None:
-            rows.append({**fixed, "error": run.failure})
-            continue
-        fixed |= {
+    def described(run: FinishedRun, found: NextCharacters) -> tuple[Row, list[Row]]:
+        whole: Row = {
             "nats": run.metric("nats_per_char,test"),
             "accuracy": found.accuracy,
             "sound_bound": found.sound,
             "printed_bound": found.printed,
         }
         points = zip(SHARES, found.certified, strict=True)
-        rows += [{**fixed, "radius": share, "certified": certified} for share, certified in points]
-    return rows
+        return whole, [{"radius": share, "certified": certified} for share, certified in points]
+
+    return model.tuned.rows({"model": model.label}, model.found, described)
 
 
 def _said(model: Measured) -> str:

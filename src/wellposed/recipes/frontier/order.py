@@ -13,7 +13,7 @@ from wellposed.recipes.frontier.accuracy import Model
 from wellposed.recipes.frontier.curves import curves_panel
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import PlannedRun, plus_minus, train_grid
+from wellposed.recipes.runs import FinishedRun, PlannedRun, plus_minus, train_grid
 from wellposed.recipes.verdicts import UNCERTAINTY, within
 from wellposed.statistics import mean_and_standard_error
 from wellposed.training.certified_file import CertifiedRun
@@ -200,17 +200,12 @@ def _base(
 
 
 def _rows(curves: Curves) -> list[Row]:
-    fixed = {"task": curves.task, "model": curves.label, "rate": curves.tuned.rate}
-    rows = []
-    for run, found in zip(curves.tuned.runs, curves.certified, strict=True):
-        mine = {**fixed, "seed": run.seed}
-        if found is None:
-            rows.append({**mine, "error": run.failure})
-            continue
-        mine |= {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
+    def described(run: FinishedRun, found: CertifiedRun) -> tuple[Row, list[Row]]:
         points = zip(found.shares, found.certified, found.attacked, strict=True)
-        rows += [{**mine, "radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points]
-    return rows
+        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
+        return whole, [{"radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points]
+
+    return curves.tuned.rows({"task": curves.task, "model": curves.label}, curves.certified, described)
 
 
 def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:

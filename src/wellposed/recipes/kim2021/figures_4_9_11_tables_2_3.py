@@ -24,7 +24,7 @@ from wellposed.recipes.kim2021.language_models import (
 )
 from wellposed.recipes.kim2021.printed import TABLE_2, TABLE_3
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, curves, depths_trained, plus_minus
+from wellposed.recipes.runs import FinishedRun, depths_trained, plus_minus
 from wellposed.recipes.verdicts import UNCERTAINTY, every, within
 from wellposed.statistics import mean_and_standard_error
 
@@ -57,6 +57,7 @@ def figure_4(request: Request) -> Reproduction:
         got=f"best test NLL (nats per character): {_best_of_each(found)}; {deeper}; pairs of characters {pairs:.3f}",
         holds=judge_costs(found, pairs),
         criterion=_costs_criterion(sizes),
+        printed=TABLE_2,
     )
 
 
@@ -80,6 +81,7 @@ def figure_9(request: Request) -> Reproduction:
             sizes.seeds,
             UNCERTAINTY,
         ),
+        printed=TABLE_2,
     )
 
 
@@ -98,6 +100,7 @@ def figure_11(request: Request) -> Reproduction:
         got=f"fixed rate {sizes.fixed_rate:g}, no warm-up, {' '.join(map(str, sizes.depths))} layers tried: {got}",
         holds=_only_dot_product_fails(learned, max(sizes.depths)),
         criterion=_depth_criterion(sizes),
+        printed=TABLE_3,
     )
 
 
@@ -227,6 +230,7 @@ def _curves(
     got: str,
     holds: bool | None,
     criterion: Criterion,
+    printed: Mapping[str, Mapping[int, float]],
     split: str = "valid",
 ) -> Reproduction:
     rows = [
@@ -242,19 +246,23 @@ def _curves(
         for step, name, loss in run.losses()
     ]
     panels = [
-        Panel(
-            LABELS[kind],
-            "step",
-            f"{split} NLL",
-            curves([run for run in runs if run.variant == kind], split, _depth_and_seed),
-        )
+        _curve_panel([run for run in runs if run.variant == kind], kind, split, printed.get(kind, {}))
         for kind in dict.fromkeys(run.variant for run in runs)
     ]
     return Reproduction(rows, panels, got, holds, _notes(sizes), criterion)
 
 
-def _depth_and_seed(run: FinishedRun) -> str:
-    return f"{run.depth} layers" + (f", seed {run.seed}" if run.seed else "")
+def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Mapping[int, float]) -> Panel:
+    """Draw the mean over seeds of each depth in their range, and the best value that the paper prints."""
+    series = []
+    for depth in dict.fromkeys(run.depth for run in runs):
+        of_seeds = [dict(run.curve(split)) for run in runs if run.depth == depth]
+        steps = [step for step in of_seeds[0] if all(step in curve for curve in of_seeds)]
+        losses = [[curve[step] for curve in of_seeds] for step in steps]
+        band = (list(map(min, losses)), list(map(max, losses))) if len(of_seeds) > 1 else ()
+        series.append(Series(f"{depth} layers", steps, list(map(fmean, losses)), band=band))
+    level = (f"paper's best on test {min(printed.values()):g}", min(printed.values())) if printed else None
+    return Panel(LABELS[kind], "step", f"{split} NLL", series, level=level)
 
 
 def _table(
@@ -296,7 +304,7 @@ def _table_panel(found: Mapping[str, ByDepth], printed: Mapping[str, Mapping[int
         means = [min(fmean(values), most) for values in depths.values()]
         series.append(Series(LABELS[kind], list(depths), means, colour=number))
         if paper := printed.get(kind):
-            series.append(Series(f"{LABELS[kind]}, paper", list(paper), list(paper.values()), "dashed", number))
+            series.append(Series(f"{LABELS[kind]}, paper", list(paper), list(paper.values()), "dotted", number))
     return Panel("test NLL by depth", "layers", "nats per character", series)
 
 

@@ -132,7 +132,7 @@ def run_config(
     options = {"seq_len": sizes.seq_len, "data": request.data, "limit_chars": sizes.limit_chars}
     options |= {"examples": "lines"} if sizes.sentences else {}
     lstm = kind == "lstm"
-    scale = {"l2_init_scale": sizes.init_scale} if "init" in ATTENTIONS[kind] else {}
+    scale: dict[str, Any] = {"l2_init_scale": sizes.init_scale} if "init" in ATTENTIONS[kind] else {}
     return RunConfig(
         task="char_lm",
         task_options={name: value for name, value in options.items() if value is not None},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, Row, lines, where
+from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
 from wellposed.recipes.compare import compare
 from wellposed.recipes.corpora import (
@@ -24,7 +24,7 @@ from wellposed.recipes.corpora import (
     small_corpus,
 )
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, plus_minus
+from wellposed.recipes.runs import FinishedRun, mean_and_error, plus_minus
 from wellposed.recipes.verdicts import every
 from wellposed.recipes.zhang2021.printed import (
     FORM_NOTE,
@@ -248,7 +248,7 @@ def _reproduce(
     small = request.scale != "paper"
     return Reproduction(
         rows,
-        [_panel(study, where(rows, corpus=study.label)) for study in studies],
+        [panel for study in studies for panel in table_panels(study, where(rows, corpus=study.label))],
         got="; ".join(texts),
         holds=None if generated else every(verdicts),
         criterion=Criterion(
@@ -369,10 +369,27 @@ def _row(study: Study, run: FinishedRun) -> dict[str, Any]:
     return row
 
 
-def _panel(study: Study, rows: Sequence[Row]) -> Panel:
-    column = f"{study.metrics[0]}_ours"
-    # The Transformer has no strength and stands left of all.
-    known = [{**row, "strength": row["strength"] or STRENGTHS[-1] / 10} for row in rows if row[column] is not None]
-    series = lines(known, "strength", column, by="variant", style="dots")
-    title, y_label = "strength (Transformer: leftmost)", f"{study.metrics[0]} on test"
-    return Panel(study.label, title, y_label, series, x_scale="log")
+def table_panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
+    """Return a panel for each measure that was computed: means and errors by strength, and the paper's values."""
+    known = {metric: [row for row in rows if row[f"{metric}_ours"] is not None] for metric in study.metrics}
+    return [_panel(f"{study.label}, {metric}", metric, mine) for metric, mine in known.items() if mine]
+
+
+def _panel(title: str, metric: str, rows: Sequence[Row]) -> Panel:
+    strengths = list(dict.fromkeys(row["strength"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    printed = {row["variant"]: row[f"{metric}_paper"] for row in rows if row[f"{metric}_paper"] is not None}
+    series = []
+    for number, variant in enumerate(variants):
+        mine = where(rows, variant=variant)
+        shift = 0.12 * (number - (len(variants) - 1) / 2)
+        found = [
+            (place + shift, *mean_and_error([row[f"{metric}_ours"] for row in where(mine, strength=strength)]))
+            for place, strength in enumerate(strengths)
+            if where(mine, strength=strength)
+        ]
+        found += [(len(strengths) + shift, printed[variant], math.nan)] if variant in printed else []
+        x, means, errors = (list(column) for column in zip(*found, strict=True))
+        series.append(Series(variant, x, means, "dots", number, [0.0 if math.isnan(each) else each for each in errors]))
+    names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
+    return Panel(title, "strength", f"{metric} on test", series, names=[*names, *(["paper"] if printed else [])])
