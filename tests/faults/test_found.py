@@ -19,6 +19,7 @@ import transformers
 from tests.support import stub_task
 
 from wellposed.cli import main
+from wellposed.cli.prediction.lines import LineSource
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
 from wellposed.measurement import Measurement
 from wellposed.models import load_saved_model
@@ -27,6 +28,7 @@ from wellposed.report import aggregate, build_report
 from wellposed.tasks.data import files
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.data.npz import read_npz
+from wellposed.tasks.metrics.embedding import read_word_vectors
 from wellposed.training import checkpoints, read_result
 from wellposed.training.certified_file import read_certified
 from wellposed.training.config import RunConfig, read_toml
@@ -218,7 +220,7 @@ def test_a_tokenizer_without_padding_is_an_error_of_ours() -> None:
             return {"input_ids": [[1, 2] for _ in sides[0]]}
 
     model: Any = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(max_position_embeddings=9)
+    model.config = SimpleNamespace(max_position_embeddings=9, model_type="bert")
     with pytest.raises(CheckpointError, match="here: the tokenizer has no padding token"):
         list(label_lines(model, Bare(), ["a line"], 1))
 
@@ -233,3 +235,36 @@ def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
     with pytest.raises(CheckpointError, match=r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"):
         load_saved_model(tmp_path)
+
+
+def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
+    with pytest.raises(DataError, match=r"vectors\.txt:1: "):
+        read_word_vectors(path)
+    path.write_text("the 1 1e300\n")
+    with pytest.raises(DataError, match=r"vectors\.txt:1: a number is not finite"):
+        read_word_vectors(path)
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four gigabytes of one letter, packed to four megabytes, took all memory."""
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    path = tmp_path / "lines.gz"
+    beyond = r"lines\.gz:2: a line of more than"
+    path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
+    with LineSource(text=None, path=path) as source, pytest.raises(DataError, match=beyond):
+        list(source)
+    with pytest.raises(DataError, match=beyond):
+        read_word_vectors(path)
+    path.write_bytes(gzip.compress(b"a\r\n" + b"b" * 999))
+    with LineSource(text=None, path=path) as source:
+        assert list(source) == ["a", "b" * 999]
+
+
+@pytest.mark.parametrize("change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}])
+def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=r"result\.json: .* expected a number; the file is damaged"):
+        aggregate([folder])

@@ -118,3 +118,22 @@ def test_a_command_that_dies_while_it_writes_leaves_nothing_half(
     monkeypatch.setattr(Path, "write_text", cut)
     assert main([command, str(tmp_path / "config.json"), "--out", str(tmp_path / "out")]) == 1
     assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+@pytest.mark.parametrize("kind", ["pipe", "link", "file"])
+def test_a_folder_replaces_whatever_has_its_name(tmp_path: Path, kind: str) -> None:
+    """``shutil.rmtree`` of a pipe waits for ever."""
+    path = tmp_path / "final"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "else").mkdir()
+        path.symlink_to(tmp_path / "else")
+    else:
+        path.write_text("x")
+    with durable_files.replace_folder(path) as temporary:
+        (temporary / "a").write_text("a")
+    assert [each.name for each in path.iterdir()] == ["a"]
+    assert not path.is_symlink()
+    assert kind != "link" or (tmp_path / "else").is_dir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,7 @@ def _in_own_folder(place: Path, target: Target, seed: int, index: int) -> list[F
     if not own.exists():
         shutil.copytree(place, own)
         os.chdir(own)
+        warnings.simplefilter("ignore")
     return _one(target, seed, index)
 
 

@@ -53,22 +53,29 @@ class Workers:
         self._asked = False
         self._errors: list[BaseException] = []
         self._arguments = arguments  # shared numbers among them end with the last reference here
-        pipes = [SPAWN.Pipe() for _ in range(jobs)]
-        self._theirs = [theirs for _, theirs in pipes]
-        self._ends = [mine for mine, _ in pipes]
-        self._processes = [
-            SPAWN.Process(target=_worker, args=(theirs, jobs, imported_files(), work, arguments))
-            for theirs in self._theirs
-        ]
+        self._jobs, self._work = jobs, work
+        self._processes: list[Any] = []
+        self._ends: list[Connection] = []
 
     def __enter__(self) -> Workers:
         self._request.__enter__()
-        with _signals_of_a_terminal_held():
-            for process in self._processes:
-                process.start()
-        for theirs in self._theirs:
-            theirs.close()  # so that the other end closes with its process
+        try:
+            with _signals_of_a_terminal_held():
+                for _ in range(self._jobs):
+                    self._start()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
+
+    def _start(self) -> None:
+        mine, theirs = SPAWN.Pipe()
+        given = (theirs, self._jobs, imported_files(), self._work, self._arguments)
+        process = SPAWN.Process(target=_worker, args=given)
+        process.start()
+        theirs.close()  # so that the end here closes with its process
+        self._processes.append(process)
+        self._ends.append(mine)
 
     @property
     def stopped(self) -> bool:

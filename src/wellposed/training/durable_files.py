@@ -104,7 +104,8 @@ def _lives(process: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    """Remove a file or a folder; `rmtree` alone waits for a pipe to be written to."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -114,7 +115,7 @@ def _remove(path: Path) -> None:
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` in one rename when the block ends without an error."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -122,14 +123,14 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             # A rename cannot replace a folder that holds files; `remove_litter` undoes a kill between the two renames.
             old = folder.with_name(f"{OLD}{folder.name}")
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             folder.rename(old)
             temporary.rename(folder)
-            shutil.rmtree(old)
+            _remove(old)
         else:
             temporary.rename(folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         raise
     sync_folder(folder.parent)
 
