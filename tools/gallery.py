@@ -1,6 +1,6 @@
 """Make docs/gallery.md and its pictures in docs/assets/gallery, which are read on a light page and on a dark one.
 
-python tools/gallery.py            # all; the runs take about a minute and a half of one core
+python tools/gallery.py            # all; the runs take about half a minute of one core
 python tools/gallery.py --drawn    # the page, and the pictures that are drawn from committed rows
 """
 
@@ -176,22 +176,6 @@ ENTRIES = (
         "Fixed-point iteration undoes a residual block of L2 attention, contractive or scaled by c < 1, "
         "to rounding, and does not undo one of dot-product attention on tokens of entries within 10.",
         reproduced("kim2021/figure-3"),
-    ),
-    Entry(
-        "zhang2021-theorem-2.1",
-        "How far a change of a query moves attention",
-        "wellposed reproduce zhang2021/theorem-2.1 --scale mini",
-        "No measured change of an attention row is above the bound with the constant 1/2; the printed "
-        "bound is at least four times what was measured.",
-        reproduced("zhang2021/theorem-2.1"),
-    ),
-    Entry(
-        "huang2020-signal",
-        "Signal through the layers",
-        "wellposed reproduce huang2020/signal --scale mini",
-        "T-Fixup keeps the size of the signal at any depth; with Xavier's weights and no LayerNorm it "
-        "grows past 10^4 at 20 layers and overflows at 100.",
-        reproduced("huang2020/signal"),
     ),
 )
 
