@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.cli._arguments import read_config
 from wellposed.models import input_vectors
 from wellposed.tasks import build_task
-from wellposed.training import load_run_model
+from wellposed.training import load_run_model, read_config
 from wellposed.training.certified_run import best_certificate
 
 # The largest slope of GELU, and the largest below zero, at +-sqrt 2.
@@ -143,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for run in arguments.runs:
-        config = read_config(run / "config.toml")
+        config = read_config(run)
         task = build_task(config.task, {**config.task_options, "data": arguments.data})
         model = load_run_model(run)[0].double().eval().requires_grad_(False)
         rows = [task.collate([task.dataset("test")[index]]) for index in range(arguments.examples)]

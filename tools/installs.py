@@ -2,6 +2,7 @@
 
     python tools/installs.py                                     # Python of this process: core, each extra, all, sdist
     python tools/installs.py --python python3.12 --only core all
+    python tools/installs.py --python python3.13 --no-torch      # where torch for it cannot be had: what needs none
 
 Torch and what it needs are installed once per Python and lent to its environments, so that each extra meets a machine
 that has torch and nothing else. One line an environment: what was installed, what ran, seconds.
@@ -24,7 +25,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TORCH = SETTINGS["project"]["dependencies"][0]
-NOT_OF_USERS = {"test", "lint", "docs"}
 START_LIMIT = 0.2
 DOCTOR_LIMIT = 10.0
 
@@ -85,6 +85,19 @@ CHECKS = {
     "lightning": [CORE, LIGHTNING],
     "all": [CORE, HF, TRAIN, REPORT, SWEEP, LIGHTNING],
 }
+WITHOUT_TORCH = """
+import importlib, sys
+from importlib.metadata import metadata
+import wellposed
+names = "errors registry presets option_checks model_options text_table finite_json statistics config_record lazy cli"
+for name in names.split():
+    importlib.import_module(f"wellposed.{name}")
+assert "torch" not in sys.modules
+assert metadata("wellposed")["Version"] == wellposed.__version__
+assert set(metadata("wellposed").get_all("Provides-Extra")) >= {"hf", "train", "report", "sweep", "lightning", "all"}
+from wellposed.cli import main
+assert main(["--version"]) == main(["--help"]) == 0
+"""
 START = """
 import sys, time
 import torch
@@ -162,11 +175,24 @@ def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> 
     return f"{line}, {count} packages beside torch's, {len(CHECKS[name])} checks ran"
 
 
+def tried_without_torch(python: str, wheel: Path, folder: Path) -> str:
+    """Install the wheel alone, compile every file, import what needs no torch, and return a line about it."""
+    home = folder / "alone"
+    interpreter = environment(python, home)
+    install(interpreter, folder, "--no-deps", str(wheel))
+    [package] = home.glob("lib/python*/site-packages/wellposed")
+    ran([interpreter, "-W", "error", "-m", "compileall", "-q", "-f", package], home)
+    ran([interpreter, "-W", "error", "-c", WITHOUT_TORCH], home)
+    ran([home / "bin" / "wellposed", "--version"], home)
+    return f"without torch: {len(list(package.rglob('*.py')))} files compile, what needs no torch is imported"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try every environment, write a line for each, and return 0 if all worked, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to install for")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what to install")
+    parser.add_argument("--no-torch", action="store_true", help="only what needs no torch")
     parser.add_argument("--folder", type=Path, help="where to work instead of a temporary folder")
     chosen = parser.parse_args(arguments)
     failed = 0
@@ -178,6 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = folder / str(position)
             place.mkdir()
             version = ran([python, "-c", "import platform; print(platform.python_version())"], place).strip()
+            if chosen.no_torch:
+                sys.stdout.write(f"python {version:<8} {tried_without_torch(python, wheel, place)}\n")
+                continue
             torch = environment(python, place / "torch")
             install(torch, place, TORCH)
             for extra in chosen.only:

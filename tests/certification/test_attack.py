@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.certification import certify, lipschitz_lower_bound
@@ -272,3 +272,16 @@ def test_bad_input(attention):
         lipschitz_lower_bound(broken, (3, 4), steps=2)
     with pytest.raises(ConvergenceError, match=r"outputs in torch\.float32 were NaN"):
         lipschitz_lower_bound(broken, (3, 4), steps=2, dtype=None)
+
+
+class KinkedSlope(nn.Module):
+    """(x0^2 / 2, |x1|^1.5): its slope is finite everywhere, and has no finite derivative where x1 = 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[..., 0].square() / 2, x[..., 1].abs().pow(1.5)], -1)
+
+
+def test_the_ascent_goes_on_where_a_coordinate_has_no_gradient() -> None:
+    start = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    found = lipschitz_lower_bound(KinkedSlope(), (1, 2), norm=2, restarts=1, steps=50, start=start, radius=100.0)
+    assert 2.0 < found.value <= 100.0

@@ -311,3 +311,21 @@ def test_half_precision_l2_weights_are_multiplied_exactly():
     assert certify(layer, seq_len=4).total == exact.total
     rounded = l2_attention_bound(*layer.head_weights(), l2_constants(4)).value.detach()
     assert abs(float(rounded) / exact.total - 1) > 1e-4, "the rounded product differs, so the test can fail"
+
+
+def test_a_row_of_the_table_says_the_form_of_a_bound_or_why_there_is_none():
+    certificate = certify(nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Bilinear(3, 3, 3)).eval(), seq_len=2)
+    rows = certificate.table().splitlines()[1:]
+    for layer, row in zip(certificate.layers, rows, strict=False):
+        assert (layer.reason if layer.label == "uncertified" else layer.form) in row
+    assert [layer.label == "uncertified" for layer in certificate.layers].count(True) == 1
+    assert all(layer.form for layer in certificate.layers if layer.label != "uncertified")
+
+
+@pytest.mark.parametrize("name", ["attention_residual", "feedforward_residual", "attention_norm", "feedforward_norm"])
+def test_a_foreign_part_of_a_block_is_named(name):
+    block = Block(_config()).eval()
+    setattr(block, name, nn.Identity())
+    certificate = certify(block, seq_len=4)
+    assert certificate.label == "uncertified"
+    assert f"{name} is a Identity" in certificate.table()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -156,3 +157,11 @@ class TestErrors:
         model["positions"](torch.tensor([1])).sum().backward()
         with pytest.raises(ConfigError, match="sparse"):
             optimizer.step()
+
+
+def test_what_only_looks_like_an_optimizer_is_refused() -> None:
+    class Hooked:
+        _optimizer_step_pre_hooks: ClassVar[dict[int, object]] = {}
+
+    with pytest.raises(ConfigError, match=r"expected a torch\.optim\.Optimizer, received Hooked"):
+        constrain_(Mixed(), Hooked(), where="square")  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import transformers
 from tests.support import stub_task
 
 from wellposed.cli import main
+from wellposed.cli.prediction.lines import LineSource
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
 from wellposed.measurement import Measurement
 from wellposed.models import load_saved_model
@@ -244,3 +245,26 @@ def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path: Path)
     path.write_text("the 1 1e300\n")
     with pytest.raises(DataError, match=r"vectors\.txt:1: a number is not finite"):
         read_word_vectors(path)
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four gigabytes of one letter, packed to four megabytes, took all memory."""
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    path = tmp_path / "lines.gz"
+    beyond = r"lines\.gz:2: a line of more than"
+    path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
+    with LineSource(text=None, path=path) as source, pytest.raises(DataError, match=beyond):
+        list(source)
+    with pytest.raises(DataError, match=beyond):
+        read_word_vectors(path)
+    path.write_bytes(gzip.compress(b"a\r\n" + b"b" * 999))
+    with LineSource(text=None, path=path) as source:
+        assert list(source) == ["a", "b" * 999]
+
+
+@pytest.mark.parametrize("change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}])
+def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=r"result\.json: .* expected a number; the file is damaged"):
+        aggregate([folder])

@@ -140,3 +140,12 @@ def test_bad_input():
         l2_constants_from_weights(torch.ones(3, 3) - torch.eye(3))
     with pytest.raises(ConfigError, match="slope"):
         l2_constants_alibi(0.0)
+
+
+@pytest.mark.parametrize(("tokens", "head_dim"), [(2, 1), (7, 16), (512, 64)])
+def test_the_printed_brackets_of_kim2021_are_their_formulas(tokens, head_dim):
+    """Theorem 3.2 with c e^(c + 1) = N - 1, so c = W((N - 1) / e), W from scipy."""
+    c = lambertw((tokens - 1) / math.e).real
+    assert kim_bracket(tokens, norm="inf", head_dim=head_dim) == pytest.approx(4 * c + head_dim**-0.5, rel=1e-9)
+    expected = math.sqrt(tokens / head_dim) * (4 * c + 1)
+    assert kim_bracket(tokens, norm=2, head_dim=head_dim) == pytest.approx(expected, rel=1e-9)

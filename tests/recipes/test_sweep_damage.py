@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.minbert import write_minbert
 
-from wellposed.errors import CheckpointError
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed.recipes.mcgrath2024 import grid, sweep
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.mcgrath2024.trial_files import read_record, write_record
@@ -72,3 +73,16 @@ def test_a_result_of_before_digests_is_checked_by_its_types(tmp_path: Path, chan
     path.write_text(json.dumps({**RECORD, "train_loss": 1.0, **changes}))
     with pytest.raises(CheckpointError, match=r"seed-0\.json: .*it is not the result of a training"):
         read_record(path)
+
+
+def test_a_sweep_joins_one_that_begins_at_the_same_moment(settings: sweep.SweepSettings, tmp_path: Path) -> None:
+    """Of two that were started together, one was told that the folder holds no sweep."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / sweep.LOCK).touch()
+    (begun / ".tmp-1-sweep.json").write_text("{")
+    sweep.open_sweep(replace(settings, out=str(begun)), "auto")
+    assert (begun / sweep.SETTINGS).is_file()
+    (begun / sweep.SETTINGS).unlink()
+    with pytest.raises(ConfigError, match="holds files but no"):
+        sweep.open_sweep(replace(settings, out=str(begun)), "auto")

@@ -54,8 +54,10 @@ family runs in `make test`.
 
 ## What was tried
 
-Right is stated at the head of each family's file in `tools/faults`. Commands run at toy size in processes forked from
-one that has imported everything; figures are written as digests, not drawn. The columns count what was not right:
+Right is stated at the head of each family's file in `tools/faults`. A row is of the last time that it was tried: faults
+found before it were mended, each has a test in `tests/faults` or beside what it tests, and the changelog lists them.
+Commands run at toy size in processes forked from one that has imported everything; figures are written as digests, not
+drawn. The columns count what was not right:
 
 """
 

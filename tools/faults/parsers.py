@@ -422,7 +422,7 @@ def _words() -> list[Target]:
         Target("patterns of roles", (b"layers.*.self_attn.in_proj_weight", b"*"), roles, 1, text=True),
         Target(
             "patterns of constraints",
-            (b"*.linear1", b"*.q_proj,re:.*linear2.*", b"re:(a|b)+$"),
+            (b"*.linear1", b"*.q_proj,*.linear?", b"layers.0.linear[12]"),
             constrained,
             2,
             text=True,

@@ -9,19 +9,18 @@ nothing, or a change that changes nothing. Every package gives as many; the same
 from __future__ import annotations
 
 import argparse
-import importlib
+import itertools
 import math
 import os
 import random
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.mutants.changes import Mutant, mutants
 from tools.mutants.children import forked
-from tools.mutants.coverage_map import coverage_map, imported
+from tools.mutants.coverage_map import coverage_map
 from tools.mutants.trial import Trial, attempt, planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +36,7 @@ def words(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=400, help="how many changes in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests against one change")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after these; the table says")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument(
         "--kept", type=Path, default=ROOT / "build" / "mutants" / "map.json", help="the map of lines to tests"
@@ -52,26 +52,14 @@ def module_name(source: Path, file: Path) -> str:
     return ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
 
 
-def preload(names: Sequence[str], packages: Sequence[str]) -> None:
-    """Import once what the children would each import: everything but what is changed or lies in the test folders."""
-    own = {package.partition(".")[0] for package in packages} | {"tests", "conftest"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            if name.partition(".")[0] not in own and not name.startswith("_"):
-                try:
-                    importlib.import_module(name)
-                except Exception:
-                    continue
-
-
 def drawn(listed: Mapping[str, Sequence[Mutant]], sample: int, seed: int) -> list[Mutant]:
-    """Return as many mutants of each package, or all where it has fewer."""
+    """Return as many mutants of each package, or all where it has fewer; any first part of them is a fair sample."""
     share = math.ceil(sample / len(listed))
     chosen: list[Mutant] = []
     for package, found in listed.items():
         picked = random.Random(f"{seed} {package}").sample(range(len(found)), min(share, len(found)))
-        chosen += [found[position] for position in sorted(picked)]
+        chosen += [found[position] for position in picked]
+    random.Random(seed).shuffle(chosen)
     return chosen
 
 
@@ -112,8 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examples = [file for file in sources if ">>>" in file.read_text(encoding="utf-8")]
     sys.path.insert(0, str(chosen.source))
     os.environ["PYTHONPATH"] = str(chosen.source)
-    for _, names, _ in forked(imported, [(tests, 300.0)], 1):
-        preload(names or [], chosen.packages)
     mapped = coverage_map(chosen.source, sources, [*tests, *examples], chosen.kept, chosen.workers)
 
     trials = [planned(mutant, mapped, chosen.budget) for mutant in drawn(listed, chosen.sample, chosen.seed)]
@@ -121,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = [(trial, 30.0 + 4 * trial.seconds) for trial in [*controls, *trials]]
     survived: dict[Mutant, bool] = {}
     broken = 0
-    for trial, answer, seconds in forked(attempt, jobs, chosen.workers):
+    end = time.monotonic() + 60 * chosen.minutes
+    in_time = itertools.takewhile(lambda _: time.monotonic() < end, jobs)
+    for trial, answer, seconds in forked(attempt, in_time, chosen.workers):
         if trial.is_control:
             broken += answer != ""
             continue
@@ -129,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict = "survived" if answer == "" else f"killed by {answer}" if answer else "killed: no answer"
         sys.stderr.write(f"{describe(trial, chosen.source)}: {verdict} ({seconds:.1f} s)\n")
     sys.stdout.write(f"{table(listed, survived)}\n\n")
-    for trial in trials:
-        if survived[trial.mutant]:
+    for trial in sorted(trials, key=lambda trial: (trial.mutant.file, trial.mutant.number)):
+        if survived.get(trial.mutant):
             sys.stdout.write(f"- {describe(trial, chosen.source)} ({sum(map(len, trial.groups))} tests)\n")
     minutes = (time.monotonic() - start) / 60
     passed = len(controls) - broken

@@ -140,6 +140,13 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
         for key, kind in given.items()
         if not isinstance(result[key], kind)
     ]
+    numbers = {"reference": result.get("reference"), f"results.{result['task']}": result["results"].get(result["task"])}
+    wrong += [
+        f"{name}.{key} is a {type(value).__name__}, expected a number"
+        for name, entries in numbers.items()
+        for key, value in (entries.items() if isinstance(entries, dict) else ())
+        if not isinstance(value, (int, float, type(None)))
+    ]
     if wrong:
         return f"{'; '.join(wrong)}; the file is damaged"
     if result["train_info"].get("status") != "success":

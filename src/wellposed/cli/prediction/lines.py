@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
+from wellposed.tasks.data.files import bounded_lines
 from wellposed.training.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -53,7 +54,8 @@ class LineSource:
 
     def __iter__(self) -> Iterator[str]:
         with self._open() as file:
-            for number, raw in enumerate(file, 1):
+            lines = file if isinstance(file, list) else bounded_lines(self.name, file)
+            for number, raw in enumerate(lines, 1):
                 try:
                     yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
                 except UnicodeDecodeError as error:

@@ -29,12 +29,13 @@ from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.mcgrath2024.trial_files import Record, read_record, write_record
 from wellposed.recipes.workers import Workers, check_jobs
 from wellposed.tasks.data.minbert import MinBertSet, read_minbert
-from wellposed.training.durable_files import replace_file
+from wellposed.training.durable_files import is_litter, replace_file
 from wellposed.training.signals import Cancelled, StopRequest
 
 STUDY = "mcgrath2024"
 SETTINGS = "sweep.json"
 JOURNAL = "journal.log"
+LOCK = "sweep.lock"
 DATA = "data.json"
 MAX_JOBS = 8
 Announce = Callable[[str], None]
@@ -99,7 +100,7 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     sets = read_minbert(settings.data)
     from wellposed.training.run_folder import now, versions
 
-    if out.is_dir() and any(out.iterdir()):
+    if _is_used(out):
         if resume == "never":
             raise ConfigError(
                 f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished trials "
@@ -109,13 +110,18 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     elif settings.options.encoder is not None:
         _try_encoder(sets, settings.options)
     out.mkdir(parents=True, exist_ok=True)
-    with _locked(out / "sweep.lock"):
+    with _locked(out / LOCK):
         if not (out / SETTINGS).exists():
             values = {"study": STUDY, "settings": settings.identity(), "date": now(), "versions": versions()}
             replace_file(out / SETTINGS, to_json(values, indent=2))
         _check_identity(out, settings)
         with _readable_journal(settings):
             _enqueue_missing(settings)
+
+
+def _is_used(out: Path) -> bool:
+    """Return whether a folder holds more than what a sweep that begins at this moment has made."""
+    return out.is_dir() and any(path.name != LOCK and not is_litter(path) for path in out.iterdir())
 
 
 def _try_encoder(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> None:
@@ -225,7 +231,7 @@ def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, sto
     except ConvergenceError as error:
         record |= {"status": "failed", "error": str(error)}
     except BaseException:
-        with _locked(Path(settings.out) / "sweep.lock"):
+        with _locked(Path(settings.out) / LOCK):
             _fail(study, trial)
             _enqueue(study, training)
         raise
@@ -245,7 +251,7 @@ def _tell(study: Any, trial: Any, record: Record) -> None:
 
 def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack] | None:
     """Take the next waiting trial that has no result yet, with the lock that says it is being trained."""
-    with _locked(Path(settings.out) / "sweep.lock"), _readable_journal(settings):
+    with _locked(Path(settings.out) / LOCK), _readable_journal(settings):
         study = _study(settings)
         while _trials(study, "WAITING"):
             trial = study.ask()
@@ -352,7 +358,7 @@ def _check_identity(out: Path, settings: SweepSettings) -> None:
 
 
 def _write_data(settings: SweepSettings, description: dict[str, Any]) -> None:
-    with _locked(Path(settings.out) / "sweep.lock"):
+    with _locked(Path(settings.out) / LOCK):
         replace_file(Path(settings.out) / DATA, to_json(description, indent=2))
 
 

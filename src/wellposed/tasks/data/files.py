@@ -8,14 +8,16 @@ import io
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
 
 BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
+LONGEST_LINE = 1 << 26
 BOMB_BYTES, BOMB_RATIO = 1 << 28, 100
 """Packed data may unpack to so many bytes, or to so many times its own size where that is more."""
 # Line ends, tabs, form feeds, ESC and everything from the space on: what UTF-8 and LATIN1 texts are made of.
@@ -92,6 +94,16 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
         return content.getvalue()
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: the gzip data is damaged or cut short ({error}); copy the file again") from None
+
+
+def bounded_lines(name: object, file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file; one of more than `LONGEST_LINE` bytes, as zeros without end are, is a `DataError`."""
+    for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), start=1):
+        if len(line) > LONGEST_LINE:
+            raise DataError(
+                f"{name}:{number}: a line of more than {LONGEST_LINE:,} bytes; is it a file of lines of text?"
+            )
+        yield line
 
 
 def refuse_bomb(path: Path, stored: int, unpacked: int) -> None:

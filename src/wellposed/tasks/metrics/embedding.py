@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.files import missing_file
+from wellposed.tasks.data.files import bounded_lines, missing_file
 from wellposed.tasks.metrics.names import VECTOR_METRICS
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         number = 0
         try:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(bounded_lines(path, file), start=1):
                 yield number, line.decode("utf-8").rstrip("\r\n ")
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
