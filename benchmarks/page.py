@@ -83,7 +83,8 @@ def line_of(row: Json) -> str:
     """Return a row of the table."""
     bold = "**" if row["met"] is False else ""
     raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
-    return f"| {cell(row['name'])} | {bold}{shown(row)}{bold} | {row['goal'] or ''} | {raw} | {row['load']} | {against(row)} |"
+    value = f"{bold}{shown(row)}{bold}"
+    return f"| {cell(row['name'])} | {value} | {row['goal'] or ''} | {raw} | {row['load']} | {against(row)} |"
 
 
 def lines_while_measuring(row: Json) -> Iterator[str]:
