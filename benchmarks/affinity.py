@@ -1,26 +1,22 @@
 """Cost of the affinity penalty against one attention, forward and backward; memory against tokens; quality of probes.
 
-    python benchmarks/affinity.py [--tokens 512 1024 2048] [--heads 4] [--rounds 5] [--threads 1]
-
-Times are medians of process CPU time over interleaved rounds, as ratios to `scaled_dot_product_attention` forward +
-backward on the same query and key. Memory is the growth of peak resident memory of a fresh process per size, which is
-where N x N tensors show. Quality is the cosine between the mean gradient of 100 draws and the exact gradient.
+Ratios are to `scaled_dot_product_attention` forward + backward on the same query and key. Memory is the growth of peak
+memory in a fresh process, which is where N x N tensors show. Quality is the cosine between the mean gradient of draws
+and the exact gradient.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import multiprocessing
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.rows import Benchmark, Row, Setup, in_fresh_process, peak_mib, ratio_row, single
 from wellposed.functional import affinity_penalty
 
 WIDTH = 64
@@ -35,85 +31,71 @@ def attention(query: Tensor, key: Tensor) -> Tensor:
 def by_autograd(query: Tensor, key: Tensor) -> Tensor:
     """The formula as printed, differentiated by autograd."""
     affinity = (query @ key.mT / math.sqrt(WIDTH)).softmax(-1)
-    return (affinity.mT @ affinity - torch.eye(query.shape[-2])).square().sum()
+    return (affinity.mT @ affinity - torch.eye(query.shape[-2], device=query.device)).square().sum()
 
 
 def exact(query: Tensor, key: Tensor) -> Tensor:
+    """Our exact estimator."""
     return affinity_penalty(query, key).sum()
 
 
 def probes(query: Tensor, key: Tensor) -> Tensor:
+    """Our estimator in O(N) memory."""
     return affinity_penalty(query, key, estimator="probes").sum()
 
 
 COSTS: dict[str, Cost] = {"attention": attention, "A^T A, autograd": by_autograd, "exact": exact, "probes": probes}
 
 
-def tensors(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
+def tensors(heads: int, tokens: int, device: str) -> tuple[Tensor, Tensor]:
+    """Query and key of one sequence."""
     torch.manual_seed(0)
-    query, key = (torch.randn(batch, heads, tokens, WIDTH, requires_grad=True) for _ in range(2))
+    query, key = (torch.randn(1, heads, tokens, WIDTH, device=device, requires_grad=True) for _ in range(2))
     return query, key
 
 
-def seconds(cost: Cost, query: Tensor, key: Tensor) -> float:
-    start = time.process_time()
-    torch.autograd.grad(cost(query, key), (query, key))
-    return time.process_time() - start
+def gradients(cost: Cost, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Forward and backward."""
+    return torch.autograd.grad(cost(query, key), (query, key))
 
 
-def resident(field: str) -> int:
-    """Return VmRSS or VmHWM of this process, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def peak(name: str, heads: int, tokens: int) -> float:
-    """Return MiB by which one forward and backward raises the peak resident memory (Linux)."""
+def peaks(lengths: list[int], device: str) -> dict[tuple[str, int], float]:
+    """MiB by which one forward and backward raises the peak, with one head, by cost and length."""
     torch.set_num_threads(1)
-    seconds(COSTS[name], *tensors(1, heads, 128))
-    query, key = tensors(1, heads, tokens)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = resident("VmRSS")
-    seconds(COSTS[name], query, key)
-    return (resident("VmHWM") - before) / 1024
+    found: dict[tuple[str, int], float] = {}
+    for name, cost in COSTS.items():
+        gradients(cost, *tensors(1, 128, device))
+        for tokens in lengths:
+            if tokens <= 4096 or name != "A^T A, autograd":
+                found[name, tokens] = peak_mib(partial(gradients, cost, *tensors(1, tokens, device)), device)
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--memory-tokens", type=int, nargs="*", default=[2048, 4096, 8192])
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), float32, head_dim {WIDTH}, {options.heads} heads")
-    print(f"{'tokens':>8}" + "".join(f"{name:>20}" for name in COSTS))
-    for tokens in options.tokens:
-        query, key = tensors(1, options.heads, tokens)
-        rounds = [{name: seconds(cost, query, key) for name, cost in COSTS.items()} for _ in range(options.rounds + 1)]
-        medians = {name: statistics.median(times[name] for times in rounds[1:]) for name in COSTS}
-        ratios = "".join(f"{medians[name] / medians['attention']:19.2f}x" for name in COSTS)
-        print(f"{tokens:8}{ratios}   (attention {medians['attention'] * 1e3:.0f} ms)")
-    print("\nextra peak memory, MiB, one head")
-    context = multiprocessing.get_context("spawn")
-    for tokens in options.memory_tokens:
-        row = f"{tokens:8}"
-        for name in COSTS:
-            if name == "A^T A, autograd" and tokens > 4096:
-                row += f"{'not run':>20}"
-                continue
-            with context.Pool(1) as pool:
-                row += f"{pool.apply(peak, (name, 1, tokens)):20.0f}"
-        print(row, flush=True)
-    query, key = tensors(1, 2, 512)
-    (wanted,) = torch.autograd.grad(exact(query, key), query)
-    drawn = [torch.autograd.grad(probes(query, key), query)[0] for _ in range(100)]
-    mean = torch.stack(drawn).mean(0)
-    one = statistics.median(float(F.cosine_similarity(d.flatten(), wanted.flatten(), dim=0)) for d in drawn)
-    many = float(F.cosine_similarity(mean.flatten(), wanted.flatten(), dim=0))
-    print(f"\ngradient cosine with exact, 32 probes, 512 tokens: one draw {one:.4f}, mean of 100 draws {many:.4f}")
+def rows(setup: Setup) -> Iterator[Row]:
+    """Time, memory, quality."""
+    heads = setup.size(4, 1)
+    for tokens in setup.size([512, 1024, 2048], [64]):
+        query, key = tensors(heads, tokens, setup.device)
+        times = setup.interleave({name: partial(gradients, cost, query, key) for name, cost in COSTS.items()}, 5)
+        for name in list(COSTS)[1:]:
+            goal = "<= 2.2" if name == "probes" else None
+            yield ratio_row(f"{name} / attention, {heads} heads, N = {tokens}", times, name, "attention", goal)
+    found = in_fresh_process(peaks, setup.size([2048, 4096, 8192], [64]), setup.device)
+    for (name, tokens), mib in found.items():
+        plain = found["attention", tokens]
+        if name != "attention":
+            label = f"extra peak memory, {name} / attention, one head, N = {tokens}"
+            yield single(label, mib / plain if plain else 1.0, ours=mib, other=plain, unit="MiB")
+    query, key = tensors(2, setup.size(512, 32), setup.device)
+    wanted = gradients(exact, query, key)[0].flatten()
+    drawn = [gradients(probes, query, key)[0].flatten() for _ in range(setup.size(100, 5))]
+    one = statistics.median(float(F.cosine_similarity(draw, wanted, dim=0)) for draw in drawn)
+    yield single("cosine of the probes' gradient with the exact one, one draw", one)
+    many = float(F.cosine_similarity(torch.stack(drawn).mean(0), wanted, dim=0))
+    yield single(f"cosine of the mean of {len(drawn)} draws", many, ">= 0.99")
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "affinity penalties over one attention, forward + backward; their memory; the cosine of the probes' gradient",
+    "probes <= 2.2, cosine of 100 draws >= 0.99", 2, rows, ("cpu", "cuda"),
+)  # fmt: skip

@@ -1,59 +1,76 @@
-"""What the cross-check adds to `certify`: both sides interleaved in one process, CPU time on one thread, medians.
-
-python benchmarks/certify.py
-"""
+"""Seconds of `certify` for deep encoders, and what its cross-check adds."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.rows import Benchmark, Row, Setup, row_of
 from wellposed.certification import certify
-from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, WellposedModel
 from wellposed.nn import DotProductAttention, L2SelfAttention
 
+DEEP = (
+    ("tok", "l2_tied"), ("tok", "dot_product"), ("tok", "cosine"),
+    (2, "l2_tied"), (2, "l2_contractive"), (2, "dot_product"), (2, "cosine"),
+)  # fmt: skip
+"""Norm and attention of the deep encoders."""
 
-def modules() -> Iterator[tuple[str, nn.Module, float | None]]:
-    """Name, module and ball of every row."""
-    for width in (128, 512, 768):
-        yield f"nn.Linear, D={width}", nn.Linear(width, width), None
-        yield f"L2 attention, D={width}", L2SelfAttention(width, width // 64), None
-        yield f"contractive L2, D={width}", L2SelfAttention(width, width // 64, contractive=0.9, max_tokens=128), None
-        yield f"dot product on a ball, D={width}", DotProductAttention(width, width // 64), 1.0
-    for width, layers in ((64, 2), (128, 4), (256, 6)):
+
+def config(width: int, layers: int, tokens: int, attention: str) -> WellposedConfig:
+    """Heads of width 64 (32 in small models), no LayerNorm."""
+    return WellposedConfig(
+        hidden_size=width, num_attention_heads=max(1, width // (64 if width >= 512 else 32)), attention=attention,
+        num_hidden_layers=layers, norm="none", intermediate_size=4 * width, max_position_embeddings=tokens,
+    )  # fmt: skip
+
+
+def modules(setup: Setup) -> Iterator[tuple[str, nn.Module, float | None]]:
+    """Name, module and ball of what the cross-check is tried on."""
+    for width in setup.size((128, 512, 768), (64,)):
+        heads = width // 64
+        yield f"nn.Linear, D = {width}", nn.Linear(width, width), None
+        yield f"L2 attention, D = {width}", L2SelfAttention(width, heads), None
+        yield f"contractive L2, D = {width}", L2SelfAttention(width, heads, contractive=0.9, max_tokens=128), None
+        yield f"dot product on a ball, D = {width}", DotProductAttention(width, heads), 1.0
+    for width, layers in setup.size(((64, 2), (128, 4), (256, 6)), ()):
         for attention in ("l2_tied", "l2_contractive", "cosine"):
-            config = WellposedConfig(
-                hidden_size=width, num_attention_heads=width // 32, num_hidden_layers=layers, norm="none",
-                intermediate_size=4 * width, attention=attention, max_position_embeddings=128,
-            )  # fmt: skip
-            yield f"classifier {attention}, {layers} x {width}", WellposedForSequenceClassification(config), None
+            model = WellposedForSequenceClassification(config(width, layers, 128, attention))
+            yield f"classifier {attention}, {layers} x {width}", model, None
 
 
-def seconds(module: nn.Module, radius: float | None, *, cross_check: bool) -> float:
-    start = time.process_time()
-    certify(module, seq_len=128, radius=radius, cross_check=cross_check)
-    return time.process_time() - start
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print("| module | certify without (ms) | cross-check adds |\n|---|---|---|")
-    for name, module, radius in modules():
+def rows(setup: Setup) -> Iterator[Row]:
+    """Deep encoders first."""
+    width, layers, tokens = setup.size((512, 12, 512), (32, 1, 8))
+    for norm, attention in DEEP:
+        torch.manual_seed(0)
+        model = WellposedModel(config(width, layers, tokens, attention)).eval()
+        radius = 1.0 if attention == "dot_product" else None
+        arguments: dict[str, Any] = {"seq_len": tokens, "norm": norm, "radius": radius}
+        times = setup.interleave({"certify": partial(certify, model, **arguments)}, 3)["certify"]
+        yield row_of(f"seconds of certify, {layers} x {width}, N = {tokens}, norm {norm}, {attention}", times, "<= 2")
+    for name, module, radius in modules(setup):
         module.eval()
-        pairs = [[seconds(module, radius, cross_check=tried) for tried in (False, True)] for _ in range(repeats + 1)]
-        plain = statistics.median(without for without, _ in pairs[1:])
-        added = statistics.median(tried - without for without, tried in pairs[1:])
-        print(f"| {name} | {1e3 * plain:.1f} | {added / plain:.0%} |")
+        arguments = {"seq_len": 128, "radius": radius}
+        sides = {key: partial(certify, module, **arguments, cross_check=key == "with") for key in ("without", "with")}
+        times = setup.interleave(sides, 9)
+        added = [a / b - 1 for a, b in zip(times["with"], times["without"], strict=True)]
+        medians = (1e3 * statistics.median(times[key]) for key in ("with", "without"))
+        yield row_of(
+            f"cross-check, share of certify without it, {name}",
+            added,
+            "<= 0.2",
+            ours=next(medians),
+            other=next(medians),
+        )
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "seconds of certify for 12 layers of width 512 at 512 tokens, and what its cross-check adds",
+    "<= 2 s, <= 20 %", 3, rows,
+)  # fmt: skip

@@ -1,22 +1,17 @@
 """Fine-tuning an encoder of somebody else's: what the loop, a penalty, a constraint and L2 attention cost a step.
 
-    python benchmarks/fine_tuning.py --from MODEL --data TABLE [--rounds 12] [--batch-size 16] [--max-length 64]
-
-MODEL is a folder with weights and tokenizer, TABLE what ``wellposed compare text_classification --data`` takes. All
-sides take steps of the same batches in one process, turn by turn on one thread in processor time, each with its own
-copy of the model; a ratio is the median over rounds of a side over the plain step of the same round, with quartiles.
-The Transformers Trainer cannot be stopped between two steps, so it and ``train`` alternate in blocks of steps. Batches
-are made within the steps of both; evaluation, checkpoints and start are left out.
+All sides take steps of the same batches, each with its own copy of the model. The Transformers Trainer cannot be
+stopped between two steps, so it and ``train`` alternate in blocks of steps. Batches are made within the steps of both;
+evaluation, checkpoints and start are left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import wellposed as wp
+from benchmarks.rows import Benchmark, Call, Row, Setup, Times, ratio_row
 from wellposed.integrations import register_attention
 from wellposed.tasks import Task, build_task
 from wellposed.training import RunConfig, TrainOptions
@@ -41,22 +37,16 @@ from wellposed.training.run import Run
 Step = Callable[[Batch], None]
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of processor time of one call."""
-    began = time.process_time()
-    call()
-    return time.process_time() - began
-
-
 class StepTimes(hf.TrainerCallback):
     """Seconds from the beginning of one step to that of the next, taking its batch included."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         self.moments: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note the moment."""
-        self.moments.append(time.process_time())
+        self.moments.append(self.setup.clock())
 
     def seconds(self) -> list[float]:
         """One number a step but the last."""
@@ -82,9 +72,11 @@ def rows_of(batches: list[Batch]) -> list[dict[str, Any]]:
     return rows
 
 
-def of_trainer(model: nn.Module, rows: list[dict[str, Any]], tokenizer: Any, options: TrainOptions) -> list[float]:
+def of_trainer(
+    setup: Setup, model: nn.Module, rows: list[dict[str, Any]], tokenizer: Any, options: TrainOptions
+) -> list[float]:
     """Times of the steps of a Trainer over ``rows``."""
-    times = StepTimes()
+    times = StepTimes(setup)
     with tempfile.TemporaryDirectory() as folder:
         arguments = hf.TrainingArguments(
             output_dir=folder,
@@ -103,14 +95,14 @@ def of_trainer(model: nn.Module, rows: list[dict[str, Any]], tokenizer: Any, opt
     return times.seconds()
 
 
-def of_train(model: nn.Module, config: RunConfig, task: Task, steps: int) -> list[float]:
+def of_train(setup: Setup, model: nn.Module, config: RunConfig, task: Task, steps: int) -> list[float]:
     """Times of as many steps of ``train``."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(config, Path(folder), task, model, Accelerator(mixed_precision="no", cpu=True))
         run.progress = Progress(enabled=False, steps=steps, description="")
         run.metrics = MetricsFile(Path(folder))
         run.begin(None)
-        return [timed(lambda: take_step(run)) for _ in range(steps)][1:]
+        return [setup.seconds(partial(take_step, run)) for _ in range(steps)][1:]
 
 
 def plain_step(model: nn.Module) -> Step:
@@ -127,7 +119,7 @@ def plain_step(model: nn.Module) -> Step:
     return step
 
 
-def extras(model: nn.Module, batch: Batch) -> dict[str, Callable[[], None]]:
+def extras(model: nn.Module, batch: Batch) -> dict[str, Call]:
     """A step, the parts of it that a constraint makes longer, and what a penalty adds to it."""
     copies = [copy.deepcopy(model).train() for _ in range(3)]
     optimizers = [torch.optim.AdamW(one.parameters(), lr=3e-5, weight_decay=0.0) for one in copies]
@@ -149,12 +141,12 @@ def extras(model: nn.Module, batch: Batch) -> dict[str, Callable[[], None]]:
     }
 
 
-def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
+def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Call]:
     """One layer's attention, forward and backward, by every implementation."""
     heads, width = model.config.num_attention_heads, model.config.hidden_size // model.config.num_attention_heads
     leaves = [torch.randn(shape[0], shape[1], heads, width, requires_grad=True) for _ in range(3)]
 
-    def call(name: str) -> Callable[[], None]:
+    def call(name: str) -> Call:
         def run() -> None:
             query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
             module = nn.Module()
@@ -167,71 +159,49 @@ def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Callable[[]
     return {name: call(name) for name in ("sdpa", *register_attention())}
 
 
-def table(sides: dict[str, Callable[[], None]], rounds: int) -> None:
-    """Print each side over the first, medians of paired rounds."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        names = list(sides)
-        for place in range(len(names)):
-            name = names[(place + number) % len(names)]
-            times[name].append(timed(sides[name]))
-    base, *others = times
-    print(f"  {base}: {1000 * statistics.median(times[base][1:]):.1f} ms")
-    for name in others:
-        ratios = sorted(ours / plain for ours, plain in zip(times[name][1:], times[base][1:], strict=True))
-        low, middle, high = statistics.quantiles(ratios)
-        print(f"  {name}: {middle:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+def loop_row(setup: Setup, first: nn.Module, config: RunConfig, task: Task, tokenizer: Any) -> Row:
+    """A step of `train` over one of the Trainer, in blocks of steps."""
+    models, steps = (copy.deepcopy(first), copy.deepcopy(first)), 8
+    rows = rows_of(MicroBatches(task, config.train.batch_size, 0).take(steps))
+    times: Times = {"Trainer": [], "train": []}
+    for _ in range(setup.rounds_of(4)):
+        times["Trainer"].append(statistics.median(of_trainer(setup, models[0], rows, tokenizer, config.train)))
+        times["train"].append(statistics.median(of_train(setup, models[1], config, task, steps)))
+    return ratio_row("a step of train / one of the Trainer", times, "train", "Trainer", "<= 1.05")
 
 
-def main() -> None:
-    """Print a row for every comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="model", required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--max-length", type=int, default=64)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def rows(setup: Setup) -> Iterator[Row]:
+    """The loop, the parts of a step, and attention within a step and alone."""
     hf.logging.set_verbosity_error()
-    data = {"data": options.data, "tokenizer": f"hf:{options.model}", "max_length": options.max_length}
-    train = TrainOptions(steps=10_000, batch_size=options.batch_size, learning_rate=3e-5, schedule="linear")
-    config = RunConfig("text_classification", data, train=train, start=StartOptions(options.model))
+    data = {"data": setup.data, "tokenizer": f"hf:{setup.model}", "max_length": 64}
+    train = TrainOptions(steps=10_000, batch_size=setup.size(16, 2), learning_rate=3e-5, schedule="linear")
+    config = RunConfig("text_classification", data, train=train, start=StartOptions(setup.model))
     task = build_task(config.task, config.task_options)
     first: Any = build_run_model(config, task)
-    batches = MicroBatches(task, options.batch_size, 0).take(options.rounds + 1)
+    yield loop_row(setup, first, config, task, hf.AutoTokenizer.from_pretrained(str(setup.model)))
+
+    rounds = setup.rounds_of(12)
+    batches = MicroBatches(task, train.batch_size, 0).take(rounds + 1)
     columns = ("input_ids", "attention_mask", "labels")
     batches = [{name: batch[name] for name in columns} for batch in batches]
-    print(f"torch {torch.__version__}, transformers {hf.__version__}, batch {tuple(batches[0]['input_ids'].shape)}")
+    sides = extras(first, batches[0])
+    times = setup.interleave(sides, rounds)
+    for name in list(sides)[1:]:
+        yield ratio_row(f"{name}, share of a step", times, name, "a whole step")
 
-    print("a step of train over one of the Trainer (blocks)")
-    tokenizer = hf.AutoTokenizer.from_pretrained(options.model)
-    ours, theirs, steps = [], [], 8
-    models = copy.deepcopy(first), copy.deepcopy(first)
-    rows = rows_of(MicroBatches(task, options.batch_size, 0).take(steps))
-    for _ in range(options.blocks):
-        theirs.append(statistics.median(of_trainer(models[0], rows, tokenizer, train)))
-        ours.append(statistics.median(of_train(models[1], config, task, steps)))
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    milliseconds = 1000 * statistics.median(theirs)
-    print(
-        f"  {statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}] of {milliseconds:.0f} ms", flush=True
-    )
-
-    print("parts over a whole step")
-    table(extras(first, batches[0]), options.rounds)
-
-    print("a step with another attention over sdpa")
     copies = {name: copy.deepcopy(first).train() for name in ("sdpa", *register_attention())}
     for name, model in copies.items():
         model.set_attn_implementation(name)
     taken = {name: plain_step(model) for name, model in copies.items()}
     queues = {name: iter(batches) for name in copies}
-    table({name: lambda name=name: taken[name](next(queues[name])) for name in copies}, options.rounds)
-    print("attention alone, forward and backward, over sdpa")
-    table(attention_alone(first, (options.batch_size, options.max_length)), 3 * options.rounds)
+    of_steps = setup.interleave({name: lambda name=name: taken[name](next(queues[name])) for name in copies}, rounds)
+    alone = setup.interleave(attention_alone(first, (train.batch_size, 64)), 3 * rounds)
+    for part, times in (("a whole step", of_steps), ("attention alone", alone)):
+        for name in list(copies)[1:]:
+            yield ratio_row(f"{name} / sdpa, {part}", times, name, "sdpa", "<= 1.25")
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "fine-tuning a foreign encoder: train over the Trainer, penalties, constraints, attention; --model M --data TABLE",
+    "loop <= 1.05, attention <= 1.25", 15, rows, needs=("model", "data"),
+)  # fmt: skip

@@ -1,25 +1,23 @@
 """Forward + backward time of L2 attention against dot-product attention, the paper's formula and `torch.cdist`.
 
-Ratios are medians over interleaved rounds, so that a busy machine slows every candidate alike. `dot_product d + 8` is
-the fused kernel at the head width that L2 attention calls it with: no L2 attention made of that kernel can be faster.
-Run: python benchmarks/l2_attention.py [--tokens 1024 2048 4096] [--dtype float32 bfloat16] [--rounds 7]
+`dot product, d + 8` is the fused kernel at the head width that L2 attention calls it with: no L2 attention made of that
+kernel can be faster.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.rows import Benchmark, Row, Setup, ratio_row
 from wellposed.functional import l2_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+HEAD_DIM, WIDER = 64, 72
 
 
 def paper_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -41,70 +39,57 @@ def tied(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return l2_attention(query, query, query)
 
 
-CANDIDATES: dict[str, Attention] = {
-    "dot_product": F.scaled_dot_product_attention,
-    "l2_attention": l2_attention,
-    "l2_attention tied": tied,
-    "dot_product d + 8": F.scaled_dot_product_attention,
-    "dot_product causal": partial(F.scaled_dot_product_attention, is_causal=True),
-    "l2_attention causal": partial(l2_attention, is_causal=True),
-    "dot_product causal d + 8": partial(F.scaled_dot_product_attention, is_causal=True),
-    "paper formula": paper_formula,
-    "cdist": with_cdist,
+dot_product = F.scaled_dot_product_attention
+CAUSAL = {
+    "l2, causal": partial(l2_attention, is_causal=True),
+    "dot product, causal": partial(dot_product, is_causal=True),
+    "dot product, causal, d + 8": partial(dot_product, is_causal=True),
 }
-BASELINE = dict.fromkeys(("l2_attention causal", "dot_product causal d + 8"), "dot_product causal")
-_WIDER = 8
+FULL: dict[str, Attention] = {
+    "l2": l2_attention, "l2 tied": tied, "dot product, d + 8": dot_product, "paper formula": paper_formula,
+    "cdist": with_cdist, "dot product": dot_product,
+}  # fmt: skip
 
 
-BASES = ("dot_product", *BASELINE.values())
-
-
-def seconds(attention: Attention, inputs: list[Tensor], weight: Tensor) -> float:
-    """Time one forward and backward pass."""
-    synchronize = torch.cuda.synchronize if weight.is_cuda else (lambda: None)
-    synchronize()
-    start = time.perf_counter()
+def both_ways(attention: Attention, inputs: list[Tensor], weight: Tensor) -> None:
+    """One forward and backward pass."""
     torch.autograd.grad(attention(*inputs), inputs, weight, allow_unused=True)
-    synchronize()
-    return time.perf_counter() - start
 
 
-def ratio(times: dict[str, list[float]], name: str) -> float:
-    """Median over rounds, the first left out, of the time of `name` over that of its baseline."""
-    base = times[BASELINE.get(name, "dot_product")]
-    return statistics.median(a / b for a, b in zip(times[name][1:], base[1:], strict=True))
+def sides_of(setup: Setup, heads: int, tokens: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """Return every candidate on inputs of the width it takes."""
+    make = partial(torch.randn, device=setup.device, dtype=dtype)
+    inputs: dict[int, tuple[list[Tensor], Tensor]] = {}
+    for width in (HEAD_DIM, WIDER):
+        shape = (1, heads, tokens, width)
+        inputs[width] = [make(shape, requires_grad=True) for _ in range(3)], make(shape)
+    with_matrix = tokens < 4096
+    taken = {
+        name: attention for name, attention in (FULL | CAUSAL).items()
+        if (name != "cdist" or (dtype == torch.float32 and with_matrix)) and (name != "paper formula" or with_matrix)
+    }  # fmt: skip
+    return {
+        name: partial(both_ways, attention, *inputs[WIDER if name.endswith("d + 8") else HEAD_DIM])
+        for name, attention in taken.items()
+    }
 
 
-def main() -> None:
-    """Print one table row per number of tokens and dtype."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads, {options.rounds} rounds")
-    print(f"ratio of forward + backward to dot_product, {options.heads} heads of width {options.head_dim}")
-    for dtype_name in options.dtype:
-        dtype = getattr(torch, dtype_name)
-        for tokens in options.tokens:
-            make = partial(torch.randn, device=options.device, dtype=dtype)
-            narrow, wide = ((1, options.heads, tokens, options.head_dim + extra) for extra in (0, _WIDER))
-            inputs = [make(narrow, requires_grad=True) for _ in range(3)], make(narrow)
-            wider = [make(wide, requires_grad=True) for _ in range(3)], make(wide)
-            chosen = {name: CANDIDATES[name] for name in options.candidates if name != "cdist" or dtype_name[0] == "f"}
-            times: dict[str, list[float]] = {name: [] for name in chosen}
-            for _ in range(options.rounds + 1):
-                for name, attention in chosen.items():
-                    times[name].append(seconds(attention, *(wider if name.endswith("d + 8") else inputs)))
-            ratios = {name: ratio(times, name) for name in times if name not in BASES}
-            base = statistics.median(times["dot_product"][1:])
-            row = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
-            print(f"{dtype_name} N={tokens}: {row} (dot_product {1000 * base:.1f} ms)", flush=True)
+def rows(setup: Setup) -> Iterator[Row]:
+    """One for each dtype, number of tokens and candidate."""
+    on_gpu = setup.device == "cuda"
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in setup.size([1024, 2048, 4096, 16384] if on_gpu else [1024, 2048, 4096], [16]):
+            heads = setup.size(8 if on_gpu or tokens < 4096 else 4, 1)
+            times = setup.interleave(sides_of(setup, heads, tokens, dtype), 7)
+            label = f"{str(dtype).removeprefix('torch.')}, N = {tokens}"
+            ours = "<= 1.15" if on_gpu and dtype == torch.bfloat16 else "<= 1.25"
+            for name in times:
+                base = "dot product, causal" if name in CAUSAL else "dot product"
+                if name != base:
+                    yield ratio_row(f"{name} / {base}, {label}", times, name, base, ours if "l2" in name else None)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "L2 attention (as it is, tied, causal), the paper's formula and cdist over dot-product attention",
+    "<= 1.25; bf16 on a GPU <= 1.15", 6, rows, ("cpu", "cuda"),
+)  # fmt: skip

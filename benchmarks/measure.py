@@ -1,22 +1,17 @@
-"""Largest singular values of every weight of a BERT-size encoder: Lanczos to 1e-3 against ``torch.linalg.svdvals``.
+"""Largest singular values of every weight of a BERT-size encoder: ours to 1e-3 against ``torch.linalg.svdvals``.
 
-Run with one thread: ``OMP_NUM_THREADS=1 python benchmarks/measure.py``. One layer (four 768 x 768, two of 3072 x 768)
-stands for twelve, since the cost is per matrix; A and B alternate in one process and the median of the rounds counts.
+One layer (four 768 x 768, two of 3072 x 768) stands for all, since the cost is per matrix.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from wellposed.linalg import lanczos_singular_value, largest_singular_value
-
-LAYERS = 12
+from benchmarks.rows import Benchmark, Row, Setup, ratio_row, single
+from wellposed.linalg import largest_singular_value
 
 
 def spectra() -> dict[str, Callable[[int, int], Tensor]]:
@@ -44,41 +39,23 @@ def layer(make: Callable[[int, int], Tensor], width: int) -> list[Tensor]:
     return [*(make(width, width) for _ in range(4)), make(4 * width, width), make(width, 4 * width)]
 
 
-def milliseconds(call: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Process time of one pass over the weights."""
-    start = time.process_time()
-    for weight in weights:
-        call(weight)
-    return 1e3 * (time.process_time() - start)
-
-
-def main() -> None:
-    """Print one row per spectrum."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print(f"| spectrum, {LAYERS} layers, d = {arguments.width} | svdvals s | Lanczos s | ratio | steps | worst error |")
-    print("|---|---|---|---|---|---|")
+def rows(setup: Setup) -> Iterator[Row]:
+    """Two for each spectrum."""
+    width = setup.size(768, 16)
     for name, make in spectra().items():
-        weights = layer(make, arguments.width)
-        exact = [torch.linalg.svdvals(weight.double())[0].item() for weight in weights]
-        found = [lanczos_singular_value(weight) for weight in weights]
-        error = max(abs(1 - f.value / e) for f, e in zip(found, exact, strict=True))
-        rounds = [
-            (milliseconds(torch.linalg.svdvals, weights), milliseconds(largest_singular_value, weights))
-            for _ in range(arguments.rounds)
-        ]
-        svd, lanczos = (statistics.median(column) for column in zip(*rounds, strict=True))
-        steps = f"{min(f.steps for f in found)}-{max(f.steps for f in found)}"
-        seconds = LAYERS / 1e3
-        print(
-            f"| {name} | {svd * seconds:.2f} | {lanczos * seconds:.2f} | {svd / lanczos:.1f} | {steps} | {error:.1e} |",
-            flush=True,
-        )
+        weights = layer(make, width)
+        sides = {
+            "svdvals": lambda weights=weights: [torch.linalg.svdvals(weight) for weight in weights],
+            "ours": lambda weights=weights: [largest_singular_value(weight) for weight in weights],
+        }
+        times = setup.interleave(sides, 5)
+        yield ratio_row(f"svdvals / ours, d = {width}, {name}", times, "ours", "svdvals", ">= 10", inverse=True)
+        exact = [float(torch.linalg.svdvals(weight.double())[0]) for weight in weights]
+        error = max(abs(1 - float(largest_singular_value(w)) / e) for w, e in zip(weights, exact, strict=True))
+        yield single(f"worst relative error, d = {width}, {name}", error, "<= 1e-3")
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "sigma_max of the weights of a BERT-size layer over torch's svdvals, and the error",
+    ">= 10 times faster, error <= 1e-3", 2, rows,
+)  # fmt: skip

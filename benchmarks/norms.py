@@ -1,59 +1,46 @@
 """Time and tightness of certified spectral norms: Cholesky against the eigensolver, random and nearly equal spectra.
 
-    python benchmarks/norms.py [--rounds 9] [--threads 1]
-
-Methods are interleaved round by round and compared by medians of process CPU time. `above` is the bound over the
-largest singular value (float64 SVD), less one; `cholesky` promises at most 1e-4, `svd` adds 1e-6.
+"Above" is the bound over the largest singular value (float64 SVD), less one: `cholesky` promises at most 1e-4.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks.rows import Benchmark, Row, Setup, ratio_row, single
 from wellposed.linalg import SpectralMethod, certified_spectral_norm
 
 METHODS: tuple[SpectralMethod, ...] = ("svd", "cholesky")
+SHAPES = ((192, 192), (512, 512), (512, 2048), (768, 768), (768, 2304), (768, 3072))
 
 
-def matrices() -> Iterator[tuple[str, Tensor]]:
+def matrices(shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a Transformer, at random and near orthogonal."""
     generator = torch.Generator().manual_seed(0)
-    for rows, columns in ((192, 192), (512, 512), (512, 2048), (768, 768), (768, 2304), (768, 3072)):
+    for rows, columns in shapes:
         yield f"random {rows} x {columns}", torch.randn(rows, columns, generator=generator)
-    for size in (192, 512, 768):
+    for size in sizes:
         orthogonal = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
         left, right = torch.randn(2, size, generator=generator)
         yield f"orthogonal {size}", orthogonal
         yield f"orthogonal + rank one {size}", orthogonal + torch.outer(left / left.norm(), right / right.norm())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print("| matrix | svd ms | cholesky ms | svd above | cholesky above |\n|---|---|---|---|---|")
-    for name, weight in matrices():
-        times: dict[str, list[float]] = {method: [] for method in METHODS}
-        above: dict[str, float] = {}
+def rows(setup: Setup) -> Iterator[Row]:
+    """Two for each matrix."""
+    for name, weight in matrices(setup.size(SHAPES, ((8, 8),)), setup.size((192, 512, 768), (8,))):
         true = float(torch.linalg.matrix_norm(weight.double(), 2))
-        for _ in range(options.rounds):
-            for method in METHODS:
-                start = time.process_time()
-                bound = float(certified_spectral_norm(weight, method=method))
-                times[method].append(1e3 * (time.process_time() - start))
-                above[method] = bound / true - 1
-        cells = [f"{statistics.median(times[method]):.1f}" for method in METHODS]
-        cells += [f"{above[method]:.1e}" for method in METHODS]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        sides = {method: partial(certified_spectral_norm, weight, method=method) for method in METHODS}
+        yield ratio_row(f"svd / cholesky, {name}", setup.interleave(sides, 9), "cholesky", "svd", inverse=True)
+        bound = float(certified_spectral_norm(weight, method="cholesky"))
+        yield single(f"cholesky above the true norm, {name}", bound / true - 1, "<= 1e-4")
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "the certified spectral norm by Cholesky over that by the eigensolver, and how far above the true one it is",
+    "at most 1e-4 above", 1, rows,
+)  # fmt: skip

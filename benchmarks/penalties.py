@@ -1,23 +1,18 @@
 """Cost of weight penalties in one training step of a Transformer encoder (d=512, dff=2048, 8 heads, 1024 tokens).
 
-    python benchmarks/penalties.py [--layers 2] [--tokens 1024] [--rounds 7] [--threads 1]
-
 One step is forward + backward + AdamW. Every variant adds |P^T P - I|^2 (P: query, key, value and output stacked) and
-|M1^T M1 - I|^2 + |M2^T M2 - I|^2 of every layer. Variants are interleaved round by round and compared by medians of
-process CPU time, so that a busy machine slows all alike; the cost of a penalty is its time over the step's time.
+|M1^T M1 - I|^2 + |M2^T M2 - I|^2 of every layer. The value is the penalty's time over the step's.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.rows import Benchmark, Row, Setup, Side, ratio_row
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.roles import Roles, find_roles
 
@@ -38,71 +33,49 @@ def by_autograd(roles: Roles, choose_left: Callable[[Tensor], bool]) -> Tensor:
     for weights in stacks(roles):
         weight = torch.cat(weights)
         gram = weight @ weight.T if choose_left(weight) else weight.T @ weight
-        total = total + (gram - torch.eye(gram.shape[0])).square().sum()
-    return total
+        total = total + (gram - torch.eye(gram.shape[0], device=gram.device)).square().sum()
+    return 1e-8 * total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def differentiate(cost: Cost) -> None:
+    """Forward and backward of a penalty; a step between two of ``every`` has none."""
+    value = cost()
+    if value is not None and value.requires_grad:
+        value.backward()
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """One for each way to compute the penalty."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, options.layers)
+    width, tokens = setup.size((512, 1024), (32, 128))
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+    count = 2 if setup.device == "cpu" else 12
+    model = nn.TransformerEncoder(layer, count, enable_nested_tensor=False).to(setup.device)
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(max(1, options.tokens // 128), 128, 512)
+    inputs = torch.randn(tokens // 128, 128, width, device=setup.device)
     roles = find_roles(model)
 
-    def ours(**extra: object) -> OrthogonalityPenalty:
-        return OrthogonalityPenalty(model, attention=1e-8, feedforward=1e-8, **extra)
-
-    sparse = ours(every=10)
-    variants: dict[str, Cost] = {
-        "big side, autograd": lambda: 1e-8 * by_autograd(roles, lambda w: w.shape[0] > w.shape[1]),
-        "W^T W, autograd": lambda: 1e-8 * by_autograd(roles, lambda _: False),
-        "small side, autograd": lambda: 1e-8 * by_autograd(roles, lambda w: w.shape[0] < w.shape[1]),
-        "OrthogonalityPenalty": ours(),
-        "OrthogonalityPenalty, bf16 products": ours(gram_dtype=torch.bfloat16),
-    }
-
-    def penalise(cost: Cost, repeat: int = 1) -> float:
-        gc.collect()
-        start = time.process_time()
-        for _ in range(repeat):
-            value = cost()
-            if value is not None and value.requires_grad:
-                value.backward()
-        return (time.process_time() - start) / repeat
-
-    def step() -> float:
-        start = time.process_time()
+    def step() -> None:
         optimizer.zero_grad(set_to_none=False)
         model(inputs).square().mean().backward()
         optimizer.step()
-        return time.process_time() - start
 
-    steps: list[float] = []
-    times: dict[str, list[float]] = {name: [] for name in [*variants, "OrthogonalityPenalty, every=10"]}
-    for index in range(options.rounds + 1):
-        measured = {name: penalise(cost) for name, cost in variants.items()}
-        measured["OrthogonalityPenalty, every=10"] = penalise(sparse, 10)
-        whole = step()
-        if index:
-            steps.append(whole)
-            for name, value in measured.items():
-                times[name].append(value)
-    base = statistics.median(steps)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), CPU time, median of {options.rounds} rounds")
-    print(f"step: {options.layers} layers, d=512, dff=2048, {options.tokens} tokens, {base * 1e3:.0f} ms")
-    print(f"{'penalty':40}{'% of a step':>12}{'   spread':>10}")
-    for name, values in times.items():
-        ratios = sorted(100 * value / base for value in values)
-        print(f"{name:40}{statistics.median(ratios):12.1f}{ratios[0]:8.1f}..{ratios[-1]:.1f}")
+    ours = partial(OrthogonalityPenalty, model, attention=1e-8, feedforward=1e-8)
+    variants: dict[str, tuple[Cost, int, str | None]] = {
+        "big side, autograd": (lambda: by_autograd(roles, lambda w: w.shape[0] > w.shape[1]), 1, None),
+        "W^T W, autograd": (lambda: by_autograd(roles, lambda _: False), 1, None),
+        "small side, autograd": (lambda: by_autograd(roles, lambda w: w.shape[0] < w.shape[1]), 1, None),
+        "OrthogonalityPenalty": (ours(), 1, "<= 0.3"),
+        "OrthogonalityPenalty, bf16 products": (ours(gram_dtype=torch.bfloat16), 1, None),
+        "OrthogonalityPenalty, every=10": (ours(every=10), 10, "<= 0.03"),
+    }
+    sides = {name: Side(partial(differentiate, cost), repeats=repeats) for name, (cost, repeats, _) in variants.items()}
+    times = setup.interleave({"step": step, **sides}, 7)
+    for name, (_, _, goal) in variants.items():
+        yield ratio_row(f"{name}, share of a step of {count} layers at {tokens} tokens", times, name, "step", goal)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "weight penalties as a share of a training step (d = 512, 1,024 tokens), ours and by plain autograd",
+    "<= 30 %, every=10 <= 3 %", 1, rows, ("cpu", "cuda"),
+)  # fmt: skip

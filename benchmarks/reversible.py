@@ -3,21 +3,14 @@
 Three measures. Saved: bytes the graph keeps, by `torch.autograd.graph.saved_tensors_hooks`. Live: the most bytes of
 tensors alive at one moment of forward and backward, less those alive before and less one gradient for each parameter
 (a stack of L blocks has L blocks' gradients whatever its method; they are no activations). Process: growth of the
-resident memory of a fresh process, less the same gradients; the allocator's unused pages are in it.
-Run: python benchmarks/reversible.py [--depths 8 64]
+memory of a fresh process, less the same gradients; the allocator's unused pages are in it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import resource
-import subprocess
-import sys
-import time
 import weakref
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +18,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.rows import Benchmark, Row, Setup, in_fresh_process, peak_mib, ratio_row, single
 from wellposed.nn import AdditiveCoupling, InvertibleResidual, L2SelfAttention, ReversibleSequential
 
+Sizes = tuple[int, int, int]
+"""Width, tokens, batch."""
 
-def build(kind: str, depth: int, width: int, tokens: int) -> ReversibleSequential:
+
+def build(kind: str, depth: int, sizes: Sizes) -> ReversibleSequential:
     """Return a stack of contractive L2 attention residuals, or of couplings of L2 attention and a feed-forward."""
     torch.manual_seed(0)
+    width, tokens, _ = sizes
 
     def block() -> nn.Module:
         if kind == "residual":
@@ -42,16 +40,27 @@ def build(kind: str, depth: int, width: int, tokens: int) -> ReversibleSequentia
     return ReversibleSequential([block() for _ in range(depth)])
 
 
-def forward(stack: ReversibleSequential, x: Tensor, plain: bool) -> Tensor:
+def inputs(sizes: Sizes) -> Tensor:
+    """Random tokens whose gradient is asked for."""
+    width, tokens, batch = sizes
+    return torch.randn(batch, tokens, width).requires_grad_()
+
+
+def forward(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> Tensor:
     """Run the stack, with or without an ordinary graph."""
-    if not plain:
+    if not is_plain:
         return stack(x)
     for block in stack.blocks:
         x = block(x)
     return x
 
 
-def saved_bytes(stack: ReversibleSequential, x: Tensor, plain: bool) -> int:
+def both_ways(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> None:
+    """Forward and backward."""
+    forward(stack, x, is_plain).square().mean().backward()
+
+
+def saved_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
     """Bytes of distinct tensors other than parameters that the graph keeps."""
     known = {parameter.data_ptr() for parameter in stack.parameters()}
     storages: dict[int, int] = {}
@@ -63,7 +72,7 @@ def saved_bytes(stack: ReversibleSequential, x: Tensor, plain: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        kept = forward(stack, x, plain)
+        kept = forward(stack, x, is_plain)
     del kept
     return sum(storages.values())
 
@@ -100,77 +109,59 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def live_bytes(stack: ReversibleSequential, x: Tensor, plain: bool) -> int:
+def live_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
     """Most bytes of tensors alive during forward and backward, without one gradient for each parameter."""
-    stack.zero_grad()
-    x.grad = None
     gradients = sum(parameter.nbytes for parameter in stack.parameters())
     with LiveBytes() as counter:
-        forward(stack, x, plain).square().mean().backward()
+        both_ways(stack, x, is_plain)
     return counter.most - gradients
 
 
-def measure(kind: str, depth: int, width: int, tokens: int, batch: int, plain: bool) -> dict[str, float]:
-    """Return saved bytes, growth of the process, seconds of forward + backward, and the gradient's size."""
-    stack = build(kind, depth, width, tokens)
-    x = torch.randn(batch, tokens, width).requires_grad_()
-    warm = build(kind, 1, width, tokens)
-    forward(warm, x.detach().clone().requires_grad_(), plain).sum().backward()
-    saved, live = saved_bytes(stack, x, plain), live_bytes(stack, x, plain)
+def memory(kind: str, depth: int, sizes: Sizes, is_plain: bool) -> dict[str, float]:
+    """Return MiB saved by the graph, alive at most, and by which the process grows."""
+    stack, x = build(kind, depth, sizes), inputs(sizes)
+    both_ways(build(kind, 1, sizes), inputs(sizes), is_plain)
+    saved, live = saved_bytes(stack, x, is_plain), live_bytes(stack, x, is_plain)
     for parameter in stack.parameters():
         parameter.grad = torch.ones_like(parameter)  # written, so that the pages are there before
     gradients = sum(parameter.nbytes for parameter in stack.parameters())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    forward(stack, x, plain).square().mean().backward()
-    seconds = time.perf_counter() - start
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = peak_mib(partial(both_ways, stack, x, is_plain))
+    return {"saved": saved / 2**20, "live": live / 2**20, "process": grown - gradients / 2**20}
+
+
+def memories(kinds: tuple[str, ...], depths: tuple[int, int], sizes: Sizes) -> dict[tuple[str, bool, int], Any]:
+    """Return the memory of every kind, ordinary or not, and depth."""
+    torch.set_num_threads(1)
     return {
-        "saved_MiB": saved / 2**20,
-        "live_MiB": live / 2**20,
-        "process_MiB": grown / 2**10 - gradients / 2**20,
-        "seconds": seconds,
-    }
+        (kind, is_plain, depth): memory(kind, depth, sizes, is_plain)
+        for kind in kinds for is_plain in (False, True) for depth in depths
+    }  # fmt: skip
 
 
-def in_fresh_process(arguments: list[str]) -> dict[str, float]:
-    """Measure in a process of its own, since the peak of a process never falls."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", *arguments]
-    # Every tensor gets pages of its own, so that memory which is free is not counted.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_MMAP_MAX_": "1000000"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return json.loads(done.stdout)
+def rows(setup: Setup) -> Iterator[Row]:
+    """Growth of memory with depth, and the time of a pass, for both kinds of block."""
+    sizes: Sizes = setup.size((64, 256, 32), (16, 8, 2))
+    shallow, deep = setup.size((8, 64), (1, 2))
+    kinds = ("residual", "coupling")
+    found = in_fresh_process(memories, kinds, (shallow, deep), sizes)
+    for kind in kinds:
+        for is_plain in (False, True):
+            few, many = (found[kind, is_plain, depth] for depth in (shallow, deep))
+            for name in few:
+                how = "ordinary backward" if is_plain else "reversible"
+                yield single(
+                    f"{name} bytes of {deep} blocks / {shallow}, {kind}, {how}", many[name] / few[name],
+                    None if is_plain or name == "process" else "<= 1.25", ours=many[name], other=few[name], unit="MiB",
+                )  # fmt: skip
+        stack, x = build(kind, shallow, sizes), inputs(sizes)
+        sides = {
+            name: partial(both_ways, stack, x, is_plain) for name, is_plain in (("reversible", False), ("plain", True))
+        }
+        times = setup.interleave(sides, 3)
+        yield ratio_row(f"time of a pass over plain, {shallow} blocks, {kind}", times, "reversible", "plain")
 
 
-def text(row: dict[str, float]) -> str:
-    """Join names and values."""
-    return ", ".join(f"{name} {value:.2f}" for name, value in row.items())
-
-
-def main() -> None:
-    """Print one row per kind and depth, then the ratios of the deepest to the shallowest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--one", nargs=3, metavar=("KIND", "DEPTH", "MODE"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    sizes = [options.width, options.tokens, options.batch]
-    if options.one:
-        kind, depth, mode = options.one
-        print(json.dumps(measure(kind, int(depth), *sizes, plain=mode == "plain")))
-        return
-    print(f"torch {torch.__version__}, cpu, {torch.get_num_threads()} threads, width, tokens, batch = {sizes}")
-    extra = ["--width", str(sizes[0]), "--tokens", str(sizes[1]), "--batch", str(sizes[2])]
-    for kind in ("residual", "coupling"):
-        for mode in ("plain", "reversible"):
-            rows = [in_fresh_process([kind, str(depth), mode, *extra]) for depth in options.depths]
-            for depth, row in zip(options.depths, rows, strict=True):
-                print(f"{kind} {mode} {depth} blocks: {text(row)}")
-            ratios = {name: rows[-1][name] / rows[0][name] for name in rows[0] if rows[0][name]}
-            print(f"{kind} {mode} {options.depths[-1]} / {options.depths[0]}: {text(ratios)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "memory of reversible stacks of 64 blocks over 8, and the time of a pass over an ordinary one",
+    "<= 1.25", 3, rows,
+)  # fmt: skip

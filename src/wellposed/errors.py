@@ -10,10 +10,29 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MAX_LISTED = 10
+MAX_MESSAGE = 8000
+"""Characters of a message."""
+MAX_SHOWN = 200
+"""Characters of a wrong name that a message repeats."""
 
 
 class WellposedError(Exception):
-    """Base of every error wellposed raises on purpose."""
+    """Base of every error wellposed raises on purpose.
+
+    A message that repeats an input of millions of characters is cut in its middle.
+
+    >>> len(str(WellposedError("x" * 10**6))) < 8100
+    True
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(_cut(each) if isinstance(each, str) else each for each in arguments))
+
+
+def _cut(message: str) -> str:
+    left_out = len(message) - MAX_MESSAGE
+    half = MAX_MESSAGE // 2
+    return message if left_out <= 0 else f"{message[:half]} ... {left_out:,} characters ... {message[-half:]}"
 
 
 class RoleNotFoundError(WellposedError, ValueError):
@@ -67,7 +86,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     >>> str(unknown_name("variant", "post_nl", ["post_ln", "pre_ln", "rezero", "oc1"]))
     "unknown variant 'post_nl'; nearest: post_ln, pre_ln, oc1"
     """
-    known = list(known)
+    known, name = list(known), name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
     hint = f"nearest: {', '.join(nearest_names(name, known))}" if known else f"no {kind} is registered"
     return ConfigError(f"unknown {kind} {name!r}; {hint}")
 

@@ -1,4 +1,4 @@
-"""JSON without NaN and infinities, which the format does not have."""
+"""JSON without NaN and infinities, which the format does not have, and read with one kind of error."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
     b'{"loss": null, "step": 3}\\n'
     """
     return (json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n").encode()
+
+
+def from_json(data: bytes | str) -> Any:
+    """Return the value of JSON text; whatever is wrong with it is a `ValueError`, nesting without end too.
+
+    >>> from_json(b"[" * 100_000)
+    Traceback (most recent call last):
+    ...
+    ValueError: nested too deeply
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _finite(value: Any) -> Any:

@@ -18,6 +18,24 @@ def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == list(RECIPES)
     assert all(" min" in line or " h" in line for line in lines[1:-1])
+    figure_2 = next(line for line in lines if line.startswith("kim2021/figure-2"))
+    assert figure_2.split()[1:7] == ["0.2", "min", "~2", "min", "~5", "min"], "measured, and estimates with a ~"
+
+
+def test_every_recipe_has_a_medium_scale_of_at_most_ten_hours() -> None:
+    for name in RECIPES:
+        assert 0 < RECIPES.get(name).minutes["medium"] <= 10 * 60, name
+
+
+def test_a_plan_says_what_could_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "sengupta2023/table-1", "kim2021/figure-11", "--plan", "--scale", "medium"]) == 0
+    table, figure = capsys.readouterr().out.split("kim2021/figure-11")
+    assert "seeds:        5" in table
+    assert "a difference of 1.8 in test accuracy, in points is seen with a chance of 80%" in table
+    assert "improved the loss on valid by less than 1%" in table
+    assert "every seed has to agree: what fails in 42% of trainings fails here in 80%" in figure
+    assert main(["reproduce", "kim2021/figure-2", "--plan"]) == 0
+    assert "nothing is trained" in capsys.readouterr().out
 
 
 def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +87,8 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     assert "DOES NOT HOLD" in captured.out
     assert "test:       it is larger" in captured.out
     assert "seeds:      3; uncertainty: none" in captured.out
-    assert "kim2021/figure-2: about 1 min" in captured.err
+    assert "kim2021/figure-2: 0.2 min" in captured.err
+    assert "kim2021/table-1: ~3 min" in captured.err
     assert "half way" in captured.err
     assert main(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]) == 0
     assert "DOES NOT HOLD" in capsys.readouterr().out

@@ -84,6 +84,7 @@ def test_models_of_another_kind_are_refused(files: Path, tmp_path: Path, capsys:
         message = capsys.readouterr().err
         assert says in message
         assert message.count("\n") == 1
+        assert not (tmp_path / name).exists(), "so that the same --out serves the next try"
 
 
 def test_code_of_the_users_runs_in_every_process_and_is_recorded(

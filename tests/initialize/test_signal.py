@@ -142,6 +142,23 @@ def test_a_step_is_measured_and_taken_back() -> None:
         step_change(nn.Flatten(), torch.ones(2, 2, dtype=torch.long))
 
 
+def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    x = 3 * torch.randn(1, 3, dtype=torch.float64)
+    weights = dict(model.named_parameters())
+    jacobians = torch.func.jacrev(lambda given: torch.func.functional_call(model, given, (x,))[0])(weights)
+    dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
+    torch.manual_seed(1)
+    direction = torch.randn(1, 2, dtype=torch.float64)[0]
+    torch.manual_seed(1)
+    expected = float((dense @ dense.mT @ direction / direction.norm()).norm())
+    assert step_change(model, x, lr=None) == pytest.approx(expected, rel=1e-6)
+    assert step_change(nn.Linear(3, 2).double(), torch.zeros_like(x), lr=None) == 0.0
+    with pytest.raises(ConfigError, match="needs float64"):
+        step_change(model.float(), x.float(), lr=None)
+
+
 def our_encoder_ratio(layers: int) -> float:
     config = WellposedConfig(
         vocab_size=50, hidden_size=512, num_attention_heads=8, intermediate_size=1024, num_hidden_layers=layers,

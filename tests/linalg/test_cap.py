@@ -69,31 +69,23 @@ def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(
     weight = (left * values) @ right
     cap = cap_spectral_norm_(weight)
     found = torch.linalg.svdvals(weight)
-    few = kind in ("one above", "decaying", "rank one")
-    assert cap.method == (("rounds" if few else "exact") if excess == 2.0 else "polynomial")
-    if cap.method == "rounds":
-        # Lanczos takes them to 1 less 1e-5 for the rounding of its vectors; the norm of the rest is proved to be at
-        # most (1 + 1e-2)^(1/2) of what it is, of which a = 5e-3 is the most that the polynomial takes
-        slack = 2e-5 if kind == "one above" else 5e-3
-        assert float((found - values.clamp(max=1.0)).abs().max()) <= slack
-        assert float(torch.linalg.matrix_norm(weight - (left * values.clamp(max=1.0)) @ right, 2)) <= slack
-    elif cap.method == "exact":
-        # the proof of what is stored may shrink it by what that bound exceeds the norm by, at most 1e-4
-        assert float((found - values.clamp(max=1.0)).abs().max()) <= 1e-4
-        assert float(torch.linalg.matrix_norm(weight - (left * values.clamp(max=1.0)) @ right, 2)) <= 1e-4
+    assert cap.method == ("polynomial" if size > 128 and excess < 1.12 else "exact")
+    if cap.method == "exact":
+        # float64 hides next to nothing from a proof
+        assert float((found - values.clamp(max=1.0)).abs().max()) <= 1e-5
+        assert float(torch.linalg.matrix_norm(weight - (left * values.clamp(max=1.0)) @ right, 2)) <= 1e-5
     else:
         # s - a s^9 with the a that takes the proved bound, at most 1.2e-2 (Lanczos' slack) above the truth, to 1.
         strength = (cap.before - 1.0) / cap.before**9
         assert cap.before <= excess * 1.012
         assert float((found - (values - strength * values**9)).abs().max()) <= 1e-4
-    # all directions are kept, up to the float32 of Lanczos vectors
+    # all directions are kept
     turned = left.T @ weight @ right.T
-    allowed = 16 * excess * torch.finfo(torch.float32).eps if cap.method == "rounds" else 1e-9
-    assert float((turned - torch.diag(turned.diagonal())).abs().max()) <= allowed
+    assert float((turned - torch.diag(turned.diagonal())).abs().max()) <= 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(7, 7), (30, 130), (140, 60)])
+@pytest.mark.parametrize("shape", [(7, 7), (30, 130), (140, 133)])
 def test_a_batch_is_what_each_matrix_becomes_by_itself(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     alone = []
@@ -103,7 +95,7 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape: tuple[int, int], d
             alone.append(((left * values) @ right).to(dtype))
     together = [weight.clone() for weight in alone]
     caps = cap_spectral_norms_(together, bound=0.7)
-    assert {cap.method for cap in caps} == {"inside", "polynomial", "rounds", "exact"}
+    assert {cap.method for cap in caps} == {"inside", "exact"} | ({"polynomial"} if min(shape) > 128 else set())
     for own, batched, cap in zip(alone, together, caps, strict=True):
         single = cap_spectral_norm_(own, bound=0.7)
         assert single.method == cap.method
@@ -111,7 +103,7 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape: tuple[int, int], d
         # A product of n terms of size at most 1 is rounded by n u; half precision rounds once more, to the next number.
         # Lanczos vectors are in float32 for all; their quotient, and so the polynomial, is off by the square of that.
         single_eps = torch.finfo(torch.float32).eps
-        u = single_eps if cap.method == "rounds" else min(torch.finfo(dtype).eps, single_eps)
+        u = min(torch.finfo(dtype).eps, single_eps)
         step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
         rounding = 8 * min(shape) * u + (min(shape) * single_eps) ** 2
         assert float((own.double() - batched.double()).abs().max()) <= rounding + step

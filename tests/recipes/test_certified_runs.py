@@ -90,6 +90,29 @@ def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(compared
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
 
 
+def test_pairs_are_certified_with_both_texts_moving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "retrieval", "--num-train", "24", "--num-valid", "8", "--num-test", "8", "--max-length", "12"]
+    words += ["--variants", "rezero,lipschitz:2", "--seeds", "1", "--certify", "6", "--out", str(tmp_path / "out")]
+    assert main([*words, *SHORT, "--margin-loss", "hinge", "--margin-radius", "0.05"]) == 0
+    for variant in ("rezero", "lipschitz-2"):
+        run = tmp_path / "out" / variant / "seed-0"
+        values = found(run)
+        certified, attacked = values["certified"], values["attacked"]
+        assert isinstance(certified, list)
+        assert isinstance(attacked, list)
+        assert all(sure <= seen for sure, seen in zip(certified, attacked, strict=True))
+        assert values["examples"] == 6
+    model, _ = load_run_model(run)
+    assert values["total"] == pytest.approx(certify(model, seq_len=12).total, rel=1e-6)
+    assert isinstance(values["total"], float)
+    assert values["total"] <= 2
+    capsys.readouterr()
+    assert main(["certify", str(run), "--examples", "4", "--attack-steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "both vectors move (B12)" in said
+    assert "certified accuracy on test of retrieval" in said
+
+
 def test_a_run_is_not_certified_twice(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = compared / "rezero" / "seed-0" / NAME
     before = file.stat().st_mtime_ns
@@ -159,9 +182,10 @@ def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(compared
 def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["compare", "retrieval", "--data", "builtin", "--num-train", "8", *SHORT, "--certify", "4"]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert "certify = 4 on retrieval" in capsys.readouterr().err
+    (tmp_path / "train.tsv").write_text("en\tfr\n" + "a b\tc d\n" * 60)
+    words = ["compare", "translation", "--data", str(tmp_path / "train.tsv"), "--src", "en", "--tgt", "fr", *SHORT]
+    assert main([*words, "--certify", "4", "--out", str(tmp_path / "out")]) == 2
+    assert "certify = 4 on translation" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.recipes.huang2020 import signal
+from wellposed.recipes.huang2020 import signal, theorem_3_1, updates
 from wellposed.recipes.huang2020 import table_1 as huang
 from wellposed.recipes.kim2021 import bound_ratio, table_1_speed
 from wellposed.recipes.kim2021 import figures_2_7_8_bounds as bounds
 from wellposed.recipes.kim2021 import figures_3_5_6_10_inverse as inverse
 from wellposed.recipes.recipe import Reproduction
-from wellposed.recipes.sengupta2023 import figures_1_4, figures_3_5_6_7, table_4_speed, table_5_parameters
+from wellposed.recipes.sengupta2023 import (
+    figure_3a,
+    figure_3b,
+    figure_5,
+    figure_6,
+    figure_7,
+    figures_1_4,
+    table_4_speed,
+    table_5_parameters,
+)
 from wellposed.recipes.sengupta2023.trained import LABELS
 from wellposed.recipes.zhang2021 import theorem_2_1
 
@@ -46,6 +55,10 @@ def changes(experts: float, deeper: float, ours: float, dropout: float) -> dict[
         (LABELS["post_ln"], "layers"): (deeper, 0.1),
         (LABELS["post_ln"], "dropout"): (dropout, 0.1),
     }
+
+
+def by_stack(value: float, spread: Sequence[float] = NEAR) -> dict[str, list[float]]:
+    return {"encoder": seeds(0.0 if value < 1 else value), "encoder-decoder": seeds(value, spread)}
 
 
 def opposite(measured: float) -> list[dict[str, Any]]:
@@ -78,6 +91,14 @@ CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
     (signal.judge_signal, True, ([1.0, 1.1], [3.0, 1e6])),
     (signal.judge_signal, False, ([1.0, 1.3], [3.0, 1e6])),
     (signal.judge_signal, False, ([1.0, 1.1], [3.0, 3.0])),
+    (updates.judge_updates, True, (by_stack(0.0), by_stack(3.0))),
+    (updates.judge_updates, False, (by_stack(0.3), by_stack(3.0))),
+    (updates.judge_updates, False, (by_stack(0.0), by_stack(0.5))),
+    (updates.judge_updates, None, (by_stack(0.0, APART), by_stack(3.0))),
+    (theorem_3_1.judge_theorem_3_1, True, ([seeds(-1.0), seeds(-1.01)], [seeds(-0.5)])),
+    (theorem_3_1.judge_theorem_3_1, False, ([seeds(-1.0), seeds(-0.8)], [seeds(-0.5)])),
+    (theorem_3_1.judge_theorem_3_1, False, ([seeds(-1.0), seeds(-1.0)], [seeds(-1.0)])),
+    (theorem_3_1.judge_theorem_3_1, None, ([seeds(-1.0, APART)], [seeds(-0.5)])),
     (huang.judge_table_1, True, ([TRAINS, TRAINS],)),
     (huang.judge_table_1, False, ([TRAINS, STALLS],)),
     (theorem_2_1.judge_theorem, True, (opposite(0.999),)),
@@ -90,23 +111,23 @@ CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
     (figures_1_4.judge_figure_4, True, (seeds(0.9), seeds(0.5))),
     (figures_1_4.judge_figure_4, False, (seeds(0.5), seeds(0.9))),
     (figures_1_4.judge_figure_4, None, (seeds(0.9, APART), seeds(0.5))),
-    (figures_3_5_6_7.judge_figure_3a, True, (seeds(1.0), seeds(4.0))),
-    (figures_3_5_6_7.judge_figure_3a, False, (seeds(1.0), seeds(1.2))),
-    (figures_3_5_6_7.judge_figure_3a, False, (seeds(1.5), seeds(4.0))),
-    (figures_3_5_6_7.judge_figure_3a, None, (seeds(1.0), seeds(1.5))),
-    (figures_3_5_6_7.judge_figure_3b, True, (seeds(-2.2), seeds(0.7))),
-    (figures_3_5_6_7.judge_figure_3b, False, (seeds(0.7), seeds(-2.2))),
-    (figures_3_5_6_7.judge_figure_3b, None, (seeds(0.0, APART), seeds(0.1))),
-    (figures_3_5_6_7.judge_figure_5, True, ([0.1, -0.3],)),
-    (figures_3_5_6_7.judge_figure_5, False, ([0.1, -0.4],)),
-    (figures_3_5_6_7.judge_figure_6, True, (changes(1.0, 2.0, -0.5, -1.0),)),
-    (figures_3_5_6_7.judge_figure_6, False, (changes(-1.0, 2.0, 0.5, -1.0),)),
-    (figures_3_5_6_7.judge_figure_6, False, (changes(1.0, 1.0, -2.0, -1.0),)),
-    (figures_3_5_6_7.judge_figure_6, False, (changes(1.0, 2.0, 0.5, 1.0),)),
-    (figures_3_5_6_7.judge_figure_6, None, (changes(0.1, 2.0, 0.5, -1.0),)),
-    (figures_3_5_6_7.judge_figure_6, None, (changes(math.nan, 2.0, 0.5, -1.0),)),
-    (figures_3_5_6_7.judge_figure_7, True, ([0.2, 0.3], 0.25)),
-    (figures_3_5_6_7.judge_figure_7, False, ([0.1, 0.4], 0.25)),
+    (figure_3a.judge_figure_3a, True, (seeds(1.0), seeds(4.0))),
+    (figure_3a.judge_figure_3a, False, (seeds(1.0), seeds(1.2))),
+    (figure_3a.judge_figure_3a, False, (seeds(1.5), seeds(4.0))),
+    (figure_3a.judge_figure_3a, None, (seeds(1.0), seeds(1.5))),
+    (figure_3b.judge_figure_3b, True, (seeds(-2.2), seeds(0.7))),
+    (figure_3b.judge_figure_3b, False, (seeds(0.7), seeds(-2.2))),
+    (figure_3b.judge_figure_3b, None, (seeds(0.0, APART), seeds(0.1))),
+    (figure_5.judge_figure_5, True, ([0.1, -0.3],)),
+    (figure_5.judge_figure_5, False, ([0.1, -0.4],)),
+    (figure_6.judge_figure_6, True, (changes(1.0, 2.0, -0.5, -1.0),)),
+    (figure_6.judge_figure_6, False, (changes(-1.0, 2.0, 0.5, -1.0),)),
+    (figure_6.judge_figure_6, False, (changes(1.0, 1.0, -2.0, -1.0),)),
+    (figure_6.judge_figure_6, False, (changes(1.0, 2.0, 0.5, 1.0),)),
+    (figure_6.judge_figure_6, None, (changes(0.1, 2.0, 0.5, -1.0),)),
+    (figure_6.judge_figure_6, None, (changes(math.nan, 2.0, 0.5, -1.0),)),
+    (figure_7.judge_figure_7, True, ([0.2, 0.3], 0.25)),
+    (figure_7.judge_figure_7, False, ([0.1, 0.4], 0.25)),
     (table_4_speed.judge_table_4, True, ([5.0, 10.0, 13.0, 26.0],)),
     (table_4_speed.judge_table_4, False, ([5.0, 10.0, 8.0, 26.0],)),
     (table_4_speed.judge_table_4, False, ([2.0, 4.0, 6.0, 8.0],)),

@@ -19,6 +19,7 @@ from wellposed.recipes.kim2021 import figures_2_7_8_bounds as bounds
 from wellposed.recipes.kim2021 import figures_3_5_6_10_inverse as inverse
 from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import depths_learned, figure_4
 from wellposed.recipes.kim2021.language_models import run_config
+from wellposed.recipes.kim2021.printed import TABLE_2
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
 
 TRAINING = ("figure-4", "table-2", "figure-9", "figure-11", "table-3", "figure-5", "figure-8", "figure-10")
@@ -123,7 +124,13 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     request = Request("paper", tmp_path)
     sizes = training.tuned(request)
     assert len(sizes.dropouts) * len(sizes.gammas) * len(sizes.warmups) == 84
-    config = run_config(request, sizes, "l2_contractive", 5, dropout=0.1, gamma=0.4, warmup=4000)
+    assert sizes.steps == 100 * 663
+    for kind, printed in TABLE_2.items():
+        assert set(sizes.depths_of(kind)) == set(printed), kind
+    assert TABLE_2["l2_contractive_kim2021"][14] == 1.005
+    config = run_config(request, sizes, "l2_contractive_kim2021", 5, dropout=0.1, gamma=0.4, warmup=4000)
+    assert (config.task_options["examples"], config.model.contractive_bound) == ("lines", "kim2021")
+    assert run_config(request, sizes, "l2_contractive", 5, warmup=1).model.contractive_bound == "sharp"
     assert (config.model.hidden_size, config.model.num_attention_heads, config.train.batch_size) == (512, 8, 64)
     assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == ("kim2021", 0.4, 4000)
     fixed = training.fixed(request)
@@ -144,7 +151,7 @@ def test_runs_are_kept_and_a_diverged_run_is_a_row(text: str, tmp_path: Path, mo
     ))  # fmt: skip
     figure_4(request)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/result.json")}
-    assert len(before) == 6
+    assert len(before) == 7
     figure_4(request)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

@@ -86,6 +86,20 @@ def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ran == list(RECIPES)
 
 
+def test_what_is_finished_at_a_larger_scale_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch)
+    run_all(tmp_path, "--scale", "medium")
+    ran = make(monkeypatch)
+    _, page = run_all(tmp_path)
+    assert ran == []
+    text = page.read_text()
+    assert "## kim2021/figure-2 (medium)" in text
+    section = text.partition("## kim2021/figure-4 (medium)")[2].partition("\n## ")[0]
+    assert "| could be seen | a difference of" in section
+    assert "| levelled off | not asked |" in section
+    assert "could be seen" not in text.partition("## kim2021/figure-2 ")[2].partition("\n## ")[0]
+
+
 def test_files_of_an_earlier_form_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(monkeypatch)
     run_all(tmp_path)

@@ -15,11 +15,13 @@ from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
-from wellposed.recipes.runs import FinishedRun
+from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.sengupta2023 import states
 from wellposed.recipes.sengupta2023 import table_4_speed as speed
 from wellposed.recipes.sengupta2023 import table_5_parameters as counts
 from wellposed.recipes.sengupta2023 import tables_1_2_3 as tables
+from wellposed.recipes.sengupta2023 import trained as trained_models
+from wellposed.recipes.sengupta2023.printed import PAPER, QUOTED
 from wellposed.recipes.sengupta2023.studies import arena_studies, text_study, words_study
 from wellposed.recipes.sengupta2023.trained import VARIANTS, find_data, run_config, train_study
 
@@ -77,6 +79,44 @@ def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
     assert rows["TransJect, E = 4"]["wellposed_model"] == 16_042_247
     assert result.holds is False
     assert "every printed value is ten times ours" in result.got
+
+
+def test_printed_averages_are_the_means_of_the_printed_tasks() -> None:
+    tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
+    for place, average in enumerate(PAPER["average"]):
+        assert math.fsum(PAPER[task][place] for task in tasks) / 5 == pytest.approx(average, abs=0.051)
+    for model, average in QUOTED["average"].items():
+        assert math.fsum(QUOTED[task][model] for task in tasks) / 5 == pytest.approx(average, abs=0.051), model
+
+
+def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request("medium", tmp_path, data)
+    study = text_study(request, "imdb")
+    best = {"post_ln": 9e-3, "transject": 3e-2}
+    planned: list[PlannedRun] = []
+
+    def trained(request: Request, grid: list[PlannedRun], **_: object) -> list[FinishedRun]:
+        del request
+        planned.extend(grid)
+        return [
+            FinishedRun(config, folder, {"accuracy,valid": -abs(config.train.learning_rate - best[config.variant])})
+            for folder, _, config in grid
+        ]
+
+    monkeypatch.setattr(trained_models, "train_grid", trained)
+    tuned = trained_models.tuned_study(request, study, None, tuple(best))
+    assert {variant: tuned.sizes.rates[variant] for variant in best} == best
+    assert [run.config.train.seed for run in planned] == [trained_models.TUNING_SEED] * 6
+    assert len({run.folder for run in planned}) == 6
+    assert trained_models.tuned_study(request, tuned, None, tuple(best)) == tuned
+    assert len(planned) == 6, "a study is tuned once"
+    one = trained_models.at_one_rate(study)
+    rates = {run_config(one, {}, variant, 0).train.learning_rate for variant in VARIANTS}
+    assert rates == {5e-4}, "the paper's"
+    assert one.group("post_ln") != study.group("post_ln")
+    assert trained_models.base_name(one.name) == study.name
 
 
 def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:

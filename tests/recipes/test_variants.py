@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.variants import VARIANTS, apply_variant, summary, variant_folder
+from wellposed.training.build import build_penalty
 from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig, StartOptions
 
 BASE = RunConfig(task="listops")
@@ -42,6 +45,24 @@ def test_mcgrath_penalizes_one_role_by_the_norm_itself() -> None:
     for role in ("key", "query"):
         penalty = apply_variant(f"{role}:0.02", BASE).penalty
         assert penalty == replace(PenaltyOptions(form="gram"), **{role: 0.02})
+
+
+def test_the_printed_form_leaves_the_feedforward_norms_unsquared() -> None:
+    """Against the penalty by hand: ``|M^T M - I|_F`` where oc3 has its square, and everything else alike."""
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    found = {}
+    for name in ("oc3", "oc3_printed"):
+        options = replace(apply_variant(f"{name}:0.5", BASE).penalty, affinity=0.0)
+        penalty = build_penalty(options, encoder)
+        assert penalty is not None
+        found[name] = float(penalty().detach())
+    squared, plain = 0.0, 0.0
+    for name, parameter in encoder.named_parameters():
+        if ".linear" in name and parameter.ndim == 2:
+            weight = parameter.detach().double()
+            distance = float((weight.mT @ weight - torch.eye(weight.shape[1])).square().sum())
+            squared, plain = squared + 0.5 * distance, plain + 0.5 * math.sqrt(distance)
+    assert found["oc3"] - found["oc3_printed"] == pytest.approx(squared - plain, rel=1e-4)
 
 
 STARTED = replace(BASE, start=StartOptions("some-model"))

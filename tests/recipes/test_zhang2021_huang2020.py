@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from tests.support.recipes import check_reproduced
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16, translation_data
-from wellposed.recipes.huang2020.depth import Sizes, summarise
+from wellposed.recipes.huang2020 import theorem_3_1
+from wellposed.recipes.huang2020.depth import Sizes, summarise, train_depths
 from wellposed.recipes.named import NAMED
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
-from wellposed.recipes.runs import FinishedRun
+from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.zhang2021 import printed as values
+from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
@@ -24,7 +27,7 @@ OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/")
 
 def test_every_recipe_is_registered() -> None:
     items: dict[str, tuple[str, ...]] = {"zhang2021": ("theorem-2.1", "table-1", "table-2", "table-3", "table-4")}
-    items["huang2020"] = ("table-1", "depth", "signal")
+    items["huang2020"] = ("table-1", "depth", "signal", "updates", "theorem-3.1")
     assert set(OURS) == {f"{paper}/{item}" for paper, names in items.items() for item in names}
 
 
@@ -44,6 +47,37 @@ def test_printed_values_give_the_printed_gains(table: dict, gains: dict, best: d
         others = {variant: value for variant, value in column.items() if variant != values.TRANSFORMER}
         top = others[best[name]] if name in best else max(others.values())
         assert 100 * (top / plain - 1) == pytest.approx(gains[name], abs=0.11), name
+
+
+def test_gains_are_given_as_printed_and_as_recomputed_in_every_measure() -> None:
+    said = tables.about_gains(values.TABLE_4, values.TABLE_4_GAINS)
+    assert said.count(" (") == 18
+    assert "PersonaChat skip_thought 4.8 (4.8)" in said
+    mk = tables.about_gains({"En-Mk": {"bleu": values.TABLE_1["En-Mk"]}}, {"En-Mk": {"bleu": 5.3}})
+    assert mk == "En-Mk bleu 5.3 (5.6)"
+
+
+def test_vectors_and_encoder_reach_the_dialogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(base: RunConfig, *_: object, **__: object) -> None:
+        seen.append(base)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tables, "compare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("zhang2021/table-4", scale="toy", out=tmp_path, vectors="glove.txt", encoder="some/encoder")
+    assert (seen[0].task_options["vectors"], seen[0].task_options["sentence_encoder"]) == ("glove.txt", "some/encoder")
+    with pytest.raises(ConfigError, match=r"zhang2021/table-1: reads no vectors.*these do: zhang2021/table-4"):
+        reproduce("zhang2021/table-1", scale="toy", out=tmp_path, vectors="glove.txt")
+
+
+def test_zhangs_runs_search_as_tensor2tensor_and_table_2_is_tested_on_newstest2014() -> None:
+    for corpus in (*SUBWORD, *WMT16, *CHARACTERS):
+        options = corpus.run_config().task_options
+        assert (options["generate_beams"], options["generate_length_penalty"]) == (4, 0.6)
+        assert options["generate_length_penalty_form"] == "gnmt"
+        assert options.get("test") == ("hf:wmt/wmt14:de-en" if corpus in WMT16 else None)
 
 
 def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_times_too_large() -> None:
@@ -132,6 +166,46 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Pa
     assert not summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), diverged).holds
 
 
+def test_each_side_keeps_its_best_rate_of_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up losses: T-Fixup is best at the largest rate, post-LN at the least; every seed is trained there."""
+    trained: list[tuple[str, float, int]] = []
+
+    def made(request: Request, planned: Iterable[PlannedRun], **_: object) -> list[FinishedRun]:
+        del request
+        runs = []
+        for folder, _label, config in planned:
+            rate, sign = config.train.learning_rate, -1 if config.variant == "t_fixup" else 1
+            trained.append((config.variant, rate, config.train.seed))
+            runs.append(FinishedRun(config, folder, {"loss,valid": 1 + sign * rate}, {"loss": 2.0}))
+        return runs
+
+    monkeypatch.setattr("wellposed.recipes.huang2020.depth.train_grid", made)
+    sizes = Sizes((6,), steps=2, seeds=3, pairs=40, learning_rates=(1e-3, 1e-2, 1e-1))
+    runs = train_depths(Request("mini", tmp_path), sizes)
+    assert [(run.variant, run.config.train.learning_rate, run.seed) for run in runs] == [
+        *(("t_fixup", 1e-1, seed) for seed in range(3)), *(("post_ln", 1e-3, seed) for seed in range(3)),
+    ]  # fmt: skip
+    assert len(trained) == len(set(trained)) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_the_change_of_a_block_is_that_of_its_jacobian(width: int) -> None:
+    """|J J^T u| from the dense Jacobian by autograd, and in one dimension from the closed form of appendix A."""
+    row = theorem_3_1.measure_block("v = w = m = L^-1/4", width, 60, seed=3)
+    torch.manual_seed(3)
+    block = theorem_3_1.AttentionBlock(width, [60**-0.25] * 3)
+    y = theorem_3_1.draw_numbers(1, width)
+    weights = dict(block.named_parameters())
+    jacobians = torch.func.jacrev(lambda given: torch.func.functional_call(block, given, (y,)).flatten())(weights)
+    dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
+    direction = torch.randn(1, width, dtype=torch.float64).flatten()
+    expected = float((dense @ dense.mT @ (direction / direction.norm())).norm())
+    assert row["change_over_rate"] == pytest.approx(expected, rel=1e-5)
+    if width == 1:
+        assert row["closed_form"] == pytest.approx(expected, rel=1e-9)
+        assert row["closed_form_as_printed"] != pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["zhang2021/table-1", "zhang2021/table-4", "huang2020/table-1"])
 def test_paper_scale_names_the_data_it_needs(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--data FOLDER"):
@@ -142,3 +216,20 @@ def test_paper_scale_names_the_data_it_needs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_every_recipe_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     check_reproduced(reproduce(name, scale="toy", out=tmp_path))
+
+
+def test_panels_have_means_and_errors_by_strength_and_the_papers_values() -> None:
+    study = tables.Study("De-En", RunConfig("translation"), {"bleu": values.TABLE_1["De-En"]}, ("bleu", "meteor"))
+    rows: list[dict[str, object]] = []
+    for variant, strength in (("Transformer", None), ("VAR-I", 1e-6), ("VAR-I", 1e-8)):
+        paper = {"Transformer": 34.68, "VAR-I": 34.87}[variant]
+        rows += [
+            {"variant": variant, "strength": strength, "bleu_ours": bleu, "bleu_paper": paper, "meteor_ours": None}
+            for bleu in (10.0, 12.0)
+        ]
+    (panel,) = tables.table_panels(study, rows)
+    assert list(panel.names) == ["none", "1e-06", "1e-08", "paper"]
+    transformer, first = panel.series
+    assert (list(transformer.y), list(transformer.errors)) == ([11.0, 34.68], [1.0, 0.0])
+    assert list(first.y) == [11.0, 11.0, 34.87]
+    assert [round(x) for x in first.x] == [1, 2, 3]

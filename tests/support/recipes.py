@@ -6,7 +6,7 @@ import csv
 import json
 import math
 
-from wellposed.recipes.reproduce import RECIPES, Reproduced
+from wellposed.recipes.reproduce import RECIPES, Reproduced, Request
 
 
 def check_reproduced(done: Reproduced) -> None:
@@ -33,5 +33,11 @@ def check_reproduced(done: Reproduced) -> None:
     assert values["paper_says"] == RECIPES.get(done.name).says
     assert values["we_got"] == done.result.got
     assert values["notes"] == list(done.result.notes)
+    power, criterion = RECIPES.get(done.name).power, done.result.criterion
+    if power is None:
+        assert values["power"] is None
+    else:
+        assert values["power"] == power.plan(Request("toy", table.parent))
+        assert criterion is None or criterion.seeds == values["power"]["seeds"], "the plan is what was trained"
     assert "nan" not in done.result.got
     assert "verdict:    cannot be said at this scale" in done.row()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.batches.blocks import BlockDataset, BlockLengths
+from wellposed.tasks.batches.lines import LineDataset
 
 
 @settings(max_examples=150, deadline=None)
@@ -52,3 +53,18 @@ def test_too_short_text_and_block_are_refused() -> None:
         BlockDataset(np.arange(1), seq_len=4, where="valid.txt")
     with pytest.raises(ConfigError, match="seq_len = 1"):
         BlockDataset(np.arange(9), seq_len=1, where="valid.txt")
+
+
+@pytest.mark.parametrize("text", ["ab\ncde\n\nf", "\n\n", "abcdefgh", "\na\nbcdefghi\n", "ab"])
+@pytest.mark.parametrize("seq_len", [2, 3, 5, 50])
+def test_every_token_but_the_first_is_predicted_once_within_its_line(text: str, seq_len: int) -> None:
+    tokens = np.array([ord(character) for character in text])
+    lines = LineDataset(tokens, line_feed=ord("\n"), seq_len=seq_len, where="text")
+    rows = [line["input_ids"] for line in lines]
+    assert all(2 <= len(row) <= seq_len for row in rows)
+    assert [token for row in rows for token in row[1:]] == tokens[1:].tolist()
+    assert all(ord("\n") not in row[1:-1] for row in rows), "no line reaches into the next"
+    if seq_len == 50:
+        assert len(rows) == sum(len(line) > (number == 0) for number, line in enumerate(text.splitlines(keepends=True)))
+    assert list(BlockLengths(lines)) == list(map(len, rows))
+    assert (lines.num_offsets, lines.indices(0)) == (1, list(range(len(rows))))

@@ -29,7 +29,7 @@ def decoded(task: CharLMTask, split: Any) -> str:
     """Join the blocks of a split, without their one-token overlap, back into its text."""
     blocks = [block["input_ids"] for block in task.dataset(split)]
     ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
-    return task.tokenizer.decode(ids)
+    return str(task.tokenizer.decode(ids))
 
 
 @pytest.fixture
@@ -245,3 +245,34 @@ def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> 
 def test_files_beside_a_hub_data_set_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"):
         build("hf:name", valid="a.txt")
+
+
+def test_lines_are_examples_and_padding_has_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} sheep{'!' * (i % 7)}\n" for i in range(300)))
+    task = build(path, examples="lines", seq_len=40)
+    valid = task.dataset("valid")
+    texts = [str(task.tokenizer.decode(line["input_ids"])) for line in valid]
+    assert all(text.startswith("\n") and text.endswith("\n") for text in texts[1:-1])
+    assert task.description()["examples"] == "lines"
+    orders = [sorted(i for batch in task.batches("train", 8, seed=0, epoch=epoch) for i in batch) for epoch in (0, 1)]
+    assert orders[0] == orders[1] == list(range(len(task.dataset("train"))))
+    members = max(task.batches("valid", 4, seed=0, epoch=0), key=lambda batch: len({len(texts[i]) for i in batch}))
+    together = task.collate([valid[i] for i in members])
+    assert (together["labels"] == -100).any()
+    torch.manual_seed(0)
+    logits = torch.randn(*together["input_ids"].shape, task.model_kwargs()["vocab_size"], dtype=torch.float64)
+    whole = task.metric_sums(logits, together)["nats_per_char"]
+    nats, count = 0.0, 0
+    for row, index in zip(logits, members, strict=True):
+        ids = valid[index]["input_ids"]
+        nats -= sum(float(row[t].log_softmax(-1)[ids[t + 1]]) for t in range(len(ids) - 1))
+        count += len(ids) - 1
+    assert whole == pytest.approx((nats, count))
+
+
+def test_lines_need_a_line_feed(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("abc" * 500)
+    with pytest.raises(DataError, match="no line feed, so it is one line; give examples='blocks'"):
+        build(path, examples="lines")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.data import splits
+from wellposed.tasks.data import parallel, splits
 from wellposed.tasks.data.parallel import Languages, load_parallel
 
 PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
@@ -159,3 +159,28 @@ def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(pairs["valid"].target) == [en for _, en in PAIRS[:3]]
     with pytest.raises(DataError, match=r"hf:some/pairs \(train\): no cs; it has de, en"):
         load_parallel("hf:some/pairs", Languages("cs", "en"))
+
+
+def test_a_test_set_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = tmp_path / "train.tsv"
+    train.write_text("de\ten\n" + "".join(f"{de}\t{en}\n" for de, en in PAIRS * 20))
+    other = tmp_path / "other"
+    other.mkdir()
+    for place, language in enumerate(("de", "en")):
+        (other / f"newstest2014.{language}").write_text("".join(f"{pair[place]}!\n" for pair in PAIRS[:2]))
+    pairs, described = load_parallel(str(train), DE_EN, test=str(other / "newstest2014.en"))
+    assert list(pairs["test"].source) == [f"{de}!" for de, _ in PAIRS[:2]]
+    assert described["test"]["source"] == str(other / "newstest2014.en")
+    assert set(described["cut_from_train"]) == {"valid"}
+    (other / "pairs.tsv").write_text("de\ten\nja\tyes\n")
+    assert list(load_parallel(str(train), DE_EN, test=str(other / "pairs.tsv"))[0]["test"].target) == ["yes"]
+
+    rows = Rows(columns={"translation": [{"de": "nein", "en": "no"}]})
+    asked = []
+    monkeypatch.setattr(parallel, "load_hub_split", lambda data, split: asked.append((data, split)) or rows)
+    assert list(load_parallel(str(train), DE_EN, test="hf:wmt/wmt14:de-en")[0]["test"].target) == ["no"]
+    assert asked == [("hf:wmt/wmt14:de-en", "test")]
+    with pytest.raises(DataError, match="no such file"):
+        load_parallel(str(train), DE_EN, test=str(other / "newstest2013.en"))
+    with pytest.raises(ConfigError, match="give one"):
+        load_parallel(str(train), Languages("de", "en", test_set="2014"), test=str(other / "newstest2014.en"))

@@ -188,6 +188,18 @@ def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path)
     assert "tok:char" in described["signatures"]["bleu"]
 
 
+def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
+    options = {"generate_beams": 2, "generate_length_penalty": 0.6, "generate_length_penalty_form": "gnmt"}
+    task: Any = build(corpus, **options)
+    model = Oracle(task)
+    task.generate_metrics(model, "test", batch_size=3)
+    assert 7 ** model.keywords["length_penalty"] == pytest.approx((12 / 6) ** 0.6)
+    described = task.describe_generation()
+    assert (described["length_penalty"], described["length_penalty_form"]) == (0.6, "gnmt")
+    with pytest.raises(ConfigError, match="generate_length_penalty_form = 'gmnt', expected 'power' or 'gnmt'"):
+        build(corpus, generate_length_penalty_form="gmnt")
+
+
 def test_the_number_of_generated_texts_can_be_limited(corpus: Path) -> None:
     task: Any = build(corpus, generate_max_examples=2)
     model = Oracle(task)

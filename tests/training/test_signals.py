@@ -105,3 +105,16 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_request_inside_another_is_heard_by_both() -> None:
+    with StopRequest() as outer:
+        with StopRequest() as inner:
+            signal.raise_signal(signal.SIGTERM)
+        assert (outer.requested, inner.requested) == (True, True)
+        with StopRequest() as later:
+            assert later.requested, "what was asked before it began"
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+    with StopRequest() as other:
+        assert not other.requested

@@ -12,7 +12,7 @@ from wellposed.certification._as_called import without_compiler
 from wellposed.certification._certificate import Certificate, CertifiedLayer
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._explain import explain
-from wellposed.certification._inputs import patch_grid
+from wellposed.certification._inputs import patch_grid, reads_pairs
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
@@ -41,8 +41,9 @@ def certify(
     Args:
         module: any module; it is read in the mode it is in (dropout on attention weights in training has no bound, so
             call ``module.eval()``). Whole models, also of Hugging Face, are certified from the embedded input on;
-            models of pixels from patches of pixels on (`wellposed.certification.PatchGrid`).
-        seq_len: largest number of tokens N.
+            models of pixels from patches of pixels on (`wellposed.certification.PatchGrid`); models of pairs from the
+            tokens of both texts on, which move together.
+        seq_len: largest number of tokens N; of a pair, in each of its texts.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is also one in norm
             2), ``2`` (Frobenius) or ``"inf"`` (largest entry).
         radius: for maps without a global constant (dot-product attention): every input token has 2-norm at most this,
@@ -98,7 +99,8 @@ def certify(
         if cross_check and math.isfinite(bound.lipschitz):
             causal = shared.masks == {"causal"}
             grid = patch_grid(module)
-            count = max(min_tokens, min(seq_len, TRIED_TOKENS)) if grid is None else grid.tokens
+            few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
+            count = few if grid is None else grid.tokens
             tried = try_out(Claim(module, bound.lipschitz, shared.passed, norm, radius, count, causal, _widest(module)))
     dtype, notes = _dtype_of(module)
     return Certificate(

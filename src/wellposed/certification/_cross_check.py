@@ -22,6 +22,7 @@ from wellposed.certification._local_slope import Call
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
 from wellposed.linalg import Norm, full_precision
 from wellposed.nn import frozen
+from wellposed.watch import quiet_run
 
 # Sizes of the inputs, as shares of the ball; each is one example of the batch.
 _SCALES = (1.0, 0.1)
@@ -152,8 +153,12 @@ def _seen_by_parts(
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            calls.setdefault(id(part), []).append((args[0].detach().clone(), output.detach().clone()))
+        vectors = [x for x in args if isinstance(x, Tensor)]
+        if vectors and isinstance(output, Tensor):
+            # Several vectors of an example move together: they are its tokens.
+            several = len(vectors) == len(args) > 1 and all(x.ndim == 2 for x in vectors)
+            x = torch.stack(vectors, dim=1) if several else vectors[0].clone()
+            calls.setdefault(id(part), []).append((x.detach(), output.detach().clone()))
 
     with ExitStack() as stack:
         for part in watched.values():
@@ -241,24 +246,13 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Put every buffer back as it was; run in the module's own dtype, and where directions can be ascended.
+    """Leave the module as it was, and run it in the mode it is in and in its own dtype.
 
     Autocast, float32 products in less than float32, and inference mode belong to the caller, not to the module.
     """
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     device = next((weight.device.type for weight in module.parameters() if not weight.is_meta), "cpu")
-    try:
-        with (
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            torch.autocast(device, enabled=False),
-            full_precision(device),
-        ):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+    with quiet_run(module, evaluate=False), torch.autocast(device, enabled=False), full_precision(device):
+        yield
 
 
 def _width(module: nn.Module) -> int | None:

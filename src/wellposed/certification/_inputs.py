@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from wellposed.errors import ShapeError
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,25 @@ def patch_grid(model: Any) -> PatchGrid | None:
     if not isinstance(image, Sequence) or not isinstance(patch, Sequence):
         return None
     return PatchGrid(int(patches.num_channels), image[0] // patch[0], image[1] // patch[1], *patch)
+
+
+def reads_pairs(model: Any) -> bool:
+    """Return whether a model reads two texts: the tokens of both, one after the other, are what is certified.
+
+    >>> import torch
+    >>> reads_pairs(torch.nn.Linear(2, 2))
+    False
+    """
+    return "inputs_embeds_pair" in inspect.signature(getattr(model, "forward", model)).parameters
+
+
+def as_pair(tokens: Tensor) -> dict[str, Tensor]:
+    """Return the keywords of a model of pairs for (batch, tokens, width), cut in the middle.
+
+    Raises:
+        ShapeError: one token has no middle.
+    """
+    half = tokens.shape[1] // 2
+    if not half:
+        raise ShapeError("a model of pairs reads two texts: expected the tokens of both, at least 2, received 1")
+    return {"inputs_embeds": tokens[:, :half], "inputs_embeds_pair": tokens[:, half:]}

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from wellposed.errors import ConfigError, WellposedError, unknown_name
 from wellposed.version import __version__
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if isinstance(sys.stdout, TextIOWrapper):  # a name that is no text, or that the terminal cannot show, is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = [word for word in words if word != "--debug"]
     try:
         return _dispatch(words)
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (WellposedError, OSError) as error:
         if debug:
             raise
-        print(f"wellposed: {_describe(error)}", file=sys.stderr)
+        print(f"wellposed: {_printable(_describe(error))}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
 
 
@@ -89,6 +92,11 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'system'}: {error.strerror}"
     return str(error)
+
+
+def _printable(message: str) -> str:
+    """Return ``message`` with every character escaped that could tell a terminal to do something."""
+    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in message)
 
 
 def usage() -> str:

@@ -15,6 +15,7 @@ from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.model_argument import ModelName, parse_with_model
 from wellposed.errors import ConfigError
 from wellposed.text_table import aligned
+from wellposed.training.durable_files import replace_files
 
 if TYPE_CHECKING:
     from wellposed.certification import Certificate
@@ -86,9 +87,9 @@ def run(words: Sequence[str]) -> int:
     if math.isinf(certificate.total):
         _say_why(certificate, model, ask, options)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(certificate.to_dict(), indent=2)
-        (options.out / "certificate.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(certificate.to_dict(), indent=2) + "\n"
+        with replace_files(options.out) as there:
+            (there / "certificate.json").write_text(text, encoding="utf-8")
     task = _certified_task(model, options)
     if task is not None:
         _accuracy(model, task, certificate, radii, options)
@@ -119,8 +120,9 @@ def _accuracy(
     print(curve.table())
     _print_words(nearest_words(model, task.tokenizer, batches, curve.median_radius), curve)
     if options.out is not None:
-        curve.to_csv(options.out / "certified_accuracy.csv")
-        curve.plot(options.out / "certified_accuracy.svg")
+        with replace_files(options.out) as there:
+            curve.to_csv(there / "certified_accuracy.csv")
+            curve.plot(there / "certified_accuracy.svg")
     if radii is None and options.norm == "tok":
         keep(Path(options.model), curve, options.split, TOKEN_SHARES)
         print(f"kept for `wellposed report`: {Path(options.model) / NAME}")

@@ -31,6 +31,8 @@ class CompareArguments:
     """Seeds per variant, counted from --seed; two or more give a standard error and a paired test."""
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
+    jobs: int = 1
+    """Runs that train at the same time, each in a process of its own."""
     resume: str = "never"
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
     certify: int = 0
@@ -62,6 +64,7 @@ def run(words: Sequence[str]) -> int:
         config,
         names,
         seeds=options.seeds,
+        jobs=options.jobs,
         out=options.out,
         resume=options.resume,
         progress=not options.quiet,

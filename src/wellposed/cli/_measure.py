@@ -45,9 +45,11 @@ def run(words: Sequence[str]) -> int:
     measurement = measure(model, batch)
     print(measurement.table())
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        measurement.to_csv(options.out / "measurement.csv")
-        measurement.to_json(options.out / "measurement.json")
-        measurement.plot(options.out / "measurement.svg")
+        from wellposed.training.durable_files import replace_files
+
+        with replace_files(options.out) as there:
+            measurement.to_csv(there / "measurement.csv")
+            measurement.to_json(there / "measurement.json")
+            measurement.plot(there / "measurement.svg")
         print(f"written: {options.out}")
     return 0

@@ -12,8 +12,10 @@ import tyro
 
 from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.reproduce import RECIPES, check_data, data_of, reproduce
+from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, data_of, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
+from wellposed.recipes.workers import check_jobs
+from wellposed.training.durable_files import replace_file
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,16 @@ class ReproduceArguments:
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes, and "all" every one:
-    those that are finished in --out are kept, and those whose data is missing are named and left out."""
+    those that are finished in --out, at this scale or a larger one, are kept, and those whose data is missing are named
+    and left out."""
     list: bool = False
     """List every recipe with the minutes it takes, and stop."""
-    scale: Literal["mini", "paper", "toy"] = "mini"
-    """mini: minutes on two CPU cores; paper: the paper's sizes on a large GPU; toy: seconds, shows nothing."""
+    plan: bool = False
+    """Say what the named recipes would take and could see at --scale: seeds, the smallest difference that would be
+    seen, and what counts as levelled off; and stop."""
+    scale: Literal["mini", "medium", "paper", "toy"] = "mini"
+    """mini: minutes on two CPU cores; medium: sized so that the claim can be seen or refuted, at most 10 hours on two
+    cores or 45 minutes on one large GPU; paper: the paper's sizes on a large GPU; toy: seconds, shows nothing."""
     out: Path = Path("runs/reproduce")
     """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
     data: str | None = None
@@ -34,7 +41,12 @@ class ReproduceArguments:
     With "all" a folder of data sets, in which each recipe finds its own."""
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
-    the scale."""
+    the scale, or that score replies with it (zhang2021/table-4)."""
+    vectors: str | None = None
+    """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
+    jobs: int | None = None
+    """Processes that train independent runs at the same time; one where not given, but as many as there are cores for
+    mcgrath2024."""
     page: Path = Path("docs/reproduction.md")
     """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
@@ -46,29 +58,33 @@ class ReproduceArguments:
 def run(words: Sequence[str]) -> int:
     """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not hold."""
     options = parse_words(ReproduceArguments, words, prog="wellposed reproduce", description=__doc__)
+    check_jobs(1 if options.jobs is None else options.jobs)
     if options.list:
         print(_listing())
         return 0
     if not options.names:
         raise ConfigError("name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all")
-    if "all" in options.names:
+    if "all" in options.names and not options.plan:
         return _run_all(options)
     names = [recipe for name in options.names for recipe in _expand(name)]
     for name in names:
         RECIPES.get(name)
+    if options.plan:
+        print("\n".join(_plan(name, options) for name in names))
+        return 0
     held = [_make(name, options, options.data) for name in names]
     return 0 if all(held) or not options.strict else 1
 
 
 def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
-    if options.encoder is not None:
-        raise ConfigError('--encoder with "all": name the recipes that fine-tune one, for instance mcgrath2024')
+    if options.encoder is not None or options.vectors is not None:
+        raise ConfigError('--encoder or --vectors with "all": name the recipes that read one, for instance mcgrath2024')
     check_data(options.data)
     held = True
     for name in RECIPES:
         done = finished(options.out, name)
-        if done is not None and done["scale"] == options.scale:
+        if done is not None and SCALES.index(done["scale"]) >= SCALES.index(options.scale):
             held = held and done["holds"] is not False
             continue
         try:
@@ -76,45 +92,60 @@ def _run_all(options: ReproduceArguments) -> int:
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(reproduction_page(options.out), encoding="utf-8")
+    replace_file(options.page, reproduction_page(options.out).encode())
     print(f"page: {options.page}")
     return 0 if held or not options.strict else 1
 
 
 def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
     """Make one recipe and print its row; return whether nothing was contradicted."""
-    minutes = RECIPES.get(name).minutes.get(options.scale)
-    if not options.quiet and minutes is not None:
-        print(f"{name}: about {_duration(minutes)}", file=sys.stderr, flush=True)
+    if not options.quiet and options.scale in RECIPES.get(name).minutes:
+        print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     announce = _ignore if options.quiet else _announce
-    done = reproduce(name, scale=options.scale, out=options.out, data=data, announce=announce, encoder=options.encoder)
+    done = reproduce(
+        name,
+        scale=options.scale,
+        out=options.out,
+        data=data,
+        announce=announce,
+        encoder=options.encoder,
+        vectors=options.vectors,
+        jobs=options.jobs,
+    )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
     return done.result.holds is not False
 
 
+def _plan(name: str, options: ReproduceArguments) -> str:
+    recipe = RECIPES.get(name)
+    lines = [f"{name} (scale {options.scale}): {recipe.time(options.scale)}", f"  claim:        {recipe.says}"]
+    if recipe.power is None:
+        return "\n".join([*lines, "  nothing is trained, so no seeds are compared"])
+    plan = recipe.power.plan(Request(options.scale, options.out))
+    lines += [f"  seeds:        {plan['seeds']}", f"  can be seen:  {plan['words']}"]
+    return "\n".join([*lines, f"  levelled off: {plan['levelled_off']}"])
+
+
 def _expand(name: str) -> list[str]:
+    if name == "all":
+        return list(RECIPES)
     inside = [recipe for recipe in RECIPES if recipe.startswith(f"{name}/")]
     return inside or [name]
 
 
 def _listing() -> str:
     width = max(map(len, RECIPES))
-    lines = [f"{'recipe':<{width}}  {'mini':>7}  {'paper':>9}  what"]
+    lines = [f"{'recipe':<{width}}  {'mini':>8}  {'medium':>8}  {'paper':>10}  what"]
     for name in RECIPES:
         recipe = RECIPES.get(name)
-        lines.append(
-            f"{name:<{width}}  {_duration(recipe.minutes['mini']):>7}  {_duration(recipe.minutes['paper']):>9}  "
-            f"{recipe.summary}"
-        )
-    lines.append("mini: on two CPU cores; paper: estimate for one large GPU, of the whole hyper-parameter grid")
+        mini, medium, paper = (recipe.time(scale) for scale in ("mini", "medium", "paper"))
+        lines.append(f"{name:<{width}}  {mini:>8}  {medium:>8}  {paper:>10}  {recipe.summary}")
+    lines.append(
+        "measured, or ~ estimated; mini, medium: two CPU cores; paper: one large GPU, the whole hyper-parameter grid; "
+        "--plan says what each could see"
+    )
     return "\n".join(lines)
-
-
-def _duration(minutes: float) -> str:
-    if minutes >= 2 * 60 * 24:
-        return f"{minutes / (60 * 24):.0f} days"
-    return f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
 
 
 def _announce(line: str) -> None:

@@ -32,7 +32,8 @@ class SweepArguments:
     data: Path
     """Folder of ids-sst-train.csv, quora-train.csv, sts-train.csv and their dev files, plain or gzip."""
     scale: str = "mini"
-    """mini: a small BERT from scratch, under 20 minutes on two cores; paper: BERT base on every row; toy: seconds."""
+    """mini: a small BERT from scratch, under 20 minutes on two cores; medium: a wider one for more steps, hours; paper:
+    BERT base on every row; toy: seconds."""
     out: Path | None = None
     """Folder of the sweep; runs/mcgrath2024-SCALE where not given."""
     resume: str = "never"
@@ -40,13 +41,13 @@ class SweepArguments:
     seeds: int = 3
     """Trainings of every cell, seeds 0, 1, ...; more may be added with --resume auto."""
     jobs: int | None = None
-    """Processes; by default one for each CPU core at mini scale, else one."""
+    """Processes; by default one for each CPU core at mini and medium scale, else one."""
     cells: str = ""
     """Only these cells, comma separated (key:1e-2, householder:1e-6, and value or embedding, which are trained where
     named alone); the baseline is always among them."""
     encoder: Annotated[str | None, tyro.conf.arg(name="from", aliases=("--encoder",))] = None
     """Train this encoder in place of the one of the scale: a folder, a hub name, a finished run, or a config.json
-    (random weights). At mini scale a pretrained one is fine-tuned for 200 steps at 5e-5."""
+    (random weights). A pretrained one is fine-tuned at 5e-5, for 200 steps at mini scale and 1000 at medium."""
     imports: ImportedFiles = ()
     """Run this Python file first, in every process: model classes and families that it registers can be trained."""
     steps: int | None = None
@@ -78,7 +79,7 @@ def run(words: Sequence[str]) -> int:
     tracking(options.track)
     open_sweep(settings, options.resume)
     total = len(settings.trainings())
-    jobs = options.jobs if options.jobs is not None else default_jobs(options.scale)
+    jobs = options.jobs if options.jobs is not None else default_jobs(options.scale, options.device)
     if not options.quiet:
         print(
             f"{len(settings.cells)} cells x {len(settings.seeds)} seeds = {total} trainings in {settings.out}",

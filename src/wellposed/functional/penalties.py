@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg.sharded import gathered, is_sharded
+from wellposed.linalg.sharded import gathered, is_sharded, mean_over_ranks
 
 Side = Literal["columns", "rows"]
 
@@ -52,7 +52,7 @@ def gram_penalty(
 
     Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On row shards (DTensor, FSDP2) the n x n
     Gram matrices of the shards are summed by one all-reduce and the full weight is never gathered; a slice of a fused
-    weight across shards is.
+    weight across shards is. As FSDP2 does, the gradient is that of the mean of the losses of all ranks.
 
     When not to use: for exact orthogonality use `wellposed.constrain_`. No second derivatives.
 
@@ -70,7 +70,7 @@ def gram_penalty(
     value: Tensor = _Gram.apply(plan, *(weights if shards is None else shards.local))  # type: ignore[assignment]
     wanted = columns if side == "columns" else rows
     value = value + (wanted - (columns if plan.by_columns else rows))
-    return value if squared else _root(value)
+    return mean_over_ranks(value if squared else _root(value), weights)
 
 
 def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = "householder") -> Tensor:
@@ -101,7 +101,7 @@ def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = 
     2.0
     """
     check_weights([weight])
-    weight = gathered(weight)
+    given, weight = weight, gathered(weight)
     matrix = weight if weight.shape[0] >= weight.shape[1] else weight.t()
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     with torch.autocast(matrix.device.type, enabled=False):
@@ -117,7 +117,7 @@ def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = 
                 f"qr_penalty: a weight of shape {tuple(weight.shape)} is rank deficient, so its factor Q is not "
                 "defined; use form='gram_squared', or initialise the weight"
             )
-        return _root((q - matrix).square().sum())
+        return mean_over_ranks(_root((q - matrix).square().sum()), [given])
 
 
 def check_weights(weights: Sequence[Tensor]) -> None:

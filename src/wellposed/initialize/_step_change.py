@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError
 from wellposed.watch import call_model, first_tensor
 
+_LIMIT_STEP = 1e-9
+"""Length of the step that stands for the limit, in units of the norm of all that is stepped."""
 
-def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool = False) -> float:
+
+def step_change(model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases: bool = False) -> float:
     """Return `|f(W - lr g) - f(W)| / lr`, where g is the gradient of `<f, u>` for a random direction u with `|u| = 1`.
 
     Empirical: two forward passes and one backward. It is what T-Fixup bounds (Huang et al. 2020, equation 3): with its
@@ -23,11 +27,13 @@ def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool 
         model: any module; put it in eval mode, and in float64, where ``lr`` can be small enough for the first order.
         batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the first floating tensor
             of at least two dimensions in what the model returns.
-        lr: size of the step, > 0.
+        lr: size of the step, > 0; None is the limit lr -> 0, `|J J^T u|` with J the Jacobian of f in W, by a step of
+            1e-9 of the norm of the weights, to about six digits in float64.
         biases: whether biases and other vectors are stepped too; the derivation is on matrices.
 
     Raises:
-        ConfigError: ``lr`` is not positive, or the model returns no floating tensor.
+        ConfigError: ``lr`` is not positive, or the model returns no floating tensor, or one that is not float64 where
+            ``lr`` is None.
 
     Cost: as one training step, and a copy of the weights.
 
@@ -36,7 +42,7 @@ def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool 
     >>> round(step_change(model, x), 6)
     2.0
     """
-    if not (math.isfinite(lr) and lr > 0):
+    if lr is not None and not (math.isfinite(lr) and lr > 0):
         raise ConfigError(f"lr: received {lr!r}; expected a number > 0")
     stepped = [p for p in model.parameters() if p.requires_grad and (biases or p.ndim >= 2)]
     with torch.enable_grad():
@@ -44,6 +50,8 @@ def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool 
         direction = torch.randn_like(before)
         score = (before * direction).sum() / direction.norm()
         gradients = torch.autograd.grad(score, stepped, allow_unused=True)
+    if lr is None:
+        lr = _small_step(stepped, gradients, before)
     kept = [parameter.detach().clone() for parameter in stepped]
     with torch.no_grad():
         try:
@@ -54,6 +62,15 @@ def step_change(model: nn.Module, batch: Any, *, lr: float = 1e-5, biases: bool 
         finally:
             for parameter, value in zip(stepped, kept, strict=True):
                 parameter.copy_(value)
+
+
+def _small_step(weights: Sequence[Tensor], gradients: Sequence[Tensor | None], output: Tensor) -> float:
+    """Return the rate at which the step is `_LIMIT_STEP` of the norm of the weights."""
+    if output.dtype != torch.float64:
+        raise ConfigError(f"lr=None: the model returned {output.dtype}; the limit needs float64: call model.double()")
+    size = math.hypot(*(float(weight.detach().norm()) for weight in weights))
+    slope = math.hypot(*(float(gradient.norm()) for gradient in gradients if gradient is not None))
+    return _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
 
 
 def _output(model: nn.Module, batch: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,31 +13,28 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import SVD_MARGIN, _gram_by_blocks, _ritz_vectors, certified_spectral_norm
 from wellposed.linalg._polar import compute_dtype, full_precision, tall
 
-CapMethod = Literal["inside", "polynomial", "rounds", "exact"]
+CapMethod = Literal["inside", "polynomial", "exact"]
 # Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most the bound.
 _ROOM = 3 * SVD_MARGIN
-# Where the root mean square of the singular values is beyond this many bounds, most of them are outside.
-_NEAR = 1.25
+# Where the root mean square of the singular values is beyond this many bounds, float32 would cancel too much.
+_NEAR = 8.0
 # Lanczos steps, and the slacks of the squared norm that are tried above their lower estimate.
 _LANCZOS = 16
+# Fewer show whether a squared norm is beyond what the polynomial can take.
+_GLANCE, _SOFT = 4, 1.27
 _SLACKS = (1e-2, 5e-2)
-# How often a matrix is brought nearer before all its singular values are computed.
-_ROUNDS = 4
-# Its largest singular values are few where at most so many of the Lanczos values are beyond this many bounds; up to so
-# many bounds the polynomial alone brings it in.
-_FEW, _LONG, _SOFT = 6, 1.1, 1.5
 # A proof in float32 may be this loose (in the squared norm); beyond, it is made in float64.
 _LOOSE = 4e-2
 # Products are summed in pieces of this many terms, which keeps the worst rounding of long sums small.
 _PIECE = 128
 _PANEL = 192
-# Up to this side a Gram matrix is one product.
+# Up to this side a Gram matrix is one product, and eigenvectors cost no more than what would avoid them.
 _WHOLE = 128
 _MAX_TRIES = 16
 
 
 class SpectralCap(NamedTuple):
-    """What `cap_spectral_norm_` did, and the proved bound on ``|W|_2`` that it found before."""
+    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before: of Frobenius where W was outside."""
 
     method: CapMethod
     before: float
@@ -47,13 +44,12 @@ def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
     """Change W as little as is cheap so that ``|W|_2 <= bound``; a W proved to be inside is not touched.
 
     Status: certified for the matrix as stored, rounding included: a Cholesky factor of ``L I - W^T W / bound^2`` proves
-    ``|W|_2 <= l bound``, ``l = sqrt L`` (Rump 2006). Where l is below about 1.12, ``W (I - a (W^T W / bound^2)^4)`` is
-    taken: every singular value s becomes ``s - a s^9``, which grows on [0, l] and ends at 1 less the rounding of its
-    products, bounded a priori; a singular value of half the bound moves by ``a / 512``, ``a <= l - 1``. For larger l a
-    few rounds go before it, each proved anew: the largest singular values are set to the bound along their Lanczos
-    vectors where they are few, or else ``s - a s^9`` takes l to 8/9 of it. Where that does not end, every one above the
-    bound is set to it (eigenvectors; the nearest such matrix in the Frobenius norm), and the stored result is proved
-    anew, which may shrink it by 1e-4, as is every half-precision one.
+    ``|W|_2 <= l bound``, ``l = sqrt L`` (Rump 2006). Where more than 128 columns (or rows) have l below about 1.12,
+    ``W (I - a (W^T W / bound^2)^4)`` is taken: every singular value s becomes ``s - a s^9``, which grows on [0, l] and
+    ends at 1 less the rounding of its products, bounded a priori; a singular value of half the bound moves by
+    ``a / 512``, ``a <= l - 1``. Everywhere else every singular value above the bound is set to it (eigenvectors of
+    ``W^T W``; the nearest such matrix in the Frobenius norm, up to 0.5 % of the bound that rounding may hide), and the
+    stored result is proved anew, which may shrink it by 1e-4 in half precision.
     Source: `wellposed`; soft caps by odd polynomials are of Newhouse et al. (2025, arXiv 2507.13338), without a proof.
     Power iteration is nowhere.
 
@@ -68,14 +64,14 @@ def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
         ConvergenceError: W is not finite; it is left as it was. ShapeError: not a matrix. ConfigError: bound not above
             0, or not finite.
 
-    Cost: in products of W with its Gram matrix, float32 at 512 x 512 on a CPU: 2 where W is inside, 6 with the
-    polynomial, 4 for each round, about 35 with eigenvectors. `cap_spectral_norms_` does many of one shape at
-    once. When not to use: where a weight is measured only now and then, `certified_spectral_norm` and a division do.
+    Cost: in products of W with its Gram matrix, float32 at 256 x 256 on a CPU: 2 where W is inside, 6 with the
+    polynomial, about 9 with eigenvectors. `cap_spectral_norms_` does many of one shape at once.
+    When not to use: where a weight is measured only now and then, `certified_spectral_norm` and a division do.
 
     >>> import torch
     >>> weight = torch.diag(torch.tensor([1.05, 0.5]))
     >>> cap_spectral_norm_(weight).method, bool(torch.linalg.matrix_norm(weight, 2) <= 1)
-    ('polynomial', True)
+    ('exact', True)
     """
     return cap_spectral_norms_([weight], bound=bound)[0]
 
@@ -101,7 +97,7 @@ def cap_spectral_norms_(weights: Sequence[Tensor], *, bound: float = 1.0) -> lis
 
     >>> import torch
     >>> [cap.method for cap in cap_spectral_norms_([0.5 * torch.eye(3), 1.05 * torch.eye(3)])]
-    ['inside', 'polynomial']
+    ['inside', 'exact']
     """
     targets = [tall(weight.detach()) if weight.dim() == 2 else weight for weight in weights]
     kinds = {(tuple(target.shape), target.dtype, target.device) for target in targets}
@@ -131,47 +127,57 @@ def _cap_(stack: Tensor, bound: float) -> list[SpectralCap]:
     if not all(map(math.isfinite, sizes)) and not bool(torch.isfinite(stack).all()):
         raise ConvergenceError(f"cap_spectral_norm_: the {tuple(stack.shape[1:])} matrix is not finite")
     caps = [SpectralCap("exact", size * bound * (1.0 + SVD_MARGIN)) for size in sizes]
-    inside = [index for index, size in enumerate(sizes) if size <= 1.0 - _ROOM]
-    near = [index for index, size in enumerate(sizes) if 1.0 - _ROOM < size <= _NEAR * math.sqrt(stack.shape[-1])]
-    for index in inside:
+    outside = [index for index, size in enumerate(sizes) if size > 1.0 - _ROOM]
+    for index in set(range(len(caps))).difference(outside):
         caps[index] = caps[index]._replace(method="inside")
-    if near:
-        _cap_near_(stack, near, bound, caps)
-    far = [index for index, cap in enumerate(caps) if cap.method == "exact"]
-    if far:
-        limit = bound * (1.0 - _ROOM)
-        clipped = torch.stack([_clipped(stack[index], limit, is_near=index in near) for index in far])
-        stack[far] = _proved(clipped, stack.dtype, bound)
+    near = [index for index in outside if sizes[index] <= _NEAR * math.sqrt(stack.shape[-1])]
+    left = sorted(set(outside).difference(near)) + (_cap_near_(stack, near, bound, caps) if near else [])
+    if left:
+        clipped = torch.stack([_clipped_in_float64(stack[index], bound * (1.0 - _ROOM)) for index in left])
+        stack[left] = _proved(clipped, stack.dtype, bound)
     return caps
 
 
-def _cap_near_(stack: Tensor, members: list[int], bound: float, caps: list[SpectralCap]) -> None:
-    """Prove or cap the matrices ``members`` of the stack, and note how; those left for `_clipped` stay as they are."""
-    dtype, columns, top = compute_dtype(stack), stack.shape[-1], 1.0 - _ROOM
+def _cap_near_(stack: Tensor, members: list[int], bound: float, caps: list[SpectralCap]) -> list[int]:
+    """Prove or cap the matrices ``members`` of the stack, and note how; return those for which no proof was found."""
+    dtype, top = compute_dtype(stack), 1.0 - _ROOM
     kept_off = 0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps  # the rounding of half precision
     point = (stack if len(members) == len(stack) else stack[members]).to(dtype) / bound
-    proof = _prove(point, top * top)
-    for index, limit in zip(members, proof.limit, strict=True):
-        caps[index] = SpectralCap("inside" if limit <= top * top else "exact", math.sqrt(limit) * bound)
-    left = [place for place, index in enumerate(members) if caps[index].method == "exact"]
-    method: CapMethod = "polynomial"
-    for attempt in range(_ROUNDS):
-        strengths = {place: _strength(proof.bounds(place), columns, _unit(dtype), top - kept_off) for place in left}
-        bent = {place: strength for place, strength in strengths.items() if strength is not None}
+
+    def keep(capped: Tensor, places: list[int]) -> None:
+        capped = capped * bound
+        capped = _proved(capped.double(), stack.dtype, bound) if kept_off else capped
+        stack[[members[place] for place in places]] = capped
+
+    grams = _measure(point)
+    inside = _within(grams, [top * top] * len(point))
+    for place in inside:
+        caps[members[place]] = SpectralCap("inside", top * bound)
+    left = _without(range(len(point)), inside)
+    soft = _not_far(left, grams.gram)
+    if soft:
+        found = zip(soft, _strengths(grams.of(soft), top - kept_off, _unit(dtype)), strict=True)
+        bent = {place: strength for place, strength in found if strength is not None}
         if bent:
-            capped = _bent(point[list(bent)], proof.gram[list(bent)], list(bent.values())).mul_(bound)
-            chosen = [members[place] for place in bent]
-            stack[chosen] = _proved(capped.double(), stack.dtype, bound) if kept_off else capped
-            for index in chosen:
-                caps[index] = caps[index]._replace(method=method)
-        left = [place for place in left if place not in bent]
-        if not left:
-            return
-        point, near = _nearer(point[left], proof.of(left), top, bends=attempt > 0)
-        if not near:
-            return
-        members, point, method = [members[left[place]] for place in near], point[near], "rounds"
-        proof, left = _prove(point, top * top), list(range(len(near)))
+            places = list(bent)
+            for place in places:
+                caps[members[place]] = SpectralCap("polynomial", math.sqrt(bent[place].limit) * bound)
+            keep(_bent(point[places], grams.gram[places], [bent[place].strength for place in places]), places)
+        left = _without(left, bent)
+    if not left:
+        return []
+    clipped = _clipped(point[left], grams.of(left), top)
+    after = _measure(clipped)
+    # It is rounded once more when it is stored.
+    own = [kept_off + 4.0 * _unit(dtype) * size for size in after.size]
+    shown = _within(after, [(top - off) ** 2 for off in own])
+    if shown:
+        keep(clipped[shown], [left[place] for place in shown])
+    return [members[left[place]] for place in _without(range(len(left)), shown)]
+
+
+def _without(places: Iterable[int], others: Container[int]) -> list[int]:
+    return [place for place in places if place not in others]
 
 
 class _Bounds(NamedTuple):
@@ -182,70 +188,95 @@ class _Bounds(NamedTuple):
     size: float
 
 
-class _Proof(NamedTuple):
-    """The Gram matrices G of a batch, and the bounds of each of its matrices."""
+class _Grams(NamedTuple):
+    """Matrices G within ``rounding`` of ``X^T X`` of each X of a batch, and ``|X|_F``."""
 
     gram: Tensor
     rounding: list[float]
-    limit: list[float]
     size: list[float]
 
-    def bounds(self, place: int) -> _Bounds:
-        """Those of one matrix."""
-        return _Bounds(self.rounding[place], self.limit[place], self.size[place])
-
-    def of(self, places: list[int]) -> _Proof:
-        """The proof of some of the matrices."""
-        return _Proof(self.gram[places], *([values[place] for place in places] for values in self[1:]))
+    def of(self, places: list[int]) -> _Grams:
+        """Those of some of the matrices."""
+        return _Grams(self.gram[places], *([values[place] for place in places] for values in self[1:]))
 
 
-def _prove(point: Tensor, wanted: float) -> _Proof:
-    """Bound the squared norm of each matrix, by ``wanted`` where that can be shown."""
+def _measure(point: Tensor) -> _Grams:
     rows, columns = point.shape[-2:]
-    if point.dtype != torch.float64 and (rows + 8) * columns * _unit(torch.float32) > _LOOSE:
+    terms = 1.1 * (_PIECE + rows / _PIECE + 8)
+    if point.dtype != torch.float64 and terms * columns * _unit(torch.float32) > _LOOSE:
         point = point.double()
-    gram = _gram_by_blocks(point.mT, 1 if columns <= _WHOLE else 4)
-    size = torch.linalg.vector_norm(point, dim=(-2, -1), dtype=torch.float64)
-    rounding = 1.1 * (rows + 8) * _unit(point.dtype) * size * size
-    limit = _proved_limits(gram, rounding.cpu(), wanted)
-    return _Proof(gram, rounding.tolist(), limit.tolist(), size.tolist())
+    gram = _symmetric_product(point.mT, point)
+    size = torch.linalg.vector_norm(point, dim=(-2, -1)).double() * (1.0 + rows * columns * _unit(point.dtype))
+    rounding = terms * _unit(point.dtype) * size * size
+    return _Grams(gram, rounding.tolist(), size.tolist())
 
 
-def _proved_limits(gram: Tensor, rounding: Tensor, wanted: float) -> Tensor:
-    """Return ``wanted`` where it is proved to be at least the largest eigenvalue, or else a proved bound above it.
+def _within(grams: _Grams, wanted: list[float]) -> list[int]:
+    """Return the places of the matrices for which ``|X|_2^2 <= wanted`` is proved.
 
-    A factorisation of L I - G that runs to its end proves that no eigenvalue of it is below minus its rounding.
+    A factorisation of L I - G that runs to its end proves that no eigenvalue of it is below minus its rounding. It is
+    not tried where a column of G is longer than L.
     """
+    limits = torch.tensor(wanted, dtype=torch.float64)
+    longest = torch.linalg.vector_norm(grams.gram, dim=-2).amax(-1).double().cpu()
+    open_ = torch.nonzero(longest <= limits * (1.0 + _SLACKS[0])).flatten().tolist()
+    if not open_:
+        return []
+    some = grams if len(open_) == len(limits) else grams.of(open_)
+    shown = _has_factor(some.gram, limits[open_] - _slack(some, limits[open_]))
+    return [place for place, is_shown in zip(open_, shown.tolist(), strict=True) if is_shown]
+
+
+def _slack(grams: _Grams, shift: Tensor) -> Tensor:
+    """Return what the rounding of a factorisation of ``shift I - G``, and that of G, may hide."""
+    trace = grams.gram.diagonal(dim1=-2, dim2=-1).sum(-1).double().cpu()
+    return torch.tensor(grams.rounding).double() + _factor_slack(grams.gram, shift, trace)
+
+
+def _factor_slack(gram: Tensor, shift: Tensor, trace: Tensor) -> Tensor:
     columns = gram.shape[-1]
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).double().cpu()
-    own = 1.1 * (columns + 4) * _unit(gram.dtype)
+    return 1.1 * (columns + 4) * _unit(gram.dtype) * torch.maximum(columns * shift - trace, shift)
 
-    def slack(shift: Tensor, of: Tensor) -> Tensor:
-        return rounding[of] + own * torch.maximum(columns * shift - trace[of], shift)
 
-    limits = torch.full_like(rounding, wanted)
-    everyone = torch.arange(len(gram))
-    left = everyone[~_has_factor(gram, wanted - slack(limits, everyone))]
-    if not len(left):
-        return limits
-    below = _top_quotients(gram[left])
+def _not_far(places: list[int], gram: Tensor) -> list[int]:
+    """Return the places of the matrices for which the polynomial is worth a try."""
+    if not places or gram.shape[-1] <= _WHOLE:
+        return []
+    tops = _top_quotients(gram[places], _GLANCE).tolist()
+    return [place for place, top in zip(places, tops, strict=True) if top <= _SOFT]
+
+
+def _top_quotients(gram: Tensor, steps: int) -> Tensor:
+    """Return ``v^T G v / v^T v`` of each matrix for the last of its Ritz vectors, in float64 on the CPU."""
+    vectors = _ritz_vectors(gram, steps)[..., -1:].to(gram)
+    return (((gram @ vectors) * vectors).sum((-2, -1)) / vectors.square().sum((-2, -1))).double().cpu()
+
+
+class _Strength(NamedTuple):
+    """An a with ``|X (I - a G^4)|_2 <= top`` where ``|X^T X|_2 <= limit``, which is proved."""
+
+    strength: float
+    limit: float
+
+
+def _strengths(grams: _Grams, top: float, unit: float) -> list[_Strength | None]:
+    """Return how strongly to bend each matrix that is proved to be near enough, None for others."""
+    columns = grams.gram.shape[-1]
+    found: list[_Strength | None] = [None] * len(grams.size)
+    below = _top_quotients(grams.gram, _LANCZOS)
     for share in _SLACKS:
         shift = below * (1.0 + share)
-        limit = shift + slack(shift, left)
-        shown = (limit > wanted) & _has_factor(gram[left], shift)
-        limits[left[shown]] = limit[shown]
-        left, below = left[~shown], below[~shown]
-        if not len(left):
-            return limits
-    exact = torch.linalg.eigvalsh(gram[left].double())[:, -1].cpu() * (1.0 + SVD_MARGIN) + rounding[left]
-    limits[left] = exact.clamp_min(math.nextafter(wanted, math.inf))
-    return limits
-
-
-def _top_quotients(gram: Tensor) -> Tensor:
-    """Return ``v^T G v / v^T v`` of each matrix for the last of its Ritz vectors, in float64 on the CPU."""
-    vectors = _ritz_vectors(gram, _LANCZOS)[..., -1:].to(gram)
-    return (((gram @ vectors) * vectors).sum((-2, -1)) / vectors.square().sum((-2, -1))).double().cpu()
+        limits = (shift + _slack(grams, shift)).clamp_min(top * top).tolist()
+        guessed = [
+            None if known is not None else _strength(_Bounds(*bounds), columns, unit, top)
+            for known, *bounds in zip(found, grams.rounding, limits, grams.size, strict=True)
+        ]
+        tried = {place: strength for place, strength in enumerate(guessed) if strength is not None}
+        if tried:
+            shown = _has_factor(grams.gram[list(tried)], shift[list(tried)]).tolist()
+            for (place, strength), is_shown in zip(tried.items(), shown, strict=True):
+                found[place] = _Strength(strength, limits[place]) if is_shown else None
+    return found
 
 
 def _has_factor(gram: Tensor, shift: Tensor) -> Tensor:
@@ -256,7 +287,7 @@ def _has_factor(gram: Tensor, shift: Tensor) -> Tensor:
 
 
 def _strength(found: _Bounds, columns: int, unit: float, top: float) -> float | None:
-    """Return a with ``|X (I - a G^4)|_2 <= top``, rounding included; None where X is too large.
+    """Return a with ``|X (I - a G^4)|_2 <= top``, rounding included, or None where X is too large.
 
     The error of each product is followed in the Frobenius norm, where that of A B is at most ``g |A|_F |B|_F``; of the
     powers of G it is ``|G^k|_F <= limit^(k - 1/2) |X|_F``, as no eigenvalue exceeds the limit and their sum is |X|_F^2.
@@ -279,18 +310,20 @@ def _strength(found: _Bounds, columns: int, unit: float, top: float) -> float | 
 
 def _bent(point: Tensor, gram: Tensor, strengths: list[float]) -> Tensor:
     """Return ``X (I - a G^4)``, each matrix with its own a; ``point`` is used up."""
-    fourth = _square(_square(gram.to(point)))
+    square = gram.to(point)
+    square = _symmetric_product(square, square)
+    fourth = _symmetric_product(square, square)
     fourth *= -torch.tensor(strengths, dtype=point.dtype, device=point.device)[:, None, None]
     return _by_pieces(point.clone(), point, fourth)
 
 
-def _square(symmetric: Tensor) -> Tensor:
-    """Return the square of each symmetric matrix, multiplied up to the diagonal and mirrored."""
-    size = symmetric.shape[-1]
-    out = torch.zeros_like(symmetric)
+def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right``, known to be symmetric, multiplied up to the diagonal and mirrored."""
+    size = right.shape[-1]
+    out = right.new_zeros(*right.shape[:-2], size, size)
     for start in range(0, size, _PANEL):
         end = min(start + _PANEL, size)
-        _by_pieces(out[:, start:end, :end], symmetric[:, start:end], symmetric[:, :, :end])
+        _by_pieces(out[:, start:end, :end], left[:, start:end], right[:, :, :end])
         out[:, :start, start:end] = out[:, start:end, :start].mT
     return out
 
@@ -303,40 +336,28 @@ def _by_pieces(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return out
 
 
-def _nearer(point: Tensor, proof: _Proof, top: float, *, bends: bool) -> tuple[Tensor, list[int]]:
-    """Return matrices with smaller norms, and the places of those for which that may go on to the end.
+def _clipped(point: Tensor, grams: _Grams, top: float) -> Tensor:
+    """Return the matrices with every singular value above about ``top`` set to it, by eigenvectors of G.
 
-    Where few Ritz values of G are long, ``X (I - V f V^T)`` for its Ritz vectors V takes the images longer than about
-    ``top`` to it; they end as far below as rounding hides from a proof, so that one of ``top`` is found where nothing
-    else is longer. Where there are many, or ``bends`` says that those have been tried, ``s - a s^9`` with the largest a
-    that keeps it growing takes the norm to 8/9.
+    They end as far below as rounding hides from a proof, so that one of ``top`` is found.
     """
-    columns = point.shape[-1]
-    # The last term is for vectors of float32.
-    own = 2.2 * (columns + 4) * columns * _unit(proof.gram.dtype) + 1e-5
-    hidden = torch.tensor([min(2.0 * rounding + own, _SLACKS[0]) for rounding in proof.rounding]).to(point)
-    goal = (top * top - hidden).sqrt()[:, None, None]
-    vectors = _ritz_vectors(proof.gram, _LANCZOS).to(point)
+    values, vectors = torch.linalg.eigh(grams.gram)
+    count = int((values > top * top * (1.0 - _SLACKS[0])).sum(-1).max())
+    vectors = vectors[..., -max(1, count) :].to(point)
+    after = values.clamp(0.0, top * top).sum(-1).double().cpu()
+    own = 1.1 * (_PIECE + point.shape[-2] / _PIECE + 8) * _unit(grams.gram.dtype) * after
+    hidden = 1.5 * (own + _factor_slack(grams.gram, torch.ones_like(after), after)) + 8.0 * _unit(point.dtype) * after
+    goal = (top * top - hidden.clamp_max(_SLACKS[0]).to(point)).sqrt()[:, None, None]
     images = point @ vectors
     lengths = torch.linalg.vector_norm(images, dim=-2, keepdim=True)
-    without = torch.baddbmm(point, images * (1.0 - goal / lengths.maximum(goal)), vectors.mT, alpha=-1.0)
-    many = [bends or count > _FEW for count in (lengths > _LONG).sum((-2, -1)).tolist()]
-    soft = [place for place, limit in enumerate(proof.limit) if many[place] and limit <= _SOFT * _SOFT]
-    if soft:
-        limits = [proof.limit[place] for place in soft]
-        without[soft] = _bent(point[soft], proof.gram[soft], [1.0 / (9.0 * limit**4) for limit in limits])
-    return without, [place for place in range(len(point)) if place in soft or not many[place]]
+    return torch.baddbmm(point, images * (1.0 - goal / lengths.maximum(goal)), vectors.mT, alpha=-1.0)
 
 
-def _clipped(target: Tensor, limit: float, *, is_near: bool) -> Tensor:
-    """Return the matrix in float64 with every singular value above ``limit`` set to it.
-
-    Where none is far beyond it, directions in the precision of the matrix do.
-    """
+def _clipped_in_float64(target: Tensor, limit: float) -> Tensor:
+    """Return the matrix in float64 with every singular value above ``limit`` set to it."""
     scale = float(target.abs().amax())
     point = target.double() / scale  # no square overflows
-    gram = _gram_by_blocks(point.mT)
-    vectors = torch.linalg.eigh(gram.to(compute_dtype(target)) if is_near else gram).eigenvectors.double()
+    vectors = torch.linalg.eigh(_gram_by_blocks(point.mT)).eigenvectors
     images = point @ vectors
     lengths = torch.linalg.vector_norm(images, dim=0)
     is_outside = lengths > limit / scale

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 
@@ -27,10 +29,39 @@ def read(tensor: Tensor) -> Tensor:
 def write_(target: Tensor, value: Tensor) -> None:
     """Copy a whole matrix into ``target``; of a DTensor each rank fills its own shard, without communication."""
     plain = target.detach()
-    if is_sharded(plain):
-        from torch.distributed.tensor import DTensor, Replicate
+    plain.copy_(cut_like(plain, value.to(plain.dtype)))
 
-        mesh = plain.device_mesh
-        whole = DTensor.from_local(value.to(plain.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        value = whole.redistribute(placements=plain.placements)
-    plain.copy_(value)
+
+def cut_like(target: Tensor, value: Tensor) -> Tensor:
+    """Return the whole ``value`` cut as ``target`` is, without communication; itself where ``target`` is whole."""
+    if not is_sharded(target):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = target.device_mesh
+    whole = DTensor.from_local(value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=target.placements)
+
+
+def mean_over_ranks(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return ``value``, computed alike by every rank from sharded ``weights``, with the gradient of the mean loss.
+
+    FSDP2 averages the gradients of the losses of its ranks. What reads shards directly takes no part in that: without
+    this each shard would follow the loss of its own rank. One scalar all-reduce in the backward pass.
+    """
+    mesh = next((weight.device_mesh for weight in weights if is_sharded(weight)), None)
+    return value if mesh is None else _MeanOverRanks.apply(value, mesh)  # type: ignore[return-value]
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, mesh: Any) -> Tensor:
+        ctx.mesh = mesh
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = grad.clone()
+        for dimension in range(ctx.mesh.ndim):
+            torch.distributed.all_reduce(total, group=ctx.mesh.get_group(dimension))
+        return total / ctx.mesh.size(), None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.functional.orthogonality import orthogonality_errors
 from wellposed.linalg import condition_of, largest_singular_value, singular_values
+from wellposed.linalg.sharded import read
 from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
 from wellposed.roles import RoleWeight, find_roles
@@ -85,7 +86,7 @@ def check_measurable(weights: Sequence[RoleWeight]) -> None:
 @torch.no_grad()
 def weight_row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
     """Return the numbers of one weight."""
-    matrix = weight.view.tensor().detach()
+    matrix = read(weight.view.tensor())
     rows, cols = matrix.shape
     errors = orthogonality_errors(matrix if rows <= cols else matrix.mT)
     row: dict[str, Any] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
+from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
 
 SCHEMA_VERSION = 1
@@ -169,10 +169,10 @@ class Measurement:
         """
         path = Path(path)
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = from_json(read_bytes(path))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror}); expected a measurement") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DataError(
                 f"{path}: not valid JSON ({error}); the file is cut off or damaged, measure again"
             ) from error

@@ -27,6 +27,7 @@ from wellposed.models._loading import load_saved_model as load_saved_model
 from wellposed.models._loading import quiet_transformers as quiet_transformers
 from wellposed.models._lstm import LSTMConfig as LSTMConfig
 from wellposed.models._lstm import LSTMForCausalLM as LSTMForCausalLM
+from wellposed.models._pair_head import PairHead as PairHead
 from wellposed.models._pooling import POOLINGS as POOLINGS
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
@@ -38,7 +39,6 @@ from wellposed.models._sequence_classification import (
 from wellposed.models._sequence_pair_classification import (
     AutoModelForSequencePairClassification as AutoModelForSequencePairClassification,
 )
-from wellposed.models._sequence_pair_classification import PairHead as PairHead
 from wellposed.models._sequence_pair_classification import (
     WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )

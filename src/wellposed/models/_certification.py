@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from wellposed.certification import LayerBound, Site, mean_pooling, of_one_vector, one_token, register_rule
 from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._embeddings import Embeddings
+from wellposed.models._pair_head import PairHead, before_output
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
+from wellposed.models._sequence_pair_classification import WellposedForSequencePairClassification
 from wellposed.models._transject import TransJectModel
-from wellposed.models._transject_heads import TransJectForSequenceClassification
+from wellposed.models._transject_heads import TransJectForSequenceClassification, TransJectForSequencePairClassification
 from wellposed.models._wellposed import WellposedModel
 from wellposed.nn import DecoderBlock, UnitEmbedding
 
@@ -99,9 +101,16 @@ def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
     )
 
 
-Classifier = WellposedForSequenceClassification | TransJectForSequenceClassification
+Classifier = (
+    WellposedForSequenceClassification
+    | TransJectForSequenceClassification
+    | WellposedForSequencePairClassification
+    | TransJectForSequencePairClassification
+)
 
 
+@register_rule(TransJectForSequencePairClassification)
+@register_rule(WellposedForSequencePairClassification)
 @register_rule(TransJectForSequenceClassification)
 @register_rule(WellposedForSequenceClassification)
 def _classifier(module: Classifier, site: Site) -> LayerBound:
@@ -119,8 +128,13 @@ def _classifier_route(module: Classifier, site: Site) -> LayerBound:
     if isinstance(module, WellposedForSequenceClassification):
         parts.append(site.child(module.dropout, "dropout", radius=pooled.out_radius))
     before = site.product(parts)
-    site.set_head(module.classifier.weight, before)
     head = site.child(module.classifier, "classifier", radius=before.out_radius)
+    if isinstance(module.classifier, PairHead):
+        # Read again, beside its rows, for the part before the last linear map.
+        hidden = before_output(module.classifier, site.in_norm(site.norm).at_radius(before.out_radius))
+        site.set_head(module.classifier.output.weight, site.product([before, hidden]))
+    else:
+        site.set_head(module.classifier.weight, before)
     return site.product([before, head])
 
 

@@ -13,9 +13,11 @@ from transformers.utils import logging
 
 from wellposed.config_record import recorded
 from wellposed.errors import CheckpointError, WellposedError, shortened
+from wellposed.finite_json import from_json
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
 from wellposed.models._sequence_pair_classification import AutoModelForSequencePairClassification
+from wellposed.regular_file import read_bytes
 
 AUTO_CLASSES: dict[str, Any] = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
@@ -27,6 +29,8 @@ AUTO_CLASSES: dict[str, Any] = {
     "ForImageClassification": transformers.AutoModelForImageClassification,
 }
 """Auto class by the end of a class name."""
+_DEPTHS, _DEEP = ("layers", "n_layer"), 1000
+"""How names of a number of layers end, and a number that weights shared by layers leave in doubt."""
 
 
 def auto_class(architecture: str) -> Any | None:
@@ -113,6 +117,7 @@ def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, 
     are made again: norms that were removed, and another attention.
     """
     _refuse_pickles(Path(name), kind)
+    _refuse_endless_depth(Path(name))
     model, found = _load(
         kind, str(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
@@ -250,6 +255,28 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
             f"{folder}: the weights are pickled ({', '.join(pickled)}), which can run code; expected safetensors; "
             f"if you trust the file, convert it once: model = transformers.{kind.__name__}.from_pretrained("
             f"{str(folder)!r}, use_safetensors=False), then model.save_pretrained({str(folder)!r})"
+        )
+
+
+def _refuse_endless_depth(folder: Path) -> None:
+    """Refuse a model of more layers than its files have tensors, before years are spent on building it."""
+    from safetensors import SafetensorError, safe_open
+
+    files = [path for path in folder.glob("*.safetensors") if path.is_file()]
+    try:
+        values = dict(from_json(read_bytes(folder / "config.json")))
+        tensors = 0
+        for file in files:
+            with safe_open(file, "pt") as weights:
+                tensors += len(weights.keys())
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return  # not a folder, or damaged in a way that loading names
+    depths = {name: value for name, value in values.items() if name.endswith(_DEPTHS) and isinstance(value, int)}
+    beyond = [f"{name} = {value}" for name, value in depths.items() if value > max(_DEEP, tensors)]
+    if files and beyond:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is "
+            "damaged or of another model: copy the folder again from where it was whole"
         )
 
 

@@ -5,49 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from wellposed.certification import LayerBound, Site, register_rule
 from wellposed.errors import ShapeError
 from wellposed.models._classifier import Classifier
 from wellposed.models._config import WellposedConfig
 from wellposed.models._heads import Output
+from wellposed.models._pair_head import PairHead
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
-
-
-class PairHead(nn.Module):
-    """`logits = W_2 ReLU(W_1 [a, b, a*b, a-b] + b_1) + b_2` of two pooled vectors a, b.
-
-    Exact. The head of document retrieval in the Long Range Arena (Tay et al. 2021), with one hidden layer. It is not
-    symmetric in its arguments and, through `a*b`, not globally Lipschitz.
-
-    Args:
-        width: entries of a and of b.
-        hidden: entries of the hidden layer.
-        num_labels: number of logits.
-        dropout: on the features, in [0, 1).
-
-    Cost: 4 width x hidden multiplications a pair.
-
-    >>> PairHead(8, 16, 2)(torch.zeros(3, 8), torch.zeros(3, 8)).shape
-    torch.Size([3, 2])
-    """
-
-    def __init__(self, width: int, hidden: int, num_labels: int, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.hidden = nn.Linear(4 * width, hidden)
-        self.output = nn.Linear(hidden, num_labels)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Map two batches of vectors (batch, width) to logits (batch, num_labels)."""
-        features = torch.cat((first, second, first * second, first - second), dim=-1)
-        return self.output(torch.relu(self.hidden(self.dropout(features))))
 
 
 class GenericForSequencePairClassification(Classifier[Output]):
@@ -105,7 +74,8 @@ class WellposedForSequencePairClassification(
 
     Args:
         config: what the model is made of; `num_labels` sets the number of logits, `pooling` the pool,
-            `intermediate_size` the width of the head's hidden layer.
+            `intermediate_size` the width of the head's hidden layer. With `feedforward="maxmin"` the head is
+            1-Lipschitz in both texts for weights of norm 1 (`PairHead`, `unit_lipschitz`).
 
     Raises:
         ConfigError: the configuration is not usable.
@@ -113,6 +83,7 @@ class WellposedForSequencePairClassification(
     When not to use it: for pairs whose words have to be compared one by one; join them to one sequence instead.
 
     >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_labels=2)
+    >>> import torch
     >>> model = WellposedForSequencePairClassification(config)
     >>> model(input_ids=torch.tensor([[1, 2, 3]]), input_ids_pair=torch.tensor([[4, 5]])).logits.shape
     torch.Size([1, 2])
@@ -125,7 +96,13 @@ class WellposedForSequencePairClassification(
         self.model = WellposedModel(config, is_part=True)
         self.add_pool(config)
         hidden = cast(int, config.intermediate_size)
-        self.classifier = PairHead(config.hidden_size, hidden, self.num_labels, dropout=config.dropout)
+        self.classifier = PairHead(
+            config.hidden_size,
+            hidden,
+            self.num_labels,
+            dropout=config.dropout,
+            unit_lipschitz=config.feedforward == "maxmin",
+        )
         self.post_init()
 
 
@@ -148,12 +125,3 @@ class AutoModelForSequencePairClassification(_BaseAutoModelClass):
     """Auto class of the models that take `input_ids` and `input_ids_pair`; a new architecture registers with it."""
 
     _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
-
-
-@register_rule(WellposedForSequencePairClassification)
-def _no_bound(module: WellposedForSequencePairClassification, site: Site) -> LayerBound:
-    del module
-    return site.refuse(
-        "two inputs meet in a product a*b, which has no global bound; certify the encoder alone: "
-        "wellposed.certify(model.model, ...)"
-    )

@@ -17,11 +17,11 @@ from transformers.modeling_outputs import ModelOutput
 
 from wellposed.models._build import ARCHITECTURES, Architecture
 from wellposed.models._causal_lm import GenericForCausalLM, as_causal
+from wellposed.models._pair_head import PairHead
 from wellposed.models._sequence_classification import GenericForSequenceClassification
 from wellposed.models._sequence_pair_classification import (
     AutoModelForSequencePairClassification,
     GenericForSequencePairClassification,
-    PairHead,
 )
 from wellposed.models._transject import TransJectModel, TransJectPreTrainedModel
 from wellposed.models._transject_config import TransJectConfig

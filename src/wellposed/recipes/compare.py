@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wellposed.errors import ConfigError, listed
+from wellposed.finite_json import to_json
 from wellposed.recipes.recipe import say_nothing
 from wellposed.recipes.runs import PlannedRun, train_planned
 from wellposed.recipes.variants import apply_variant, variant_folder
+from wellposed.recipes.workers import check_jobs
+from wellposed.training.certified_file import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
+from wellposed.training.durable_files import replace_file
 from wellposed.training.processes import is_first
 from wellposed.training.tracking import NOT_TRACKED, Tracking
 
@@ -49,6 +52,7 @@ def compare(
     *,
     seeds: int,
     out: Path,
+    jobs: int = 1,
     resume: str = "never",
     progress: bool = True,
     command: list[str] | None = None,
@@ -68,6 +72,7 @@ def compare(
         variants: names, ``name:value`` where a variant takes a number; the first is the one others are compared with.
         seeds: number of seeds, at least 1; fewer than 2 give no test.
         out: folder of the comparison.
+        jobs: runs that train at the same time, as in `train_planned`.
         resume: ``"auto"`` or ``"never"``.
         progress: draw a progress bar (plain lines when the output is piped).
         command: the words of the command, for the report.
@@ -79,13 +84,14 @@ def compare(
         The run folders and results, seed by seed in the order of ``variants``.
 
     Raises:
-        ConfigError: no or repeated variants, ``seeds < 1``, ``out`` in use and ``resume="never"``, or a task that
-            is neither a classification nor a language model and ``certify > 0``.
+        ConfigError: no or repeated variants, ``seeds`` or ``jobs`` below 1, ``out`` in use and ``resume="never"``, or a
+            task that is neither a classification nor a language model and ``certify > 0``.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
     """
     configs = _configurations(base, variants, seeds)
+    check_jobs(jobs)
     if is_first() and resume == "never" and any(path.is_file() and path != out / ORDER for path in out.rglob("*")):
         raise ConfigError(
             f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
@@ -93,15 +99,15 @@ def compare(
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
-    if certify < 0 or (certify and task.kind not in ("sequence_classification", "causal_lm")):
+    if certify < 0 or (certify and task.kind not in CERTIFIED_KINDS):
         raise ConfigError(
             f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task that classifies "
-            "sequences or predicts the next token; certified accuracy is defined for those"
+            "texts or pairs, or predicts the next token; certified accuracy is defined for those"
         )
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
-        (out / ORDER).write_text(json.dumps({"variants": list(variants)}, indent=2) + "\n", encoding="utf-8")
+        replace_file(out / ORDER, to_json({"variants": list(variants)}, indent=2))
     planned = [
         PlannedRun(
             out / variant_folder(config.variant) / f"seed-{config.train.seed}",
@@ -114,6 +120,7 @@ def compare(
         planned,
         announce=announce or say_nothing,
         task=task,
+        jobs=jobs,
         resume=resume,
         progress=progress,
         command=command,

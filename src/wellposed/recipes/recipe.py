@@ -10,9 +10,14 @@ from typing import Any, Literal, get_args
 
 from wellposed.charts import Panel
 from wellposed.errors import ConfigError
+from wellposed.recipes.verdicts import ERRORS, LEVELLED_OFF
+from wellposed.statistics import SIGNIFICANCE, detectable_difference
 
-Scale = Literal["toy", "mini", "paper"]
-"""mini: minutes on two cores; paper: the paper's sizes; toy: seconds, for tests, too small to show anything."""
+Scale = Literal["toy", "mini", "medium", "paper"]
+"""mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so that the claim can
+be seen or refuted; paper: the paper's sizes; toy: seconds, for tests, too small to show anything."""
+CHANCE = 0.8
+"""Chance with which a difference is to be seen."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
@@ -33,11 +38,15 @@ class Request:
     announce: Callable[[str], None] = say_nothing
     """Called with one line now and then."""
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one."""
+    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences with it."""
+    vectors: str | None = None
+    """File of word vectors, for recipes that score words with them."""
+    jobs: int | None = None
+    """Processes that train independent runs at the same time; where not given one, or as many as a recipe takes."""
 
-    def pick(self, *, toy: Any, mini: Any, paper: Any) -> Any:
+    def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         """Return the value for this scale."""
-        return {"toy": toy, "mini": mini, "paper": paper}[self.scale]
+        return {"toy": toy, "mini": mini, "medium": medium, "paper": paper}[self.scale]
 
     def runs(self, group: str) -> Path:
         """Return the folder of a group of runs, which the recipes that share them name alike."""
@@ -80,6 +89,63 @@ class Reproduction:
 
 
 @dataclass(frozen=True)
+class Power:
+    """What a verdict over seeds could see, stated before anything is trained."""
+
+    seeds: str | Callable[[Request], Any]
+    """Function of a `Request`, or ``module:function``, that returns the seeds, or sizes with ``seeds``."""
+    quantity: str = ""
+    """What is compared, with its unit."""
+    deviation: float | None = None
+    """Standard deviation over seeds of the paired differences at mini scale; None where every seed has to agree."""
+    source: str = ""
+    """Where that deviation was measured."""
+    tests: int | None = None
+    """Tests between which Holm's correction shares the level; None where two standard errors decide."""
+    levelled: bool = False
+    """Whether nothing is judged before every training has levelled off."""
+
+    def plan(self, request: Request) -> dict[str, Any]:
+        """Return seeds, smallest difference that would be seen, and what levelled off means, as numbers and words.
+
+        Raises:
+            ConfigError: scipy is not installed.
+        """
+        found = resolve(self.seeds)(request)
+        seeds = int(getattr(found, "seeds", found))
+        smallest, words = self._smallest(seeds)
+        return {"seeds": seeds, "smallest_seen": smallest, "chance": CHANCE, "words": words, "levelled_off": self._end}
+
+    @property
+    def _end(self) -> str:
+        return (
+            f"nothing is judged before every training has levelled off: {LEVELLED_OFF}"
+            if self.levelled
+            else "not asked"
+        )
+
+    def _smallest(self, seeds: int) -> tuple[float | None, str]:
+        if seeds < 2:
+            return None, "one training of each kind: how much seeds scatter is not known"
+        if self.deviation is None:
+            share = 1 - (1 - CHANCE) ** (1 / seeds)
+            return share, f"every seed has to agree: what fails in {share:.0%} of trainings fails here in {CHANCE:.0%}"
+        rule = f"{ERRORS} standard errors" if self.tests is None else "a paired t-test at 5 %"
+        corrected = f", Holm-corrected over {self.tests}" if (self.tests or 1) > 1 else ""
+        smallest = detectable_difference(
+            self.deviation,
+            seeds,
+            level=SIGNIFICANCE / (self.tests or 1),
+            critical=float(ERRORS) if self.tests is None else None,
+            power=CHANCE,
+        )
+        return smallest, (
+            f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of {CHANCE:.0%} by {rule}"
+            f"{corrected} (paired differences of seeds scatter by {self.deviation:g}, measured before: {self.source})"
+        )
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One table or figure: a row of a paper's catalogue."""
 
@@ -91,15 +157,48 @@ class Recipe:
     function: str | Callable[[Request], Reproduction]
     """A function of a `Request`, or ``module:function`` in ``wellposed.recipes``, imported when it is needed."""
     minutes: Mapping[str, float]
-    """Minutes it takes by scale: mini on two CPU cores, paper on one large GPU (estimated)."""
+    """Minutes it takes by scale: mini and medium on two CPU cores, paper on one large GPU."""
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
     takes_encoder: bool = False
-    """Whether it fine-tunes the pretrained encoder of a request."""
+    """Whether it reads the pretrained encoder of a request."""
+    takes_vectors: bool = False
+    """Whether it reads the word vectors of a request."""
+    measured: tuple[Scale, ...] = ()
+    """The scales whose minutes were measured; the others are estimates, from updates times what one costs at mini."""
+    power: Power | None = None
+    """What its verdict could see, where it trains; None where nothing is trained."""
 
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe."""
-        if callable(self.function):
-            return self.function(request)
-        module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(f"wellposed.recipes.{module}"), name)(request)
+        return resolve(self.function)(request)
+
+    def time(self, scale: Scale) -> str:
+        """Return how long a scale takes, with ~ where that is an estimate.
+
+        >>> Recipe("a", "b", "c", "d:e", {"mini": 3, "medium": 240}, measured=("mini",)).time("medium")
+        '~4 h'
+        """
+        minutes = self.minutes.get(scale)
+        if minutes is None:
+            return "-"
+        return duration(minutes) if scale in self.measured else f"~{duration(minutes)}"
+
+
+def resolve(function: str | Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """Return a function, or what ``module:function`` in ``wellposed.recipes`` names."""
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(f"wellposed.recipes.{module}"), name)
+
+
+def duration(minutes: float) -> str:
+    """Return minutes in words.
+
+    >>> duration(0.5), duration(90), duration(300), duration(14400)
+    ('0.5 min', '90 min', '5 h', '10 days')
+    """
+    if minutes >= 2 * 60 * 24:
+        return f"{minutes / (60 * 24):.0f} days"
+    return f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"

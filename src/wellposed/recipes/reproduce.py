@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,10 +17,23 @@ from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
-from wellposed.recipes.recipe import SCALES, Criterion, Recipe, Reproduction, Request, Scale, say_nothing
+from wellposed.recipes.clock import Clock
+from wellposed.recipes.recipe import SCALES, Criterion, Power, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
+from wellposed.training.durable_files import replace_files
 
-__all__ = ["RECIPES", "SCALES", "Criterion", "Recipe", "Reproduced", "Reproduction", "Request", "Scale", "reproduce"]
+__all__ = [
+    "RECIPES",
+    "SCALES",
+    "Criterion",
+    "Power",
+    "Recipe",
+    "Reproduced",
+    "Reproduction",
+    "Request",
+    "Scale",
+    "reproduce",
+]
 
 _PATIENCE = 3
 RECIPES: Registry[Recipe] = Registry("recipe")
@@ -66,6 +78,14 @@ def check_data(data: str | None) -> None:
         ) from error
 
 
+def _refuse_unread(name: str, **given: str | None) -> None:
+    """Raise `ConfigError` where a recipe would not read what it is given."""
+    for option, value in given.items():
+        if value is not None and not getattr(RECIPES.get(name), f"takes_{option}"):
+            able = ", ".join(other for other in RECIPES if getattr(RECIPES.get(other), f"takes_{option}"))
+            raise ConfigError(f"{name}: reads no {option}, received {option}={value!r}; these do: {able}")
+
+
 @dataclass(frozen=True)
 class Reproduced:
     """A finished recipe and its files."""
@@ -75,6 +95,7 @@ class Reproduced:
     says: str
     result: Reproduction
     seconds: float
+    """Of all calls that it needed, where it trains and goes on."""
     files: tuple[Path, ...] = ()
 
     def row(self) -> str:
@@ -96,6 +117,8 @@ def reproduce(
     data: str | None = None,
     announce: Callable[[str], None] = say_nothing,
     encoder: str | None = None,
+    vectors: str | None = None,
+    jobs: int | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
 
@@ -103,15 +126,20 @@ def reproduce(
 
     Args:
         name: of a recipe, for instance ``kim2021/figure-2``.
-        scale: ``"mini"`` (minutes on two cores) or ``"paper"``; ``"toy"`` is for tests and never says whether a claim
-            holds.
+        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (sized so that the claim can be seen or refuted: at most
+            ten hours on two cores or 45 minutes on one large GPU) or ``"paper"``; ``"toy"`` is for tests and never says
+            whether a claim holds.
         out: folder; created. Training recipes keep their runs inside and go on with them when called again.
         data: data of the recipe's task, for recipes that train.
         announce: called with one line of progress now and then.
-        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024).
+        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) or score
+            replies with it (zhang2021/table-4).
+        vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4).
+        jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder for a recipe without one.
+        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder or vectors for a recipe that reads
+            none.
         DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
@@ -119,21 +147,27 @@ def reproduce(
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
-    if encoder is not None and not recipe.takes_encoder:
-        able = ", ".join(other for other in RECIPES if RECIPES.get(other).takes_encoder)
-        raise ConfigError(f"{name}: fine-tunes no encoder, received encoder={encoder!r}; these do: {able}")
+    _refuse_unread(name, encoder=encoder, vectors=vectors)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
     check_data(data)
-    result = recipe(Request(scale, out, data, announce, encoder))
+    request = Request(scale, out, data, announce, encoder, vectors, jobs)
+    power = None if recipe.power is None else recipe.power.plan(request)
+    clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
+
+    def ticking(line: str) -> None:
+        clock.tick()
+        announce(line)
+
+    try:
+        result = recipe(replace(request, announce=ticking))
+    finally:
+        seconds = clock.tick()
     if scale == "toy":
         result = replace(result, holds=None)
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
-    done = Reproduced(name, scale, recipe.says, result, time.perf_counter() - started, (table, figure, claim))
-    write_csv(table, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
-    draw(result.panels, figure)
+    done = Reproduced(name, scale, recipe.says, result, seconds, (table, figure, claim))
     values = {
         "recipe": name,
         "scale": scale,
@@ -141,12 +175,17 @@ def reproduce(
         "we_got": result.got,
         "holds": result.holds,
         "criterion": None if result.criterion is None else asdict(result.criterion),
+        "power": power,
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,
         "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
-        f"{'' if encoder is None else ' --encoder ENCODER'}",
+        f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}",
         **({} if encoder is None else {"encoder": Path(encoder).name}),
+        **({} if vectors is None else {"vectors": Path(vectors).name}),
     }
-    claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with replace_files(out) as there:
+        write_csv(there / table.name, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
+        draw(result.panels, there / figure.name)
+        (there / claim.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

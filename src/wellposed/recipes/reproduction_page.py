@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wellposed.finite_json import from_json
 from wellposed.recipes.reproduce import RECIPES, file_stem
 
 VERDICTS = {True: "confirmed", False: "contradicted", None: "not comparable at this scale"}
+_ENTRIES: Mapping[str, Any] = {
+    **dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str),
+    "seconds": (int, float),
+    "notes": list,
+}
 _HEAD = """# Reproduction
 
 Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
 A verdict names its test, its seeds and its uncertainty; where the scale cannot say, the verdict is "not comparable at
-this scale". Minutes are those of the call that finished the artefact, on the machine at hand; DATA in a command is the
-folder or file named under data.
+this scale". Minutes are those of all calls that an artefact needed, on the machine at hand; trainings that artefacts
+share are counted where they ran. DATA in a command is the folder or file named under data.
 """
 
 
@@ -24,8 +29,24 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
     path = folder / f"{file_stem(name)}.json"
     if not path.is_file():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return values if "criterion" in values and "command" in values else None
+    try:
+        values = from_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return values if _is_whole(values) else None
+
+
+def _is_whole(values: Any) -> bool:
+    """Return whether a claim has every entry of the page, of its type."""
+    if not isinstance(values, dict) or not all(isinstance(values.get(key), kind) for key, kind in _ENTRIES.items()):
+        return False
+    criterion = values.get("criterion")
+    tested = isinstance(criterion, dict) and {"test", "seeds", "uncertainty"} <= set(criterion)
+    return (
+        {"criterion", "holds", "data"} <= set(values)
+        and (criterion is None or tested)
+        and any(values["holds"] is verdict for verdict in VERDICTS)
+    )
 
 
 def reproduction_page(folder: Path) -> str:
@@ -53,13 +74,19 @@ def _section(values: Mapping[str, Any]) -> str:
         "test": criterion["test"],
         "seeds": criterion["seeds"] or "none drawn",
         "uncertainty": criterion["uncertainty"],
+        **_power_rows(values.get("power")),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
-        "notes": "; ".join(values["notes"]) or "none",
+        "notes": "; ".join(map(str, values["notes"])) or "none",
     }
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     return "\n".join([f"\n## {values['recipe']} ({values['scale']})\n", "| | |", "|---|---|", *table])
+
+
+def _power_rows(power: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what could be seen, as stated beforehand; nothing where nothing is trained or no statement was kept."""
+    return {} if power is None else {"could be seen": power["words"], "levelled off": power["levelled_off"]}
 
 
 def _cell(value: object) -> str:

@@ -208,6 +208,13 @@ def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     return _penalized(base, zhang2021("III", strength))
 
 
+@VARIANTS.register("oc3_printed")
+def oc3_printed(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """oc3 with the feed-forward norms unsquared, as Zhang et al. (2021) print them."""
+    config = oc3(base, strength)
+    return replace(config, penalty=replace(config.penalty, feedforward_form="gram"))
+
+
 @VARIANTS.register("key")
 def key(base: RunConfig, strength: float = 1e-4) -> RunConfig:
     """post_ln (with --from: plain) + |K K^T - I|_F on key weights K (McGrath 2024)."""
@@ -257,7 +264,7 @@ TRANSJECT_RATE = 5.0
 
 
 # One pattern, so that a model without blocks has a weight that it fits: its head.
-LIPSCHITZ_WEIGHTS = (r"re:(.*\.)?(q_proj|k_proj|v_proj|o_proj|up_proj|down_proj|classifier(\.output)?|lm_head)",)
+LIPSCHITZ_WEIGHTS = (r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",)
 # Logits of a 1-Lipschitz model are within a few units: a softmax of them alone is nearly even.
 LIPSCHITZ_TEMPERATURE = 10.0
 # Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1 of a token's norm

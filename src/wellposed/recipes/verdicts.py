@@ -12,6 +12,10 @@ ERRORS = 2
 UNCERTAINTY = f"{ERRORS} standard errors over seeds"
 LEVEL = 0.01
 _LEAST_EVALUATIONS = 8
+LEVELLED_OFF = (
+    f"the last quarter of its evaluations, of at least {_LEAST_EVALUATIONS}, improved the loss on valid by less than "
+    f"{LEVEL:.0%}"
+)
 
 
 def within(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> bool | None:

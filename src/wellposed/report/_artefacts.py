@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
+from wellposed.finite_json import from_json
+from wellposed.regular_file import read_bytes
 from wellposed.report._html_table import Column, Table, slug
 
 SWEEP = "sweep.csv"
@@ -39,10 +40,15 @@ def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
+            for folder in (path, *_folders_in(path)):
                 if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
                     folders.setdefault(folder.resolve(), folder)
     return [found for folder in folders.values() for found in _in_folder(folder)]
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """Return the folders right below ``path``, without those that a command is still writing."""
+    return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
 def overview(artefacts: Sequence[Artefact]) -> Table | None:
@@ -69,8 +75,8 @@ def _in_folder(folder: Path) -> Iterator[Artefact]:
 
 def _claim(file: Path) -> dict[str, Any] | None:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        values = from_json(read_bytes(file))
+    except ValueError:
         return None
     return values if isinstance(values, dict) and all(name in values for name in _NEEDED) else None
 

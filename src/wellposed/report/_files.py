@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError, DataError, listed
+from wellposed.finite_json import from_json
 from wellposed.measurement import Measurement
+from wellposed.regular_file import read_bytes, read_text
 from wellposed.training import verify_run_file
 from wellposed.training.certified_file import CertifiedRun, read_certified
 
@@ -48,10 +50,10 @@ class RunFiles:
         if not self.is_whole(file):
             return None
         try:
-            value = json.loads(file.read_text(encoding="utf-8"))
+            value = from_json(read_bytes(file))
         except OSError as error:
             self.problems.append(f"{file}: cannot be read ({error.strerror})")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             self.problems.append(f"{file}: not valid JSON ({error}); the file is cut off or damaged")
         else:
             if isinstance(value, dict):
@@ -99,7 +101,7 @@ class RunFiles:
         if not self.is_whole(file):
             return ()
         try:
-            lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = read_text(file).removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             self.problems.append(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})")
             return ()
@@ -137,6 +139,13 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
         f"{key} is a {type(result[key]).__name__}, expected {kind.__name__}"
         for key, kind in given.items()
         if not isinstance(result[key], kind)
+    ]
+    numbers = {"reference": result.get("reference"), f"results.{result['task']}": result["results"].get(result["task"])}
+    wrong += [
+        f"{name}.{key} is a {type(value).__name__}, expected a number"
+        for name, entries in numbers.items()
+        for key, value in (entries.items() if isinstance(entries, dict) else ())
+        if not isinstance(value, (int, float, type(None)))
     ]
     if wrong:
         return f"{'; '.join(wrong)}; the file is damaged"

@@ -84,7 +84,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
         **_assets(environment),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(out, page.encode())
+    durable_files.replace_file(out, page.encode(errors="backslashreplace"))  # a name may be no text
     return out
 
 

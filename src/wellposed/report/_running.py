@@ -10,6 +10,7 @@ from typing import Any
 
 from wellposed.charts import Panel, Series
 from wellposed.options import flat_options
+from wellposed.regular_file import read_bytes
 from wellposed.report._figures import Numbers
 from wellposed.report._html_table import Column, Table
 from wellposed.report._panels import panel_svg
@@ -44,7 +45,7 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> Running | None:
 def rows_so_far(file: Path) -> list[Mapping[str, Any]]:
     """Return the whole rows of ``metrics.jsonl``; the last may be half written, as the run goes on."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_bytes(file).decode("utf-8", "replace").split("\n")
     except OSError:
         return []
     rows = []

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
+from wellposed.finite_json import from_json
 from wellposed.measurement import Measurement
+from wellposed.regular_file import read_text
 from wellposed.report._files import FINAL, INITIAL, RunFiles, headline_values, is_finite
 from wellposed.statistics import Failure
 from wellposed.training.certified_file import CertifiedRun
@@ -140,8 +142,10 @@ def variant_order(folder: Path) -> list[str]:
         file = parent / ORDER_FILE
         if file.is_file():
             try:
-                order = json.loads(file.read_text(encoding="utf-8"))["variants"]
-            except (ValueError, KeyError, TypeError) as error:
+                order = from_json(file.read_bytes())["variants"]
+                if not isinstance(order, list):
+                    raise TypeError
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise DataError(f'{file}: expected {{"variants": [...]}}; delete the file to order by date') from error
             return [str(name) for name in order]
     return []
@@ -205,9 +209,9 @@ def _read_run(folder: Path, files: RunFiles) -> tuple[Run | None, ExcludedRun | 
 def _read_unfinished(folder: Path) -> tuple[Run | None, ExcludedRun]:
     reason = "no result.json: still running, or killed before it ended"
     try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(folder / "config.toml"))
         known = {"task": config["task"], "variant": config["variant"], "seed": int(config["train"]["seed"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None, ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
     # Without a date it comes last where only dates tell which variant is the first.
     return _without_number(folder, {**known, "config": config, "date": "9"}, "unfinished", reason)

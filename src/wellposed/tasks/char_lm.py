@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
+
+if TYPE_CHECKING:
+    from wellposed.tasks.batches.blocks import BlockDataset
+    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,9 @@ class CharLMOptions:
     format: Literal["auto", "plain", "spaced"] = "auto"
     """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at the first lines."""
     seq_len: int = 256
-    """Tokens in a block, of which all but the first are predicted."""
+    """Tokens in a block, of which all but the first are predicted; of lines the most."""
+    examples: Literal["blocks", "lines"] = "blocks"
+    """blocks of running text, or one line an example after the line feed before it, padded, longer ones in pieces."""
     limit_chars: int | None = None
     """Keep only the first characters of the train text."""
 
@@ -41,6 +47,9 @@ class CharLMTask(LanguageModelTask):
 
     Not for comparing with published numbers of models that carry their state over the whole text: give those a context
     as long as theirs with ``seq_len``.
+
+    With ``examples="lines"`` an example is a line of the text (a sentence of the Penn Treebank, as in kim2021), the
+    context restarts at every line, batches hold lines of about one length, and padding has no loss.
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("char_lm", {"limit_chars": 5000, "seq_len": 100})
@@ -62,16 +71,30 @@ class CharLMTask(LanguageModelTask):
         texts, source = load_texts(options.data, valid=options.valid, test=options.test, text_format=options.format)
         full = len(texts["train"])
         texts["train"] = texts["train"][: options.limit_chars]
+        if options.examples == "lines" and "\n" not in texts["train"]:
+            raise DataError(
+                f"{options.data}: the train text of {len(texts['train'])} characters has no line feed, so it is one "
+                "line; give examples='blocks'"
+            )
         super().__init__(
             encoder=CharacterEncoder(set(texts["train"])),
             texts=texts,
             seq_len=options.seq_len,
             source=source,
             details={
+                "examples": options.examples,
                 "characters": {split: len(texts[split]) for split in SPLITS},
                 "train_characters_left_out_by_limit_chars": full - len(texts["train"]),
             },
         )
+
+    def _cut(self, encoder: TextEncoder, encoded: Encoded, *, seq_len: int, where: str) -> BlockDataset:
+        if self.options.examples == "blocks":
+            return super()._cut(encoder, encoded, seq_len=seq_len, where=where)
+        from wellposed.tasks.batches.lines import LineDataset
+
+        line_feed = int(encoder.encode(["\n"]).ids.flat[0])
+        return LineDataset(encoded.ids.flat, line_feed=line_feed, seq_len=seq_len, where=where)
 
     def _metrics(self, nats: float) -> dict[str, float]:
         return {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}

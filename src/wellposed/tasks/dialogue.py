@@ -66,7 +66,9 @@ class DialogueOptions:
     generate_beams: int = 4
     """Beams of the replies that are scored; 1 is greedy."""
     generate_length_penalty: float = 0.6
-    """Exponent a of log p / length^a in beam search."""
+    """Exponent a of what log p is divided by in beam search."""
+    generate_length_penalty_form: Literal["power", "gnmt"] = "power"
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
     generate_max_examples: int | None = None
     """Reply only to the first contexts of valid and of test; all where not given."""
 

@@ -28,6 +28,9 @@ class TranslationOptions:
     """Language translated from, as the files name it."""
     tgt: str
     """Language translated to."""
+    test: str | None = None
+    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with newstest2014.en beside
+    it), a file of pairs, or hf:name[:config], of which the test split is read."""
     test_set: str | None = None
     """Which test set, where the folder has several: a part of its name."""
     columns: str | None = None
@@ -49,7 +52,9 @@ class TranslationOptions:
     generate_beams: int = 4
     """Beams of the translations that BLEU and chrF are of; 1 is greedy."""
     generate_length_penalty: float = 1.0
-    """Exponent a of log p / length^a in beam search."""
+    """Exponent a of what log p is divided by in beam search."""
+    generate_length_penalty_form: Literal["power", "gnmt"] = "power"
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
     generate_max_examples: int | None = None
     """Translate only the first pairs of valid and of test; all where not given."""
     bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"
@@ -76,7 +81,7 @@ class TranslationTask(Seq2SeqTask):
         self.options = options
         check_pair_options("translation", options, "limit_pairs")
         languages = Languages(options.src, options.tgt, options.test_set, options.columns)
-        pairs, source = load_parallel(options.data, languages)
+        pairs, source = load_parallel(options.data, languages, test=options.test)
         full = len(pairs["train"])
         if options.limit_pairs is not None:
             pairs["train"] = pairs["train"].select(range(min(options.limit_pairs, full)))

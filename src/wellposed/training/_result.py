@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from wellposed.errors import CheckpointError
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.training import _manifest, durable_files
 from wellposed.training.config import RunConfig
 from wellposed.training.divergence import Divergence
@@ -64,9 +64,13 @@ def read_result(run_folder: Path) -> RunResult | None:
         return None
     _manifest.verify_run_file(path)
     try:
-        values = json.loads(path.read_bytes())
-        return RunResult(values["train_info"]["status"], run_folder, values, values["train_info"].get("reason", ""))
-    except (ValueError, KeyError, TypeError) as error:
+        values = from_json(path.read_bytes())
+        info, metrics = values["train_info"], values["results"][values["task"]]
+        numbers = [*(value for value in metrics.values() if value is not None), values["config"]["train"]["steps"]]
+        if info["status"] not in EXIT_CODES or not all(isinstance(value, int | float) for value in numbers):
+            raise TypeError("a value of another type")
+        return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a result of wellposed ({error}); remove it and resume the run") from error
 
 

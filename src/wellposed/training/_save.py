@@ -68,14 +68,17 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
         path.chmod(readable)  # safetensors writes files that other users cannot read
 
 
-def measure_model(model: nn.Module, path: Path) -> str | None:
+def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | None:
     """Write the condition of every weight of ``model`` to ``path``; return why not, where the model has no roles."""
     from wellposed.measurement import measure
 
     try:
-        measure(model).to_json(path)
+        found = measure(model)
     except RoleNotFoundError as error:
         return f"no {path.name}: {error}"
+    if write:
+        with durable_files.replace_files(path.parent) as there:
+            found.to_json(there / path.name)
     return None
 
 
@@ -122,9 +125,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     model: Any = build_run_model(config, task)
     state = checkpoints.load_checkpoint(newest, model)
     if state.best_step not in (None, state.step):
-        best = run_dir / f"checkpoint-{state.best_step}"
-        checkpoints.verify(best)
-        checkpoints.load_checkpoint(best, model)
+        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
     return model.eval(), task.processor
 
 

@@ -43,6 +43,7 @@ def train(
     model: ModelFactory | None = None,
     longer: bool = False,
     tracking: Tracking = NOT_TRACKED,
+    test_batches: int | None = None,
 ) -> RunResult:
     """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are those on *valid*.
 
@@ -75,6 +76,7 @@ def train(
             learning rate then follows the schedule of the new length, and a note says what that changes.
         tracking: trackers of Accelerate that are told the configuration, each row as it is written, the results and
             figures; see `wellposed.training.tracking.Trackers`.
+        test_batches: read only the first so many batches of *test*, for runs so short that it would cost most of them.
 
     Returns:
         The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too), content of
@@ -130,6 +132,7 @@ def train(
                 run.started = describe_start(config.start, start)
             else:
                 run = Run(config, out, task, model(config, task), accelerator)
+            run.test_batches = test_batches
             checkpoint, notes = run.enter(resume, command)
             shown = Progress(
                 enabled=progress and run.is_main,

@@ -46,8 +46,10 @@ class WeightHistory:
         self.folder = run_folder / FOLDER
         self._keep = keep
 
-    def add(self, step: int, model: nn.Module) -> None:
+    def add(self, step: int, model: nn.Module, *, write: bool = True) -> None:
         """Write the weights of ``step`` and forget those before the last ``keep``, or after ``step``.
+
+        Of several processes one writes; where weights are sharded the others gather with it.
 
         Weights of a later step are of a course that was given up by resuming from an earlier checkpoint.
 
@@ -55,9 +57,12 @@ class WeightHistory:
             CheckpointError: the disk is full or cannot be written.
         """
         path = self.folder / f"step-{step}.safetensors"
+        tensors, _ = model_tensors(model, keep=write)
+        if not write:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            durable_files.replace_file(path, encode(model_tensors(model)[0]))
+            durable_files.replace_file(path, encode(tensors))
             kept = [number for number in self.steps() if number <= step][-self._keep :]
             for number in self.steps():
                 if number not in kept:

@@ -154,7 +154,12 @@ def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
         return None
     from wellposed.penalize import OrthogonalityPenalty
 
-    return OrthogonalityPenalty(model, **{**dataclasses.asdict(options), "every": 1})
+    keywords = {**dataclasses.asdict(options), "every": 1}
+    feedforward_form = keywords.pop("feedforward_form")
+    if feedforward_form != "same":
+        others = dict.fromkeys(("attention", "query", "key", "value", "embedding"), options.form)
+        keywords["form"] = {**others, "feedforward": feedforward_form}
+    return OrthogonalityPenalty(model, **keywords)
 
 
 def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:

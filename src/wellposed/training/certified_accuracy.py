@@ -116,13 +116,14 @@ def certified_accuracy(
     ``certified <= true <= attacked``. A wrong input found at some size counts at every radius above it. The
     perturbation acts on ``inputs_embeds`` of real tokens, in the certificate's norm: in ``tok`` every token may move
     by r at once. Where the certificate is on a ball, an input is certified only as far as its tokens stay inside. Of a
-    language model every next token counts as an example; one perturbation of a text attacks all of its tokens.
+    pair of texts the tokens of both move. Of a language model every next token counts as an example; one perturbation
+    of a text attacks all of its tokens.
 
     Args:
         model: it takes ``inputs_embeds`` and returns ``logits``, of one label or of the token after each position; it
             is copied, in eval mode.
         batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class per example, or the
-            token at each position, -100 where there is none.
+            token at each position, -100 where there is none; of pairs also ``input_ids_pair``, ``attention_mask_pair``.
         certificate: of this model, from `wellposed.certify`.
         radii: increasing sizes >= 0; where not given: those of `default_radii`.
         in_tokens: radii are multiples of the median 2-norm of an embedded token.
@@ -204,6 +205,8 @@ class _EmbeddedBatch:
     mask: Tensor
     labels: Tensor
     logits: Tensor
+    sides: tuple[int, ...]
+    """How many tokens belong to each text of an example; texts stand one after the other."""
 
     @property
     def is_counted(self) -> Tensor:
@@ -219,15 +222,21 @@ class _EmbeddedBatch:
         return self.vectors.norm(dim=-1) * self.mask
 
 
-def _scores(model: Any, vectors: Tensor, mask: Tensor) -> Tensor:
+_SIDES = ("", "_pair")
+
+
+def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -> Tensor:
     """Return logits (batch, labels, classes): of one label, or of the token after each position but the last."""
-    logits = model(inputs_embeds=vectors, attention_mask=mask).logits
+    given: dict[str, Tensor] = {}
+    for name, part, kept in zip(_SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False):
+        given |= {f"inputs_embeds{name}": part, f"attention_mask{name}": kept}
+    logits = model(**given).logits
     return logits[:, None] if logits.ndim == 2 else logits[:, :-1]
 
 
 @torch.no_grad()
 def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
-    labels, mask = batch["labels"], batch["attention_mask"]
+    labels = batch["labels"]
     is_text = labels.shape == batch["input_ids"].shape
     least = _NO_LABEL if is_text else 0
     if labels.is_floating_point() or not (labels.ndim == 1 or is_text) or bool((labels < least).any()):
@@ -235,27 +244,34 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
             "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of input_ids, received "
             f"{labels.dtype} {tuple(labels.shape)}"
         )
-    vectors = input_vectors(model, batch["input_ids"], mask)
-    return _EmbeddedBatch(vectors, mask, labels[:, 1:] if is_text else labels[:, None], _scores(model, vectors, mask))
+    masks = [batch[f"attention_mask{name}"] for name in _SIDES if f"input_ids{name}" in batch]
+    texts = [input_vectors(model, batch[f"input_ids{name}"], mask) for name, mask in zip(_SIDES, masks, strict=False)]
+    vectors, mask, sides = torch.cat(texts, dim=1), torch.cat(masks, dim=1), tuple(text.shape[1] for text in texts)
+    logits = _scores(model, vectors, mask, sides)
+    return _EmbeddedBatch(vectors, mask, labels[:, 1:] if is_text else labels[:, None], logits, sides)
 
 
 def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
     """Return one radius for each label that counts."""
     chosen = batch.is_counted
-    lengths, largest = (
-        value[:, None].expand(chosen.shape)[chosen] for value in (batch.mask.sum(-1), batch.sizes.amax(-1))
+    largest, *lengths = (
+        value[:, None].expand(chosen.shape)[chosen]
+        for value in (batch.sizes.amax(-1), *(side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)))
     )
     width = batch.vectors.shape[-1]
     rows = max(1, _MOST_ENTRIES // (batch.logits.shape[-1] * width))
-    parts = zip(
-        *(part.split(rows) for part in (batch.logits[chosen], batch.labels[chosen], lengths, largest)), strict=True
-    )
-    return torch.cat(
-        [
-            certificate.radius(logits, labels, tokens=tokens, largest_token=token, width=width)
-            for logits, labels, tokens, token in parts
-        ]
-    )
+
+    def radii(length: Tensor) -> Tensor:
+        given = (batch.logits[chosen], batch.labels[chosen], length, largest)
+        return torch.cat(
+            [
+                certificate.radius(logits, labels, tokens=tokens, largest_token=token, width=width)
+                for logits, labels, tokens, token in zip(*(part.split(rows) for part in given), strict=True)
+            ]
+        )
+
+    # Every text of an example has to be as long as the certificate asks.
+    return torch.stack([radii(length) for length in lengths]).amin(0)
 
 
 @dataclass(frozen=True)
@@ -294,7 +310,7 @@ class _MarginAttack:
 
     def _try(self, batch: _EmbeddedBatch, delta: Tensor, broken_at: Tensor) -> tuple[Tensor, Tensor]:
         """Return the margins at ``delta``, and the smallest breaks with those that it makes."""
-        logits = _scores(self.model, batch.vectors + delta, batch.mask)
+        logits = _scores(self.model, batch.vectors + delta, batch.mask, batch.sides)
         right = batch.labels.clamp_min(0).unsqueeze(-1)
         margin = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
         wrong = logits.argmax(-1) != batch.labels

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from wellposed.errors import DataError
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.training import durable_files
 
 NAME = "certified.json"
 FORMAT = 1
 TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 """Radii that compare models whose tokens differ in size: multiples of the median norm of an embedded token."""
+CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "causal_lm")
+"""Kinds of tasks with a certified accuracy: a label of a text or a pair, or the next token."""
 NAMED_SHARE = 0.1
 """The radius whose certified accuracy stands in tables."""
 
@@ -62,7 +63,7 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = from_json(path.read_bytes())
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not a JSON object of format {FORMAT}")
         missing = [item.name for item in fields(CertifiedRun) if item.name not in values]

@@ -26,8 +26,8 @@ BALL = 1.5
 
 
 def has_certified_accuracy(model: nn.Module) -> bool:
-    """Return whether certified accuracy is defined for ``model``: a label of one sequence, or the next token."""
-    return type(model).__name__.endswith(("ForSequenceClassification", "ForCausalLM"))
+    """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or the next token."""
+    return type(model).__name__.endswith(("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM"))
 
 
 def first_batches(task: Task, split: Split, examples: int, batch_size: int = 32) -> list[dict[str, Tensor]]:
@@ -75,18 +75,18 @@ def certify_run(
         shares: radii in units of the median token norm, increasing.
 
     Raises:
-        ConfigError: the run neither classifies sequences nor predicts the next token, or has not finished.
+        ConfigError: the run neither classifies texts or pairs nor predicts the next token, or has not finished.
 
     Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples.
     """
     model, _ = load_run_model(folder)
     if not has_certified_accuracy(model):
         raise ConfigError(
-            f"{folder}: certified accuracy is for a label of one sequence or the next token of a text, the run holds a "
-            f"{type(model).__name__}"
+            f"{folder}: certified accuracy is for a label of a text or a pair, or the next token of a text; the "
+            f"run holds a {type(model).__name__}"
         )
     batches = first_batches(task, "test", examples)
-    longest = max(batch["input_ids"].shape[-1] for batch in batches)
+    longest = max(ids.shape[-1] for batch in batches for name, ids in batch.items() if name.startswith("input_ids"))
     curve = certified_accuracy(
         model, batches, best_certificate(model, longest), radii=shares, in_tokens=True, attack_steps=attack_steps
     )

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from wellposed.errors import CheckpointError
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.training import _manifest, durable_files
 from wellposed.training.state import TrainerState
 from wellposed.training.tensors import (
@@ -35,6 +36,7 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
 NAME = re.compile(r"^checkpoint-(\d+)$")
+_MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ def take_snapshot(
     if hasattr(config, "to_json_string"):
         files["config.json"] = config.to_json_string().encode()  # makes the folder loadable by from_pretrained
     return Snapshot(state.step, files)
+
+
+def join_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep nothing."""
+    model_tensors(model, keep=False)
+    optimizer_tensors(optimizer, keep=False)
 
 
 def random_snapshot() -> bytes:
@@ -102,7 +110,23 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: all missing, cut or altered files, by name.
     """
-    problems = _manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE))
+    _refuse(_manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE)))
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint, and nothing else of it: what happened to its other files does not matter.
+
+    Raises:
+        CheckpointError: the weights are missing, cut or altered, or belong to another model.
+    """
+    _refuse(_manifest.problems(folder, needed=(MODEL,), only=(MODEL,)))
+    try:
+        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+    except (OSError, *_MISFITS) as error:
+        raise CheckpointError(f"{folder / MODEL}: the weights do not fit this run: {error}") from error
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
             "; ".join(problems) + "; the checkpoint cannot be used: remove it, or continue with --resume auto, which "
@@ -154,10 +178,10 @@ def load_checkpoint(
         random_file = folder / random_name(rank or 0)
         if rank is not None and random_file.is_file():
             load_random_tensors(*decode(random_file.read_bytes()))
-        values = {"processes": random_count(folder), **json.loads((folder / STATE).read_bytes())}
+        values = {"processes": random_count(folder), **from_json((folder / STATE).read_bytes())}
     except CheckpointError:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, *_MISFITS) as error:
         raise CheckpointError(f"{folder}: the checkpoint does not fit this run: {error}") from error
     return TrainerState.from_dict(values, where=str(folder / STATE))
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import build_options, flat_options, refuse
+from wellposed.regular_file import read_text
 from wellposed.training.ranges import (
     constrain_problems,
     penalty_problems,
@@ -49,6 +50,8 @@ class PenaltyOptions:
     """Strength on token embeddings."""
     form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
     """Which distance to orthogonality."""
+    feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
+    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
     attention_mode: Literal["joint", "separate"] = "joint"
     """One Gram matrix for the four attention weights together, or one each."""
     estimator: Literal["exact", "probes"] = "exact"
@@ -135,6 +138,8 @@ class TrainOptions:
     """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
     num_workers: int = 0
@@ -241,9 +246,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is not TOML; the message has the line.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: cannot be read: nested too deeply") from None
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:

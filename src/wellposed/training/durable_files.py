@@ -6,8 +6,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 TEMPORARY = ".tmp-"
 OLD = f"{TEMPORARY}old-"
@@ -41,9 +43,19 @@ def sync_folder(folder: Path) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Give ``path`` the content ``data`` in one step; a crash leaves the old content."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    with open_replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def open_replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that becomes ``path`` in one step when the block ends without an error."""
+    temporary = _own_name(path)
     try:
-        write_synced(temporary, data)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -52,10 +64,58 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
+def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
+    """Yield a temporary folder, each of whose files replaces that of its name in ``folder`` in one step at the end.
+
+    Files with the suffix ``last`` come last: who finds one finds the others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = _own_name(folder / "files")
+    temporary.mkdir()
+    try:
+        yield temporary
+        paths = sorted(temporary.iterdir(), key=lambda path: (path.suffix == last, path.name))
+        for path in paths:
+            sync_file(path)
+        for path in paths:
+            path.replace(folder / path.name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _own_name(path: Path) -> Path:
+    """Return a temporary name beside ``path`` that is this process's alone; what dead processes left is removed."""
+    for left in path.parent.glob(f"{TEMPORARY}*-{escape(path.name)}"):
+        number = left.name.removeprefix(TEMPORARY).removesuffix(f"-{path.name}")
+        if number.isdigit() and not _lives(int(number)):
+            _remove(left)
+    return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder; `rmtree` alone waits for a pipe to be written to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` in one rename when the block ends without an error."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -63,14 +123,14 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             # A rename cannot replace a folder that holds files; `remove_litter` undoes a kill between the two renames.
             old = folder.with_name(f"{OLD}{folder.name}")
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             folder.rename(old)
             temporary.rename(folder)
-            shutil.rmtree(old)
+            _remove(old)
         else:
             temporary.rename(folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         raise
     sync_folder(folder.parent)
 
@@ -87,10 +147,7 @@ def remove_litter(folder: Path) -> None:
         if not target.exists():
             old.rename(target)
     for path in folder.glob(f"{TEMPORARY}*"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
 
 
 def digest(path: Path) -> str:

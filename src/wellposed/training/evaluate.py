@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +19,6 @@ from wellposed.training.step import autocast, scaled, sum_over_processes
 if TYPE_CHECKING:
     from wellposed.tasks import Task
     from wellposed.tasks.task import Split
-
-
-_TEST_BATCHES: ContextVar[int | None] = ContextVar("max_test_batches", default=None)
-
-
-@contextmanager
-def max_test_batches(count: int | None) -> Iterator[None]:
-    """Let `evaluate` read only the first ``count`` batches of a test split, all for None, as long as this is open.
-
-    For runs so short that the whole test split would cost most of their time.
-    """
-    token = _TEST_BATCHES.set(count)
-    try:
-        yield
-    finally:
-        _TEST_BATCHES.reset(token)
 
 
 @dataclass(frozen=True)
@@ -68,12 +50,9 @@ def evaluate(
     on the batch size. Every process runs the model as often; what is run beyond the split is not counted. Dropout is
     off; no random number is drawn; the mode of the model is put back.
 
-    Cost: one forward pass over the split, or over its first ``max_batches`` batches. Inside `max_test_batches` the test
-    split is no longer than that says.
+    Cost: one forward pass over the split, or over its first ``max_batches`` batches.
     """
     order = task.batches(split, options.batch_size, seed=0, epoch=0)
-    if max_batches is None and split == "test":
-        max_batches = _TEST_BATCHES.get()
     order = order[:max_batches] if max_batches is not None else order
     totals: dict[str, tuple[float, float]] = {}
     bad_batch: Batch | None = None

@@ -42,9 +42,10 @@ def finish(run: Run) -> RunResult:
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
     evaluations = {"valid": valid, "test": test}
-    if run.is_main:
-        card = model_card(run.config, run.model, run.task, evaluations, run.environment["command"])
-        save_final(run.out, run.model, run.task, card)
+    whole = run.whole_to_save()
+    if whole is not None:
+        card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
+        save_final(run.out, whole, run.task, card)
     result = end(run, "success", evaluations, lost)
     if run.history is not None and run.is_main:
         run.history.remove()
@@ -105,14 +106,13 @@ def load_best_weights(run: Run) -> str:
         return ""
     best = run.out / f"checkpoint-{state.best_step}"
     try:
-        checkpoints.verify(best)
+        checkpoints.load_weights(best, run.model)
     except CheckpointError as error:
         lost = f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are used: {error}"
         run.progress.say(lost, warn=True)
         state.best_value = None
         validate(run)
         return lost
-    checkpoints.load_checkpoint(best, run.model)
     return ""
 
 
@@ -149,7 +149,7 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
         run.progress.part(f"generating the texts of {split}", done, count)
 
     batch_size = min(GENERATE_BATCH, run.options.batch_size)
-    scores = run.task.generate_metrics(run.model, split, batch_size=batch_size, notify=notify)
+    scores = run.task.generate_metrics(run.whole().model, split, batch_size=batch_size, notify=notify)
     return {name: float(value) for name, value in scores.items()}
 
 

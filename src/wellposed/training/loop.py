@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,11 +16,11 @@ from wellposed.training.evaluate import Evaluation, evaluate
 from wellposed.training.optimizer import set_learning_rate
 from wellposed.training.signals import Cancelled
 from wellposed.training.state import Window
-from wellposed.training.step import StepNumbers, autocast, compute_gradients, scaled
+from wellposed.training.step import Penalty, StepNumbers, autocast, compute_gradients, scaled
 from wellposed.training.tensors import restore_torch_states, torch_states
 
 if TYPE_CHECKING:
-    from wellposed.training.run import Run
+    from wellposed.training.run import Run, Whole
 
 
 def fit(run: Run) -> None:
@@ -63,7 +62,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
             run.task,
             micro_batches,
             options,
-            penalty=_penalty_of_step(run),
+            penalty=_penalty_of_step(run, run.penalty),
             check_targets=check_targets,
             loss_scale=state.loss_scale if scaled_loss else 1.0,
         )
@@ -95,12 +94,12 @@ def validate(run: Run) -> None:
     )
     row = {"step": state.step, "split": "valid", **found.metrics, "best": better, "seconds": run.elapsed()}
     run.add_row(row)
-    if run.history is not None and run.is_main:
-        run.history.add(state.step, run.model)
+    if run.history is not None:
+        run.history.add(state.step, run.model, write=run.is_main)
 
 
 def evaluate_split(run: Run, split: Literal["valid", "test"]) -> Evaluation:
-    """Evaluate the weights of this moment on ``split``; of *valid* at most ``eval_batches`` batches are read.
+    """Evaluate the weights of this moment on ``split``, on as many batches of it as the run reads.
 
     Raises:
         Cancelled: the run was asked to stop on the way.
@@ -113,7 +112,7 @@ def evaluate_split(run: Run, split: Literal["valid", "test"]) -> Evaluation:
         run.task,
         split,
         run.options,
-        max_batches=run.options.eval_batches if split == "valid" else None,
+        max_batches=run.options.eval_batches if split == "valid" else run.test_batches,
         stop=run.stop_requested,
     )
     if found is None:
@@ -129,9 +128,9 @@ def _rate(run: Run, step: int) -> float:
     return learning_rate(step, run.options, run.config.model.hidden_size)
 
 
-def _penalty_of_step(run: Run) -> Callable[[], torch.Tensor] | None:
+def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
     """Return the penalty of this step; with ``every`` = k it is on at every k-th step and counts k-fold."""
-    every, penalty = run.config.penalty.every, run.penalty
+    every = run.config.penalty.every
     if penalty is None or run.state.step % every:
         return None
     return penalty if every == 1 else lambda: penalty() * every
@@ -161,31 +160,31 @@ def _divergence(run: Run, numbers: StepNumbers, micro_batches: list[Batch], rate
         "gradient norm": numbers.grad_norm,
     }  # fmt: skip
     what = ", ".join(f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value))
-    found = None
+    found, whole = None, run.whole()
     for batch in micro_batches:
-        found = found or find_blame(run.model, lambda batch=batch: _losses(run, batch))
+        found = found or find_blame(whole.model, lambda batch=batch: _losses(run, whole, batch))
     return Divergence(step=run.state.step + 1, learning_rate=rate, what=what, blame=found or NOT_REPEATED)
 
 
 def _bad_evaluation(run: Run, split: str, evaluation: Evaluation) -> Divergence:
-    found, batch = None, evaluation.bad_batch
+    found, batch, whole = None, evaluation.bad_batch, run.whole()
     if batch is not None:
-        run.model.eval()
-        found = find_blame(run.model, lambda: _losses(run, batch))
-        run.model.train()
+        whole.model.eval()
+        found = find_blame(whole.model, lambda: _losses(run, whole, batch))
+        whole.model.train()
     step = max(1, run.state.step)
     what = f"loss on {split} is {evaluation.metrics['loss']}"
     return Divergence(step=step, learning_rate=_rate(run, step), what=what, blame=found or NOT_REPEATED)
 
 
-def _losses(run: Run, batch: Batch) -> dict[str, torch.Tensor]:
+def _losses(run: Run, whole: Whole, batch: Batch) -> dict[str, torch.Tensor]:
     """Return every term of the loss of ``batch`` by the name that a message gives it."""
     batch = to_device(batch, run.accelerator.device)
     with autocast(run.accelerator.device, run.options):
-        logits, auxiliary = forward_with_auxiliary(run.model, batch)
+        logits, auxiliary = forward_with_auxiliary(whole.model, batch)
         logits = scaled(logits, run.options)
         loss, _ = run.task.loss_sum(logits, batch, label_smoothing=run.options.label_smoothing)
-    penalty = _penalty_of_step(run)
+    penalty = _penalty_of_step(run, whole.penalty)
     extra = None if penalty is None else penalty()
     found = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
     return {name: value for name, value in found.items() if value is not None}

@@ -19,7 +19,8 @@ def certified_logits(logits: Tensor, labels: Tensor, model: nn.Module, radius: f
     Args:
         logits: ``(batch, classes)``, before any temperature.
         labels: ``(batch,)`` class numbers.
-        model: its last map is the linear layer ``classifier``, whose weight has one row for each class.
+        model: its last map is the linear layer ``classifier``, or of pairs ``classifier.output``, whose weight has one
+            row for each class.
         radius: r >= 0 in units of what enters the model, such as 0.1 of tokens of norm 1.
 
     Raises:
@@ -28,11 +29,12 @@ def certified_logits(logits: Tensor, labels: Tensor, model: nn.Module, radius: f
     Cost: O(classes^2 width). When not to use: where the body's constant is not about 1, r means something else.
     """
     head = getattr(model, "classifier", None)
+    head = getattr(head, "output", head)
     if not isinstance(head, nn.Linear) or logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ConfigError(
-            f"margin_radius = {radius:g} is for classifiers of one sequence that end in a linear layer `classifier`; "
-            f"received a {type(model).__name__} with logits {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
-            "leave margin_radius 0"
+            f"margin_radius = {radius:g} is for classifiers that end in a linear layer, `classifier` or "
+            f"`classifier.output`; received a {type(model).__name__} with logits {tuple(logits.shape)} and labels "
+            f"{tuple(labels.shape)}; leave margin_radius 0"
         )
     gaps = (head.weight[labels][:, None] - head.weight).norm(dim=-1)
     return logits + radius * gaps.to(logits.dtype)

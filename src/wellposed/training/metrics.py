@@ -10,6 +10,7 @@ from typing import Any
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import to_json
+from wellposed.regular_file import read_bytes
 from wellposed.training import durable_files
 
 NAME = "metrics.jsonl"
@@ -80,4 +81,4 @@ def _truncate(path: Path, rows: int) -> int:
 def _complete_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in read_bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]

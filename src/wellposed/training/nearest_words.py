@@ -35,7 +35,7 @@ def nearest_words(
     Args:
         model: takes ``input_ids``.
         tokenizer: of the model.
-        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real).
+        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of the second texts.
         radius: how near a word must be to count among `NearestWord.within`.
         count: of words.
 
@@ -45,7 +45,9 @@ def nearest_words(
     known = [number for number in sorted(tokenizer.get_vocab().values()) if number not in special]
     seen: Counter[int] = Counter()
     for batch in batches:
-        seen.update(batch["input_ids"][batch["attention_mask"].bool()].tolist())
+        for name in ("", "_pair"):
+            if f"input_ids{name}" in batch:
+                seen.update(batch[f"input_ids{name}"][batch[f"attention_mask{name}"].bool()].tolist())
     frequent = [number for number, _ in seen.most_common() if number not in special][:count]
     if len(known) < 2:
         return []

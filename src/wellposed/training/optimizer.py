@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from wellposed.constrain import MuonAndAdamW, decay_groups
+from wellposed.linalg.sharded import is_sharded
 from wellposed.training.config import TrainOptions
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -47,7 +48,8 @@ def build_optimizer(
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
     if options.optimizer == "sgd":
         momentum = 0.9 if options.momentum is None else options.momentum
-        return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=device in FUSED_DEVICES)
+        fused = device in FUSED_DEVICES and not any(map(is_sharded, model.parameters()))  # torch fuses no sharded SGD
+        return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=options.learning_rate, fused=device in FUSED_DEVICES, **adam)
 
 

@@ -6,7 +6,7 @@ import os
 
 from wellposed.errors import ConfigError
 
-SHARDING = {
+SHARDING_BY_LAUNCHER = {
     "FSDP": "ACCELERATE_USE_FSDP",
     "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
     "Megatron": "ACCELERATE_USE_MEGATRON_LM",
@@ -24,14 +24,16 @@ def is_one_of_several() -> bool:
 
 
 def refuse_sharding() -> None:
-    """Refuse a configuration of Accelerate that shards weights: every process of a run holds all of them.
+    """Refuse a configuration of Accelerate that shards weights: `TrainOptions.parallel` alone says so.
 
     Raises:
         ConfigError: it asks for FSDP, DeepSpeed or Megatron.
     """
-    asked = [name for name, variable in SHARDING.items() if os.environ.get(variable, "").lower() in ("true", "1")]
+    asked = [
+        name for name, variable in SHARDING_BY_LAUNCHER.items() if os.environ.get(variable, "").lower() in ("true", "1")
+    ]
     if asked:
         raise ConfigError(
-            f"accelerate launch is to shard the weights ({asked[0]}), but every process of a run holds all of them; "
-            "launch with --multi_gpu or --cpu, or use the penalties and constrain_ in a loop of your own, with FSDP2"
+            f"accelerate launch is to shard the weights ({asked[0]}), which a run does by an option of its own: launch "
+            "with --multi_gpu or --cpu, and give --parallel fsdp"
         )

@@ -125,7 +125,19 @@ def train_problems(options: TrainOptions) -> list[str]:
         problems.append(f"optimizer = {options.optimizer!r}, expected {', '.join(OPTIMIZERS)}")
     elif options.momentum is not None and options.optimizer == "adamw":
         problems.append(f"momentum = {options.momentum} with optimizer = adamw, which reads adam_beta1 instead")
-    return problems + _margin_problems(options)
+    return problems + _margin_problems(options) + _sharding_problems(options)
+
+
+def _sharding_problems(options: TrainOptions) -> list[str]:
+    if options.parallel not in ("ddp", "fsdp"):
+        return [f"parallel = {options.parallel!r}, expected ddp or fsdp"]
+    whole = {
+        "optimizer = muon, which steps whole matrices": options.optimizer == "muon",
+        "margin_radius, whose loss reads the whole head": options.margin_radius,
+        "compile, whose graphs hold whole weights": options.compile,
+    }
+    given = [name for name, is_given in whole.items() if is_given and options.parallel == "fsdp"]
+    return [f"parallel = fsdp with {name}; leave it out, or take ddp" for name in given]
 
 
 def _margin_problems(options: TrainOptions) -> list[str]:

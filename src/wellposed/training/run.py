@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from wellposed.training.evaluate import Evaluation
 from wellposed.training.metrics import MetricsFile
 from wellposed.training.optimizer import build_optimizer
 from wellposed.training.progress import Progress
+from wellposed.training.sharding import ShardedModel, is_sharded_run
 from wellposed.training.signals import StopRequest
 from wellposed.training.state import TrainerState
 from wellposed.training.step import sum_over_processes
@@ -32,11 +34,19 @@ if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A model that this process can run alone, and the penalty on it."""
+
+    model: nn.Module
+    penalty: Any | None
+
+
 class Run:
     """Model, optimizer, penalty, constraint, counters and files of one run.
 
     `progress`, `stop`, `metrics` and `trackers` are open while it trains; `begin` makes `batches` and says how many
-    `micro_batches` a step takes.
+    `micro_batches` a step takes. Of *test* so many `test_batches` are read, all for None.
     """
 
     progress: Progress
@@ -45,24 +55,28 @@ class Run:
     trackers: Trackers
     batches: MicroBatches
     micro_batches: int
+    test_batches: int | None = None
 
     def __init__(self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
         self.config, self.options, self.out, self.task = config, config.train, out, task
         self.accelerator = accelerator
         self.history = weight_history(config, out)
-        self.model = model.to(accelerator.device).train()
+        sharded = is_sharded_run(config.train, accelerator)
+        # FSDP2 moves one block at a time to the device.
+        self.model = (model if sharded else model.to(accelerator.device)).train()
         if config.train.gradient_checkpointing:
             enable_gradient_checkpointing(self.model)
+        self._shards = ShardedModel(self.model, accelerator) if sharded else None
         self.penalty = build_penalty(config.penalty, self.model)
+        constrained = constrained_weights(config.constrain, self.model)
+        self.optimizer = build_optimizer(
+            self.model, config.train, constrained=constrained, where=config.constrain.patterns
+        )
         # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is saved and measured.
         # The optimizer is used without Accelerate's wrapper: with no gradient scaler it adds nothing but a search for
         # packages at every step (0.5 ms).
-        constrained = constrained_weights(config.constrain, self.model)
-        self.prepared, wrapper = accelerator.prepare(
-            torch.compile(self.model) if config.train.compile else self.model,
-            build_optimizer(self.model, config.train, constrained=constrained, where=config.constrain.patterns),
-        )
-        self.optimizer: torch.optim.Optimizer = wrapper.optimizer
+        compiled: Any = torch.compile(self.model) if config.train.compile else self.model
+        self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
         self.constraint = build_constraint(config.constrain, self.model, self.optimizer)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
@@ -144,14 +158,33 @@ class Run:
             )
             keep = self.options.keep_checkpoints
             checkpoints.prune(self.out, step=state.step, keep=keep, best_step=state.best_step)
+        elif self._shards is not None:
+            checkpoints.join_snapshot(self.model, self.optimizer)
         self.accelerator.wait_for_everyone()
         self._saved = self._moment
 
     def measure(self, name: str) -> None:
         """Write the condition of every weight to the file ``name`` of the run folder."""
-        problem = measure_model(self.model, self.out / name) if self.is_main else None
-        if problem:
-            self.progress.say(problem)
+        if self.is_main or self._shards is not None:
+            problem = measure_model(self.model, self.out / name, write=self.is_main)
+            if problem:
+                self.progress.say(problem)
+
+    def whole(self) -> Whole:
+        """Return the model and its penalty, or of sharded weights copies that no gather is needed to run.
+
+        Called by all processes alike.
+        """
+        if self._shards is None:
+            return Whole(self.model, self.penalty)
+        model = self._shards.whole(device=self.accelerator.device)
+        return Whole(model, build_penalty(self.config.penalty, model))
+
+    def whole_to_save(self) -> nn.Module | None:
+        """Return the model with all of its weights in the process that writes files, None in the others."""
+        if self._shards is not None:
+            return self._shards.whole(device="cpu") if self.is_main else self._shards.join_whole()
+        return self.model if self.is_main else None
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add a row to ``metrics.jsonl`` and show it."""

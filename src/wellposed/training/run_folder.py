@@ -25,8 +25,8 @@ from wellposed.version import __version__
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
 RESULT = "result.json"
-PLACE = ("train.device:", "train.num_workers:")
-"""What may change when a run is resumed: where it computes, and where its batches are made."""
+PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
+"""What may change when a run is resumed: where it computes, where its batches are made, who holds its weights."""
 LENGTH = ("train.steps:", "train.epochs:")
 """What may grow when a run is trained longer."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
@@ -64,7 +64,14 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
     """Write ``config`` as ``config.toml``."""
     import tomli_w
 
-    durable_files.replace_file(run_folder / CONFIG, tomli_w.dumps(config.to_dict()).encode())
+    try:
+        data = tomli_w.dumps(config.to_dict()).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no text, so it "
+            "cannot be recorded; rename the file or folder"
+        ) from error
+    durable_files.replace_file(run_folder / CONFIG, data)
 
 
 def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:

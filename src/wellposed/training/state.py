@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import CheckpointError
+from wellposed.errors import CheckpointError, ConfigError
+from wellposed.options import build_options
 
 if TYPE_CHECKING:
     from wellposed.training.step import StepNumbers
@@ -71,7 +72,10 @@ class TrainerState:
                 f"{where}: fields {sorted(set(values) ^ known)} differ from what this version reads; "
                 "continue with the version of wellposed that wrote it"
             )
-        return cls(**{**values, "window": Window(**values["window"])})
+        try:
+            return build_options(cls, values, where=where)
+        except ConfigError as error:
+            raise CheckpointError(f"{error}; the file is damaged") from error
 
     def count(self, numbers: StepNumbers, seconds: float) -> None:
         """Add the numbers of one step."""

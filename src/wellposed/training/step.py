@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from wellposed.linalg.sharded import gathered
 from wellposed.training.batches import (
     Batch,
     check_target_count,
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 Penalty = Callable[[], torch.Tensor]
-# Every process holds the gradient of every weight, so torch can clip; Accelerate's own clipping, meant for sharded
-# gradients, searches the disk for optional packages at every call (0.5 ms).
+# torch can clip gradients that are whole, or sharded by FSDP2; Accelerate's own clipping, for those of its plugins,
+# searches the disk for optional packages at every call (0.5 ms).
 WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -164,6 +165,6 @@ def _clip(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.
     """Clip the global gradient norm to ``max_norm`` (0: leave it) and return the norm before clipping."""
     limit = max_norm or math.inf
     if accelerator.distributed_type in WHOLE_GRADIENTS:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
     norm = accelerator.clip_grad_norm_(model.parameters(), limit)
     return norm if isinstance(norm, torch.Tensor) else torch.tensor(float(norm or 0.0))

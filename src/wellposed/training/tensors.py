@@ -10,44 +10,65 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellposed.finite_json import from_json
+from wellposed.linalg.sharded import cut_like, is_sharded, read
+
 Tensors = dict[str, torch.Tensor]
 
 
-def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+def model_tensors(model: nn.Module, *, keep: bool = True) -> tuple[Tensors, dict[str, str]]:
     """Return the state of ``model`` with every storage once, and the other names of shared tensors.
 
     safetensors refuses tensors that share memory, as tied embeddings do. The first name in the state is kept, which is
-    the one Hugging Face reloads tied weights from.
+    the one Hugging Face reloads tied weights from. Sharded tensors are gathered, so every process calls this; one that
+    does not ``keep`` them returns none.
     """
     kept: Tensors = {}
-    aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    names = _first_names(model)
     for name, tensor in model.state_dict().items():
-        identity = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and identity in seen:
-            aliases[name] = seen[identity]
+        if names[name] == name:
+            whole = read(tensor)
+            if keep:
+                kept[name] = whole.cpu().contiguous()
+    return kept, {name: first for name, first in names.items() if name != first}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name in the state of what each name of it stands for."""
+    firsts: dict[object, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_sharded(tensor) or not tensor.numel():
+            identity: object = id(tensor)
         else:
-            seen[identity] = name
-            kept[name] = tensor.detach().cpu().contiguous()
-    return kept, aliases
+            identity = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        names[name] = firsts.setdefault(identity, name)
+    return names
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give ``model`` the state `model_tensors` returned; names and shapes must be the same."""
-    aliases = model_tensors(model)[1]
-    state = {**tensors, **{name: tensors[target] for name, target in aliases.items() if target in tensors}}
-    model.load_state_dict(state, strict=True)
+    first, own = _first_names(model), model.state_dict()
+    state = {**tensors, **{name: tensors[first[name]] for name in own if first[name] in tensors}}
+    model.load_state_dict(
+        {name: cut_like(own[name], value) if name in own else value for name, value in state.items()}, strict=True
+    )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as plain values."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as plain values.
+
+    Sharded tensors are gathered, as in `model_tensors`, in one order: a loaded state has another in every process.
+    """
     state = optimizer.state_dict()
     tensors: Tensors = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for parameter, entries in state["state"].items():
-        for name, value in entries.items():
+    for parameter, entries in sorted(state["state"].items()):
+        for name, value in sorted(entries.items()):
             if isinstance(value, torch.Tensor):
-                tensors[f"{parameter}.{name}"] = value.detach().cpu().contiguous()
+                whole = read(value)
+                if keep:
+                    tensors[f"{parameter}.{name}"] = whole.cpu().contiguous()
             else:
                 scalars.setdefault(str(parameter), {})[name] = value
     return tensors, {"groups": state["param_groups"], "scalars": scalars}
@@ -56,11 +77,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[s
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Give ``optimizer`` the state `optimizer_tensors` returned."""
+    """Give ``optimizer`` the state `optimizer_tensors` returned; states of a sharded weight are cut like it."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
-        parameter, _, name = key.partition(".")
-        state.setdefault(int(parameter), {})[name] = value
+        number, _, name = key.partition(".")
+        weight = weights[int(number)]
+        state.setdefault(int(number), {})[name] = cut_like(weight, value) if value.shape == weight.shape else value
     for parameter, entries in plain["scalars"].items():
         state.setdefault(int(parameter), {}).update(entries)
     groups = [
@@ -138,5 +161,5 @@ def decode(data: bytes) -> tuple[Tensors, Any]:
     """Return what `encode` was given."""
     from safetensors.torch import load
 
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return load(data), json.loads(header.get("__metadata__", {}).get("plain", "null"))
+    header = from_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return load(data), from_json(header.get("__metadata__", {}).get("plain", "null"))

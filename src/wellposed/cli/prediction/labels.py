@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +88,11 @@ class _Inputs:
         self.cut += [start + number for number, length in enumerate(lengths, 1) if length > self.limit]
         if 0 in lengths:
             raise ShapeError(f"line {start + lengths.index(0) + 1}: no token, expected a text of 1 token or more")
+        if self.tokenizer.pad_token is None:
+            raise CheckpointError(
+                f"{self.tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different lengths "
+                "make no batch; name one as pad_token in its tokenizer_config.json"
+            )
         cut = {"truncation": True, "max_length": self.limit}
         found = self.tokenizer(*sides, padding=True, return_tensors="pt", **cut)
         read = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]

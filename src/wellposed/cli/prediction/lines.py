@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import os
+import io
 import shutil
 import sys
 import tempfile
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
+from wellposed.tasks.data.files import bounded_lines
+from wellposed.training.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -52,7 +54,8 @@ class LineSource:
 
     def __iter__(self) -> Iterator[str]:
         with self._open() as file:
-            for number, raw in enumerate(file, 1):
+            lines = file if isinstance(file, list) else bounded_lines(self.name, file)
+            for number, raw in enumerate(lines, 1):
                 try:
                     yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
                 except UnicodeDecodeError as error:
@@ -90,16 +93,10 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
         return
     if not output.parent.is_dir():
         raise DataError(f"{output}: the folder {output.parent} does not exist; make it first")
-    temporary = output.with_name(f".tmp-{output.name}")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(output)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open_replacing(output) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
+        yield file
+        file.detach()  # flushed; `raw` is synced and closed by its owner
 
 
 class LineProgress:

@@ -132,14 +132,17 @@ class L2SelfAttention(L2Weights):
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
 
-    def certificate_refusal(self) -> str | None:
-        """Return why this layer has no certificate in its present mode and with its weights; None where it has one."""
+    def certificate_refusal(self, layers: tuple[L2Layer, L2Layer] | None = None) -> str | None:
+        """Return why this layer has no certificate in its present mode and with its weights; None where it has one.
+
+        `layers` are those of `bound_layers`, made here where not given and needed.
+        """
         reason = l2_attention_refusal(
             tied=self.tied,
             plain_values=self.values == "plain",
             drops_weights=self.dropout > 0 and self.training,
         )
-        return self._division_refusal() if reason is None and self.contractive is not None else reason
+        return self._division_refusal(layers) if reason is None and self.contractive is not None else reason
 
     def lipschitz_bound(
         self,
@@ -170,7 +173,8 @@ class L2SelfAttention(L2Weights):
             ShapeError: `num_tokens` is above the certified length.
             ConfigError: a contractive layer without `max_tokens` is asked for another norm than its own.
         """
-        refuse_unbounded(self.certificate_refusal())
+        # Spectral norms that the refusal computes first would be kept without their gradient.
+        refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))
         norm = self.norm if norm is None else check_norm(norm)
         by_call, exact = self.bound_layers(method) if layers is None else layers
         if self.contractive is None:
@@ -205,20 +209,25 @@ class L2SelfAttention(L2Weights):
         return exact, exact
 
     @torch.no_grad()
-    def at_zero(self, num_tokens: int) -> Tensor:
+    def at_zero(self, num_tokens: int, layers: tuple[L2Layer, L2Layer] | None = None) -> Tensor:
         """Return the token (D,) that `num_tokens` zero tokens all become, computed in float64.
+
+        `layers` are those of `bound_layers`, made here where not given and needed.
 
         Raises:
             NotLipschitzError: as `lipschitz_bound`.
         """
-        refuse_unbounded(self.certificate_refusal())
+        if layers is None and self.contractive is not None:
+            layers = self.bound_layers("gram")
+        refuse_unbounded(self.certificate_refusal(layers))
         bias = self.q_proj.weight.new_zeros(self.q_proj.out_features) if self.q_proj.bias is None else self.q_proj.bias
         heads = bias.double().unflatten(0, (self.num_heads, 1, -1))
         if self.contractive is None:
             heads = heads @ self._mixing(torch.float64)
         else:
             weights = self._unit_weights()
-            factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
+            layer = None if layers is None else layers[0]
+            factor = self._factor(weights, self.max_tokens or num_tokens, "any", layer=layer, kept=False)
             heads = (heads / weights.read) @ weights.mixing.double() * factor
         heads = heads.flatten() + (0 if self.v_proj is None or self.v_proj.bias is None else self.v_proj.bias)
         return self.o_proj.weight.double() @ heads + (0 if self.o_proj.bias is None else self.o_proj.bias)
@@ -262,6 +271,9 @@ class L2SelfAttention(L2Weights):
         padded = key_padding_mask[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
+    def _is_recorded(self) -> bool:
+        return torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
+
     def _divisor(self, layer: L2Layer, num_tokens: int, mask: MaskKind) -> Tensor:
         """What a call divides by, in the units of ``layer.unit_bound`` and never below it."""
         sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=self.norm).value
@@ -276,8 +288,7 @@ class L2SelfAttention(L2Weights):
     ) -> Tensor:
         """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
         assert self.contractive is not None
-        recorded = torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
-        frozen = self._frozen_scales if kept and not recorded else None
+        frozen = self._frozen_scales if kept and not self._is_recorded() else None
         if frozen is not None and (num_tokens, mask) in frozen:
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
@@ -288,9 +299,9 @@ class L2SelfAttention(L2Weights):
         return factor
 
     @torch.no_grad()
-    def _division_refusal(self) -> str | None:
+    def _division_refusal(self, layers: tuple[L2Layer, L2Layer] | None) -> str | None:
         weights = self._unit_weights()
-        layer = weights.layer("gram")
+        layer = weights.layer("gram") if layers is None else layers[0]
         for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
             if is_stale(kept, self._factor(weights, num_tokens, mask, layer=layer, kept=False)):
                 return "its weights were edited inside frozen(), which divides by the bound they had before"

@@ -1,6 +1,13 @@
 """Studies of our own: what certificates, depth without normalisation and budgets cost and buy; free of torch."""
 
-from wellposed.recipes.recipe import Recipe
+from wellposed.recipes.recipe import Power, Recipe
+
+_ACCURACY = Power(
+    "frontier.accuracy:sizes_of", "test accuracy", 0.02, "lipschitz less ReZero on SST, the widest", levelled=True
+)
+_DEPTH = Power("frontier.depth:sizes_of")
+_CHARACTERS = Power("frontier.characters:sizes_of", "certified accuracy", 0.014, "lipschitz:1 at the radius 0.03")
+_ORDER = Power("frontier.order:sizes_of", "certified accuracy", 0.17, "controls on order at the radius 0.01")
 
 RECIPES = (
     Recipe(
@@ -11,7 +18,8 @@ RECIPES = (
         "and ReZero, its certified accuracy is at least 0.50 at 0.1 of a token's norm on AG News and 0.60 at 0.03 on "
         "IMDb, and no certified example falls to an attack; what its blocks add to the control is in the table",
         "frontier.accuracy:accuracy",
-        {"mini": 30, "paper": 600},
+        {"mini": 30, "medium": 360, "paper": 600},
+        power=_ACCURACY,
     ),
     Recipe(
         "frontier/depth",
@@ -19,7 +27,9 @@ RECIPES = (
         "a claim of ours: the variant lipschitz trains at every depth from 2 to 64 without a norm, with a certified "
         "total of at most 1",
         "frontier.depth:depth",
-        {"mini": 20, "paper": 300},
+        {"mini": 19, "medium": 270, "paper": 300},
+        measured=("mini",),
+        power=_DEPTH,
     ),
     Recipe(
         "frontier/characters",
@@ -27,8 +37,10 @@ RECIPES = (
         "a claim of ours: at equal training compute and no larger sound bound, `lipschitz` is five points more "
         "accurate than the Transformer of Newhouse et al. (2025), or has more certified accuracy at every radius",
         "frontier.characters:characters",
-        {"mini": 20, "paper": 300},
+        {"mini": 8, "medium": 360, "paper": 300},
         folders=("text/tinyshakespeare.txt.gz",),
+        measured=("mini",),
+        power=_CHARACTERS,
     ),
     Recipe(
         "frontier/order",
@@ -37,6 +49,8 @@ RECIPES = (
         "construction is certified for ten points more than the same model without blocks, at the radius where that "
         "one keeps half of its clean accuracy",
         "frontier.order:order",
-        {"mini": 20, "paper": 300},
+        {"mini": 12, "medium": 160, "paper": 300},
+        measured=("mini",),
+        power=_ORDER,
     ),
 )

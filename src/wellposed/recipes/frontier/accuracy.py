@@ -94,6 +94,9 @@ TOY = Scale(
 MINI = Scale(
     Sizes(300, 3, batch_size=64, evaluations=8, examples=200), Attack(among=200), test_batches=64, curve_steps=5
 )
+MEDIUM = Scale(
+    Sizes(1200, 5, batch_size=64, evaluations=12, examples=500), Attack(among=500, count=100), curve_steps=10
+)
 PAPER = Scale(
     Sizes(6000, 5, width=256, layers=4, heads=4, batch_size=128, evaluations=20, examples=2000),
     Attack(among=2000, count=500),
@@ -180,9 +183,19 @@ class Study:
         )
 
 
+def scale_of(request: Request) -> Scale:
+    """Return how much is trained and looked at."""
+    return request.pick(toy=TOY, mini=MINI, medium=MEDIUM, paper=PAPER)
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained on each corpus."""
+    return scale_of(request).sizes
+
+
 def accuracy(request: Request) -> Reproduction:
     """Clean, certified and attacked accuracy of every model on every corpus found, each at its best learning rate."""
-    scale: Scale = request.pick(toy=TOY, mini=MINI, paper=PAPER)
+    scale = scale_of(request)
     texts, sizes = find_texts(request), scale.sizes
     rows, found, said = [], [], []
     for corpus, data in texts.items():

@@ -100,17 +100,23 @@ class Rivalry:
     """At each radius above 0."""
 
 
-def characters(request: Request) -> Reproduction:
-    """Accuracy, both bounds and certified accuracy of every model, seed by seed."""
-    if request.data is None:
-        raise ConfigError("this study needs data: give --data FILE, a text such as tinyshakespeare.txt (.gz too)")
-    sizes = request.pick(
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
         toy=Sizes(3, 1, (1.0,), width=8, layers=1, heads=2, seq_len=16, batch_size=2, blocks=2, limit_chars=2000),
         mini=Sizes(400, 3, (1.0, 3.0)),
+        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=96, seq_len=128),
         paper=Sizes(
             2000, 3, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=256, layers=3, seq_len=256, batch_size=512, blocks=256
         ),
     )
+
+
+def characters(request: Request) -> Reproduction:
+    """Accuracy, both bounds and certified accuracy of every model, seed by seed."""
+    if request.data is None:
+        raise ConfigError("this study needs data: give --data FILE, a text such as tinyshakespeare.txt (.gz too)")
+    sizes = sizes_of(request)
     measured = list(_measure(request, sizes))
     theirs = [model for model in measured if model.label in THEIRS]
     ours = [model for model in measured if model.label not in THEIRS]
@@ -229,21 +235,17 @@ def _base(options: Mapping[str, str | int | None], sizes: Sizes, rate: float, se
 
 
 def _rows(model: Measured) -> list[Row]:
-    rows = []
-    for run, found in zip(model.tuned.runs, model.found, strict=True):
-        fixed = {"model": model.label, "rate": model.tuned.rate, "seed": run.seed}
-        if found is None:
-            rows.append({**fixed, "error": run.failure})
-            continue
-        fixed |= {
+    def described(run: FinishedRun, found: NextCharacters) -> tuple[Row, list[Row]]:
+        whole: Row = {
             "nats": run.metric("nats_per_char,test"),
             "accuracy": found.accuracy,
             "sound_bound": found.sound,
             "printed_bound": found.printed,
         }
         points = zip(SHARES, found.certified, strict=True)
-        rows += [{**fixed, "radius": share, "certified": certified} for share, certified in points]
-    return rows
+        return whole, [{"radius": share, "certified": certified} for share, certified in points]
+
+    return model.tuned.rows({"model": model.label}, model.found, described)
 
 
 def _said(model: Measured) -> str:

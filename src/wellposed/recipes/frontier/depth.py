@@ -25,13 +25,20 @@ class Deep:
     total: float
 
 
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained at each depth."""
+    return request.pick(
+        toy=Sizes(3, 1, width=8, batch_size=4, examples=4, options={"max_words": 50}),
+        mini=Sizes(100, 1, width=32),
+        medium=Sizes(300, 3, width=64),
+        paper=Sizes(3000, 3, width=128, heads=4, batch_size=64),
+    )
+
+
 def depth(request: Request) -> Reproduction:
     """Accuracy and certified total of each model at each depth."""
-    sizes, depths = request.pick(
-        toy=(Sizes(3, 1, width=8, batch_size=4, examples=4, options={"max_words": 50}), (1, 2)),
-        mini=(Sizes(100, 1, width=32), (2, 8, 24, 64)),
-        paper=(Sizes(3000, 3, width=128, heads=4, batch_size=64), (2, 4, 8, 16, 32, 64)),
-    )
+    sizes = sizes_of(request)
+    depths = request.pick(toy=(1, 2), mini=(2, 8, 24, 64), medium=(2, 8, 24, 64), paper=(2, 4, 8, 16, 32, 64))
     corpus, data = next(iter(find_texts(request).items()))
     labels, planned = [], []
     for layers, seed, label in itertools.product(depths, range(sizes.seeds), MODELS):
@@ -55,12 +62,17 @@ def depth(request: Request) -> Reproduction:
         rows,
         _panels(rows),
         got=f"{'; '.join(said)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds",
-        holds=trained["lipschitz"] == list(depths) and largest["lipschitz"] <= 1,
+        holds=judge_depth(trained["lipschitz"], depths, largest["lipschitz"]),
         notes=("a depth trains where every seed's accuracy on valid is above that of the most frequent label",),
         criterion=Criterion(
             "`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, "every seed must agree"
         ),
     )
+
+
+def judge_depth(trained: Sequence[int], depths: Sequence[int], largest_total: float) -> bool:
+    """Say whether `lipschitz` trains at every depth that was tried, with a total of at most 1."""
+    return list(trained) == list(depths) and largest_total <= 1
 
 
 def _trains(run: FinishedRun) -> bool:

@@ -13,7 +13,7 @@ from wellposed.recipes.frontier.accuracy import Model
 from wellposed.recipes.frontier.curves import curves_panel
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import PlannedRun, plus_minus, train_grid
+from wellposed.recipes.runs import FinishedRun, PlannedRun, plus_minus, train_grid
 from wellposed.recipes.verdicts import UNCERTAINTY, within
 from wellposed.statistics import mean_and_standard_error
 from wellposed.training.certified_file import CertifiedRun
@@ -82,15 +82,21 @@ class Curves:
         return next((radius for radius in SHARES if fmean(self.at(radius)) <= half), None)
 
 
-def order(request: Request) -> Reproduction:
-    """Clean, certified and attacked accuracy of every model on every task, mean over seeds."""
-    sizes = request.pick(
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
         toy=Sizes(
             3, 1, (1.0,), ("pre_ln", "lipschitz, T = 30", "no blocks, T = 30"), 8, 2, batch_size=4, examples=4, rows=50
         ),
         mini=Sizes(400, 3, (1.0, 3.0)),
+        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), examples=500),
         paper=Sizes(4000, 5, (1 / 3, 1.0, 3.0), width=128, batch_size=128, examples=1000),
     )
+
+
+def order(request: Request) -> Reproduction:
+    """Clean, certified and attacked accuracy of every model on every task, mean over seeds."""
+    sizes = sizes_of(request)
     found = [curves for name in TASKS for curves in _measure(request, name, sizes)]
     gains = {name: gains_over_control([curves for curves in found if curves.task == name]) for name in TASKS}
     rows = [row for curves in found for row in _rows(curves)]
@@ -194,17 +200,12 @@ def _base(
 
 
 def _rows(curves: Curves) -> list[Row]:
-    fixed = {"task": curves.task, "model": curves.label, "rate": curves.tuned.rate}
-    rows = []
-    for run, found in zip(curves.tuned.runs, curves.certified, strict=True):
-        mine = {**fixed, "seed": run.seed}
-        if found is None:
-            rows.append({**mine, "error": run.failure})
-            continue
-        mine |= {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
+    def described(run: FinishedRun, found: CertifiedRun) -> tuple[Row, list[Row]]:
         points = zip(found.shares, found.certified, found.attacked, strict=True)
-        rows += [{**mine, "radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points]
-    return rows
+        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
+        return whole, [{"radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points]
+
+    return curves.tuned.rows({"task": curves.task, "model": curves.label}, curves.certified, described)
 
 
 def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:

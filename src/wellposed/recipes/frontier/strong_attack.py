@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wellposed.finite_json import from_json
 from wellposed.tasks import Task
 from wellposed.training import durable_files, load_run_model, read_result
 from wellposed.training.certified_accuracy import certified_accuracy
@@ -72,13 +73,21 @@ def _attack(folder: Path, task: Task, radius: float, attack: Attack) -> Attacked
     return Attacked(len(least), round((1 - row.attacked) * len(least)))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Return what was kept; a file that cannot be read is as good as none."""
+    try:
+        return dict(from_json(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def _kept(folder: Path, name: str, question: dict[str, Any], measure: Callable[[], Any]) -> Any:
     """Return the answer kept for this question about this training, or measure and keep it."""
     result = read_result(folder)
     asked = {"run_date": result.result["date"] if result else None, **question}
     path = folder / name
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if known.get("asked") != asked:
+    known = _read(path)
+    if known.get("asked") != asked or "found" not in known:
         known = {"asked": asked, "found": measure()}
         durable_files.replace_file(path, json.dumps(known).encode())
     return known["found"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from wellposed.charts import Row
 from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.verdicts import levelled_off
 
+Found = TypeVar("Found")
 CHOSEN_BY = "accuracy,valid"
 FACTORS = (1 / 3, 1.0, 3.0)
 """The rates that a model tries, in units of its own usual one."""
@@ -41,6 +44,29 @@ class Tuned:
     def settled(self) -> bool:
         """Whether no seed failed and the loss on *valid* of every one had levelled off."""
         return all(not run.failure and levelled_off([loss for _, loss in run.curve("valid")]) for run in self.runs)
+
+    def rows(
+        self,
+        fixed: Row,
+        measured: Sequence[Found | None],
+        described: Callable[[FinishedRun, Found], tuple[Row, Sequence[Row]]],
+    ) -> list[Row]:
+        """Return the rows of a table: those of each seed, or one with its failure where nothing was measured.
+
+        Args:
+            fixed: what stands in every row.
+            measured: of each run, None where it failed.
+            described: what stands in every row of a seed, and its rows.
+        """
+        rows: list[Row] = []
+        for run, found in zip(self.runs, measured, strict=True):
+            mine = {**fixed, "rate": self.rate, "seed": run.seed}
+            if found is None:
+                rows.append({**mine, "error": run.failure})
+                continue
+            whole, points = described(run, found)
+            rows += [{**mine, **whole, **point} for point in points]
+        return rows
 
 
 def best_rate(scores: Sequence[tuple[float, float]]) -> float:

@@ -1,6 +1,9 @@
 """Tables and figures of Huang, Pérez, Ba, Volkovs (2020), "Improving Transformer Optimization"; free of torch."""
 
-from wellposed.recipes.recipe import Recipe
+from wellposed.recipes.recipe import Power, Recipe
+
+_DEPTHS = Power("huang2020.depth:sizes_of")
+_ONE_SEED = Power("huang2020.table_1:seeds_of")
 
 RECIPES = (
     Recipe(
@@ -10,22 +13,42 @@ RECIPES = (
         "BLEU of these runs is in the main part, which is not at hand; the released code's page says 35.73 on IWSLT'14 "
         "De-En, chosen on test)",
         "huang2020.table_1:table_1",
-        {"mini": 6, "paper": 50_000},
+        {"mini": 1.6, "medium": 160, "paper": 50_000},
         ("multi30k", "iwslt14_de_en"),
+        measured=("mini",),
+        power=_ONE_SEED,
     ),
     Recipe(
         "huang2020/depth",
         "loss by depth without warm-up: T-Fixup and post-LN",
         "without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
         "huang2020.depth:depth",
-        {"mini": 15, "paper": 600},
+        {"mini": 28, "medium": 420, "paper": 1000},
         ("multi30k", "iwslt14_de_en"),
+        power=_DEPTHS,
     ),
     Recipe(
         "huang2020/signal",
         "|out|/|in| after every layer at initial weights, Xavier and T-Fixup",
         "with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any depth N",
         "huang2020.signal:signal",
-        {"mini": 1, "paper": 5},
+        {"mini": 0.6, "medium": 6, "paper": 5},
+        measured=("mini",),
+    ),
+    Recipe(
+        "huang2020/updates",
+        "|change of f| / rate of one SGD step by depth: T-Fixup, Xavier without LayerNorm, post-LN, pre-LN",
+        "f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of section 3.2)",
+        "huang2020.updates:updates",
+        {"mini": 1.9, "medium": 10, "paper": 60},
+        measured=("mini",),
+    ),
+    Recipe(
+        "huang2020/theorem-3.1",
+        "|change of G| / rate of one attention block against the number of blocks L, by the sizes of v, w and m",
+        "|change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is Theta(1 / L)",
+        "huang2020.theorem_3_1:theorem_3_1",
+        {"mini": 0.2, "medium": 1, "paper": 3},
+        measured=("mini",),
     ),
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from wellposed.charts import Panel, lines, where
+from wellposed.charts import Panel, Row, Style, lines, where
 from wellposed.errors import ConvergenceError
 from wellposed.initialize import signal_propagation
 from wellposed.models import build_model
@@ -18,12 +19,14 @@ from wellposed.recipes.recipe import Criterion, Reproduction, Request
 INITS = {"xavier": "Xavier", "t_fixup": "T-Fixup"}
 STACKS = ("encoder", "decoder")
 _LOW, _HIGH = 0.95, 1.15
+_SHOWN = 1e12
+"""What is larger is left out of the figure."""
 
 
 def signal(request: Request) -> Reproduction:
     """|out| / |in| after each layer of encoders and decoders of several depths, before and after T-Fixup."""
-    width = request.pick(toy=16, mini=64, paper=512)
-    depths = request.pick(toy=(1, 3), mini=(6, 20, 100), paper=(6, 20, 100))
+    width = request.pick(toy=16, mini=64, medium=128, paper=512)
+    depths = request.pick(toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100))
     rows: list[dict[str, Any]] = []
     for depth, (init, label) in itertools.product(depths, INITS.items()):
         request.announce(f"{label}, {depth}+{depth} layers of width {width}")
@@ -31,17 +34,19 @@ def signal(request: Request) -> Reproduction:
     last = [row for row in rows if row["layer"] == row["depth"]]
     ours, plain = ([row["ratio"] for row in where(last, init=i, stack="encoder")] for i in ("T-Fixup", "Xavier"))
     decoders = [row["ratio"] for row in where(last, init="T-Fixup", stack="decoder")]
-    finite = [row for row in rows if math.isfinite(row["ratio"])]
     panels = [
-        Panel(
-            f"{init}, {stack}",
-            "layer",
-            "|out| / |in|",
-            lines(where(finite, init=init, stack=stack), "layer", "ratio", by=lambda row: f"{row['depth']} layers"),
-            x_scale="log",
-            y_scale="log",
-        )
-        for stack, init in itertools.product(STACKS, INITS.values())
+        *(_beside_xavier(rows, stack) for stack in STACKS),
+        *(
+            Panel(
+                f"{stack}, T-Fixup alone",
+                "layer",
+                "|out| / |in|",
+                lines(where(rows, init="T-Fixup", stack=stack), "layer", "ratio", by=_name),
+                x_scale="log",
+                y_limits=(0.9, 1.2),
+            )
+            for stack in STACKS
+        ),
     ]
     return Reproduction(
         rows,
@@ -58,7 +63,7 @@ def signal(request: Request) -> Reproduction:
             uncertainty="one draw of the weights; a ratio is a mean over all tokens",
         ),
         notes=(
-            "root mean square norms of tokens in one forward pass of random tokens, no LayerNorm on either side",
+            "root mean square norms of tokens in a forward pass of random tokens, float64, no LayerNorm on either side",
             "the paper's claim is about the size of an update; this is the forward signal that its derivation needs",
         ),
     )
@@ -69,12 +74,27 @@ def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
     return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > 10 * _HIGH
 
 
+def _beside_xavier(rows: Sequence[Row], stack: str) -> Panel:
+    shown = [row for row in where(rows, stack=stack) if row["ratio"] < _SHOWN]
+    styles: dict[str, Style] = {"Xavier": "dashed", "T-Fixup": "solid"}
+    series = [
+        replace(each, colour=number)
+        for init, style in styles.items()
+        for number, each in enumerate(lines(where(shown, init=init), "layer", "ratio", by=_name, style=style))
+    ]
+    return Panel(stack, "layer", "|out| / |in|", series, x_scale="log", y_scale="log")
+
+
+def _name(row: Row) -> str:
+    return f"{row['init']}, {row['depth']} layers"
+
+
 def _measure(init: str, depth: int, width: int) -> list[dict[str, Any]]:
     options = {"vocab_size": 100, "max_position_embeddings": 32, "activation": "relu", "norm": "none", "init": init}
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
     sizes = {"hidden_size": width, "num_attention_heads": max(4, width // 64), "intermediate_size": 2 * width}
     torch.manual_seed(0)
-    model = build_model("wellposed", "seq2seq_lm", num_hidden_layers=depth, **sizes, **options, **special)
+    model = build_model("wellposed", "seq2seq_lm", num_hidden_layers=depth, **sizes, **options, **special).double()
     tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens.flip(1)}
     common = {"init": INITS[init], "depth": depth}

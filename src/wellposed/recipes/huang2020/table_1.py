@@ -16,7 +16,7 @@ from wellposed.training.config import RunConfig
 
 VARIANTS = {"t_fixup": "T-Fixup", "post_ln_warmup": "post-LN with warm-up"}
 _RATE = 6.0
-"""Tiny models take larger steps: the printed rates are of widths 512 and 1024, times this at width 32."""
+"""Small models take larger steps: the printed rates are of widths 512 and 1024, times this below paper scale."""
 
 
 def table_1(request: Request) -> Reproduction:
@@ -64,22 +64,37 @@ def table_1(request: Request) -> Reproduction:
     ]
     return Reproduction(
         rows,
-        [Panel("loss on valid by setting", "setting", "nats per token", series)],
+        [
+            Panel(
+                "loss on valid by setting",
+                "",
+                "nats per token",
+                series,
+                names=[corpus.pair for corpus in HUANG],
+                level=("unigram model", rows[0]["unigram_loss"]),
+            )
+        ],
         got=f"loss of T-Fixup without warm-up (post-LN with warm-up): {pairs}; unigram {rows[0]['unigram_loss']:.3f}; "
         f"{trained} of {len(HUANG)} settings train",
         holds=judge_table_1(ours),
         criterion=Criterion(
             "T-Fixup without warm-up ends below the unigram model's loss on valid in every setting",
-            seeds=1,
+            seeds=seeds_of(request),
             uncertainty="none known: one seed",
         ),
         notes=(
             "the text at hand holds the paper's appendix alone: settings are printed, BLEU is not",
             "not printed and taken: " + "; ".join(f"{corpus.pair}: {corpus.not_printed}" for corpus in HUANG[:4]),
-            *((f"mini: width 32, rates times {_RATE:g}",) if request.scale != "paper" else ()),
+            *((f"small models, rates times {_RATE:g}",) if request.scale != "paper" else ()),
             *((GENERATED_NOTE,) if request.data is None else ()),
         ),
     )
+
+
+def seeds_of(request: Request) -> int:
+    """Return the trainings of each setting."""
+    del request
+    return 1
 
 
 def judge_table_1(rows: Sequence[Row]) -> bool:
@@ -90,11 +105,12 @@ def judge_table_1(rows: Sequence[Row]) -> bool:
 def _small_run(request: Request, corpus: Corpus) -> RunConfig:
     """Return a setting below paper scale: its rate, decay and dropout on a tiny model."""
     paper = corpus.run_config()
-    steps = request.pick(toy=3, mini=150, paper=0)
+    steps = request.pick(toy=3, mini=150, medium=1500, paper=0)
+    width = request.pick(toy=32, mini=32, medium=128, paper=0)
     model = replace(
         paper.model,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_attention_heads=4,
         num_hidden_layers=1 if request.scale == "toy" else max(1, SIZES[corpus.size].layers // 3),
         # A twentieth of the paper's regularisation: a model that sees its data once has nothing to overfit.
@@ -103,7 +119,7 @@ def _small_run(request: Request, corpus: Corpus) -> RunConfig:
     train = replace(
         paper.train,
         steps=steps,
-        batch_size=request.pick(toy=4, mini=32, paper=0),
+        batch_size=request.pick(toy=4, mini=32, medium=64, paper=0),
         gradient_accumulation=1,
         learning_rate=_RATE * paper.train.learning_rate,
         eval_every=steps,

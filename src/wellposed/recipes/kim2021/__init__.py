@@ -1,8 +1,13 @@
 """Tables and figures of Kim, Papamakarios, Mnih (2021), "The Lipschitz Constant of Self-Attention"; free of torch."""
 
-from wellposed.recipes.recipe import Recipe
+from wellposed.recipes.recipe import Power, Recipe
 
 _TEXT = ("ptb/ptb.char.train.txt.gz", "ptb/ptb.char.train.txt", "ptb.char.train.txt.gz", "ptb.char.train.txt")
+
+_TUNED = "kim2021.language_models:tuned"
+_COSTS = Power(_TUNED, "best test NLL, in nats", 0.012, "dot product less L2 on PTB")
+_DEPTHS = Power("kim2021.language_models:fixed")
+_ONE_TRAINED = Power("kim2021.language_models:trained_once")
 
 RECIPES = (
     Recipe(
@@ -10,21 +15,24 @@ RECIPES = (
         "upper and lower bound of Lip_inf of L2 attention against N, H = D = 1",
         "the slope of the lower bound in ln N is very similar to that of the upper bound: O(log N) is tight",
         "kim2021.figures_2_7_8_bounds:figure_2",
-        {"mini": 1, "paper": 5},
+        {"mini": 0.2, "medium": 2, "paper": 5},
+        measured=("mini",),
     ),
     Recipe(
         "kim2021/bound-ratio",
         "the bound of Theorem 3.2 over the sharper one, by width, tokens and norm",
         "Theorem 3.2 is an upper bound; contractive L2 attention is divided by it",
         "kim2021.bound_ratio:bound_ratio",
-        {"mini": 0.5, "paper": 1},
+        {"mini": 0.2, "medium": 1, "paper": 1},
+        measured=("mini",),
     ),
     Recipe(
         "kim2021/figure-3",
         "invertibility of x + c f(x) at random weights, N = D = 64",
         "dot product is not invertible by fixed-point iteration; L2 attention is for small enough c",
         "kim2021.figures_3_5_6_10_inverse:figure_3",
-        {"mini": 2, "paper": 5},
+        {"mini": 0.2, "medium": 1, "paper": 5},
+        measured=("mini",),
     ),
     Recipe(
         "kim2021/figure-4",
@@ -32,8 +40,9 @@ RECIPES = (
         "L2 costs hardly any performance, tying queries and keys a little, the contraction more, which depth makes up "
         "for",
         "kim2021.figures_4_9_11_tables_2_3:figure_4",
-        {"mini": 12, "paper": 2_300_000},
+        {"mini": 9, "medium": 560, "paper": 2_600_000},
         _TEXT,
+        power=_COSTS,
     ),
     Recipe(
         "kim2021/table-1",
@@ -41,76 +50,87 @@ RECIPES = (
         "the differences are rather small: at 5 layers 110 s (dot product), 115, 108 (tied), 127 (contractive) an "
         "epoch",
         "kim2021.table_1_speed:table_1",
-        {"mini": 3, "paper": 5},
+        {"mini": 3, "medium": 10, "paper": 5},
     ),
     Recipe(
         "kim2021/table-2",
         "best test NLL by attention and depth (the runs of figure 4)",
         "dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers)",
         "kim2021.figures_4_9_11_tables_2_3:table_2",
-        {"mini": 12, "paper": 2_000_000},
+        {"mini": 9, "medium": 480, "paper": 2_400_000},
         _TEXT,
+        power=_COSTS,
     ),
     Recipe(
         "kim2021/figure-5",
         "invertibility of x + c f(x) with trained weights",
         "trained dot product is not invertible by fixed-point iteration",
         "kim2021.figures_3_5_6_10_inverse:figure_5",
-        {"mini": 3, "paper": 120},
+        {"mini": 0.4, "medium": 12, "paper": 120},
         _TEXT,
+        measured=("mini",),
+        power=_ONE_TRAINED,
     ),
     Recipe(
         "kim2021/figure-6",
         "invertibility of x + c f(x) over N and D",
         "for all N and D tried, L2 attention is invertible for small enough c and dot product is not",
         "kim2021.figures_3_5_6_10_inverse:figure_6",
-        {"mini": 4, "paper": 20},
+        {"mini": 0.2, "medium": 6, "paper": 20},
+        measured=("mini",),
     ),
     Recipe(
         "kim2021/figure-7",
         "lower bound of Lip_2 of L2 attention against N, D = 1",
         "the lower bound appears to grow as O(log N), so the upper bound O(sqrt N log N) may not be tight",
         "kim2021.figures_2_7_8_bounds:figure_7",
-        {"mini": 3, "paper": 60},
+        {"mini": 1.5, "medium": 48, "paper": 60},
+        measured=("mini",),
     ),
     Recipe(
         "kim2021/figure-8",
         "the Jacobian of trained dot-product attention while its input is ascended",
         "the norm of the Jacobian of dot product keeps growing: it is not Lipschitz",
         "kim2021.figures_2_7_8_bounds:figure_8",
-        {"mini": 3, "paper": 120},
+        {"mini": 0.6, "medium": 15, "paper": 120},
         _TEXT,
+        measured=("mini",),
+        power=_ONE_TRAINED,
     ),
     Recipe(
         "kim2021/figure-9",
         "tied L2 attention with the parameters of the untied one (runs shared with figure 4)",
         "twice the columns of W_Q do not help: the loss by tying is not one of parameters",
         "kim2021.figures_4_9_11_tables_2_3:figure_9",
-        {"mini": 9, "paper": 1_500_000},
+        {"mini": 9, "medium": 300, "paper": 1_500_000},
         _TEXT,
+        power=_COSTS,
     ),
     Recipe(
         "kim2021/figure-10",
         "histograms of inputs and outputs of trained attention",
         "outputs of L2 attention stay in a range like that of the inputs, those of dot product are much wider",
         "kim2021.figures_3_5_6_10_inverse:figure_10",
-        {"mini": 3, "paper": 120},
+        {"mini": 3, "medium": 12, "paper": 120},
         _TEXT,
+        power=_ONE_TRAINED,
     ),
     Recipe(
         "kim2021/figure-11",
-        "training curves at a fixed learning rate by depth (mini: 2, 6, 12 layers, three seeds; paper: 2 to 18)",
+        "training curves at a fixed learning rate by depth (mini: 2, 6, 12 layers; medium, paper: 2 to 18)",
         "dot product fails to train beyond 10 layers; tied and contractive L2 train stably up to 18",
         "kim2021.figures_4_9_11_tables_2_3:figure_11",
-        {"mini": 8, "paper": 1500},
+        {"mini": 10.5, "medium": 270, "paper": 2000},
         _TEXT,
+        power=_DEPTHS,
     ),
     Recipe(
         "kim2021/table-3",
         "best test NLL at a fixed learning rate (the runs of figure 11)",
         "dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2 1.029 (16)",
         "kim2021.figures_4_9_11_tables_2_3:table_3",
-        {"mini": 8, "paper": 1500},
+        {"mini": 10.5, "medium": 270, "paper": 2000},
         _TEXT,
+        power=_DEPTHS,
     ),
 )

@@ -20,10 +20,13 @@ _INIT = 2.0**-4
 def bound_ratio(request: Request) -> Reproduction:
     """Both bounds of a tied L2 attention with the paper's initial weights, by size, tokens and norm."""
     sizes = request.pick(
-        toy=[(16, 2)], mini=[(64, 8), (128, 8), (512, 8)], paper=[(64, 8), (128, 8), (512, 8), (1024, 16)]
+        toy=[(16, 2)],
+        mini=[(64, 8), (128, 8), (512, 8)],
+        medium=[(64, 8), (128, 8), (512, 8), (1024, 16)],
+        paper=[(64, 8), (128, 8), (512, 8), (1024, 16)],
     )
-    lengths = request.pick(toy=[4, 8], mini=[64, 288], paper=[64, 288, 1024])
-    seeds = request.pick(toy=1, mini=3, paper=3)
+    lengths = request.pick(toy=[4, 8], mini=[64, 288], medium=[64, 288, 1024], paper=[64, 288, 1024])
+    seeds = request.pick(toy=1, mini=3, medium=5, paper=3)
     rows: list[dict[str, Any]] = []
     for (width, heads), seed in itertools.product(sizes, range(seeds)):
         request.announce(f"D = {width}, H = {heads}, seed {seed}")

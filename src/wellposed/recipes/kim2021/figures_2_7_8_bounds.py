@@ -26,9 +26,12 @@ _ATTAINED = "lower bounds are attained values, the best of many ascents: more ef
 def figure_2(request: Request) -> Reproduction:
     """Lower and upper bound of Lip_inf of L2 attention against N."""
     lengths = request.pick(
-        toy=[10, 30], mini=[100, 178, 316, 562, 1000], paper=[100, 130, 178, 240, 316, 420, 562, 750, 1000]
+        toy=[10, 30],
+        mini=[100, 178, 316, 562, 1000],
+        medium=[100, 130, 178, 240, 316, 420, 562, 750, 1000],
+        paper=[100, 130, 178, 240, 316, 420, 562, 750, 1000],
     )
-    restarts, steps = request.pick(toy=(4, 60), mini=(20, 500), paper=(50, 3000))
+    restarts, steps = request.pick(toy=(4, 60), mini=(20, 500), medium=(50, 1000), paper=(50, 3000))
     rows = []
     for count in lengths:
         request.announce(f"N = {count}")
@@ -151,8 +154,10 @@ def unit_layer() -> L2SelfAttention:
 
 def figure_7(request: Request) -> Reproduction:
     """Lower bound of Lip_2 of L2 attention against N, D = 1."""
-    lengths = request.pick(toy=[6, 12], mini=[10, 32, 100, 316], paper=[100, 178, 316, 562, 1000])
-    restarts, steps = request.pick(toy=(3, 30), mini=(10, 300), paper=(50, 2000))
+    lengths = request.pick(
+        toy=[6, 12], mini=[10, 32, 100, 316], medium=[10, 32, 100, 316, 1000], paper=[100, 178, 316, 562, 1000]
+    )
+    restarts, steps = request.pick(toy=(3, 30), mini=(10, 300), medium=(20, 500), paper=(50, 2000))
     rows = []
     for count in lengths:
         request.announce(f"N = {count}")
@@ -231,7 +236,7 @@ def figure_8(request: Request) -> Reproduction:
     """The Jacobian norm of trained dot-product attention while its input is ascended."""
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attention
 
-    tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 12, 20), paper=(64, 20, 200))
+    tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 12, 20), medium=(16, 16, 50), paper=(64, 20, 200))
     dot, tied = trained_attention(request, "dot_product"), trained_attention(request, "l2_tied")
     bound = certify(tied, seq_len=tokens, norm="inf").total
     curves = {

@@ -31,7 +31,7 @@ _CERTIFIED_NOTE = (
 
 def figure_3(request: Request) -> Reproduction:
     """Invertibility at random weights, N = D = 64."""
-    tokens, width, batch = request.pick(toy=(6, 8, 2), mini=(64, 64, 32), paper=(64, 64, 128))
+    tokens, width, batch = request.pick(toy=(6, 8, 2), mini=(64, 64, 32), medium=(64, 64, 128), paper=(64, 64, 128))
     torch.manual_seed(0)
     layers = {kind: random_layer(kind, width, tokens) for kind in KINDS}
     rows = _invert(request, layers, tokens, width, batch)
@@ -42,7 +42,7 @@ def figure_5(request: Request) -> Reproduction:
     """Invertibility with trained weights."""
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attention
 
-    tokens, batch = request.pick(toy=(6, 2), mini=(64, 32), paper=(64, 128))
+    tokens, batch = request.pick(toy=(6, 2), mini=(64, 32), medium=(64, 128), paper=(64, 128))
     layers = {kind: trained_attention(request, kind) for kind in ("dot_product", "l2_tied")}
     width = layers["dot_product"].o_proj.out_features
     rows = _invert(request, layers, tokens, width, batch)
@@ -54,9 +54,10 @@ def figure_6(request: Request) -> Reproduction:
     sizes = request.pick(
         toy=[(4, 8), (8, 16)],
         mini=[(tokens, width) for tokens in (32, 64, 128) for width in (64, 128)],
+        medium=[(tokens, width) for tokens in (32, 64, 128, 256) for width in (64, 128, 256)],
         paper=[(tokens, width) for tokens in (32, 64, 128, 256) for width in (64, 128, 256, 512)],
     )
-    batch = request.pick(toy=2, mini=8, paper=128)
+    batch = request.pick(toy=2, mini=8, medium=32, paper=128)
     rows: list[dict[str, Any]] = []
     for tokens, width in sizes:
         torch.manual_seed(0)
@@ -99,7 +100,7 @@ def _invert(
     request: Request, layers: Mapping[str, nn.Module], tokens: int, width: int, batch: int
 ) -> list[dict[str, Any]]:
     """Return the error after each iteration for every width of inputs, layer and constant."""
-    iterations = request.pick(toy=4, mini=25, paper=25)
+    iterations = request.pick(toy=4, mini=25, medium=25, paper=25)
     request.announce(f"N = {tokens}, D = {width}")
     rows = []
     for spread, (kind, layer), c in itertools.product(SPREADS, layers.items(), CONSTANTS):
@@ -159,7 +160,7 @@ def figure_10(request: Request) -> Reproduction:
     """Histograms of inputs and outputs of trained attention."""
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attention
 
-    tokens, batch, bins = request.pick(toy=(6, 2, 11), mini=(64, 32, 61), paper=(64, 128, 101))
+    tokens, batch, bins = request.pick(toy=(6, 2, 11), mini=(64, 32, 61), medium=(64, 128, 101), paper=(64, 128, 101))
     rows, panels, deviations, ranges = [], [], {}, {}
     for kind in ("l2_tied", "dot_product"):
         name, layer = LABELS[kind], trained_attention(request, kind)

@@ -20,8 +20,12 @@ _PTB_CHARACTERS = 5_017_483
 
 def table_1(request: Request) -> Reproduction:
     """Seconds of one training step, and of one epoch of the Penn Treebank at that speed."""
-    width, tokens, batch = request.pick(toy=(16, 8, 2), mini=(128, 128, 16), paper=(512, 288, 64))
-    depths, repeats = request.pick(toy=([1], 2), mini=([1, 3, 5], 7), paper=([1, 2, 3, 4, 5], 20))
+    width, tokens, batch = request.pick(
+        toy=(16, 8, 2), mini=(128, 128, 16), medium=(256, 288, 16), paper=(512, 288, 64)
+    )
+    depths, repeats = request.pick(
+        toy=([1], 2), mini=([1, 3, 5], 7), medium=([1, 2, 3, 4, 5], 11), paper=([1, 2, 3, 4, 5], 20)
+    )
     steps_per_epoch = _PTB_CHARACTERS / (tokens * batch)
     rows: list[dict[str, Any]] = []
     for depth in depths:

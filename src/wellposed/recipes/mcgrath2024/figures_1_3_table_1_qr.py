@@ -10,7 +10,8 @@ from pathlib import Path
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.mcgrath2024 import panels
-from wellposed.recipes.mcgrath2024.grid import BASELINE, QR_METHODS, chosen_cells, grid, options_of
+from wellposed.recipes.mcgrath2024.grid import BASELINE, PLACES, QR_METHODS, chosen_cells, grid, options_of, seeds_of
+from wellposed.recipes.mcgrath2024.judges import judge_alone, judge_shares, judge_table_1
 from wellposed.recipes.mcgrath2024.results import (
     CellResult,
     about_drift,
@@ -21,14 +22,14 @@ from wellposed.recipes.mcgrath2024.results import (
     error_rows,
     failures,
     judge_drift,
-    qr_share,
     qr_shares,
     sweep_row,
     table_rows,
 )
 from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.verdicts import UNCERTAINTY, every, within
+from wellposed.recipes.verdicts import UNCERTAINTY, every
+from wellposed.statistics import PairedComparison
 
 MINI_NOTE = (
     "a small BERT from scratch where the paper fine-tunes a pretrained one; a difference here says little of his"
@@ -42,7 +43,6 @@ DRIFT_TEST = (
     "err_orth at the end over its initial value, without a penalty, is below 1 for every weight in every layer and not "
     "for every affinity; one weight above 1, or every affinity below it, is against the claim"
 )
-SEEDS = {"toy": 2, "mini": 3, "paper": 3}
 _PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 
 
@@ -53,14 +53,14 @@ def figure_1(request: Request) -> Reproduction:
     criterion = Criterion(
         "some strength of key or query alone is significantly better than the baseline; every one of them worse is "
         "against the claim",
-        SEEDS[request.scale],
+        seeds_of(request),
         _PAIRED,
     )
     return Reproduction(
         rows,
         panels.figure_1(cells),
         about_scores(cells) or NOTHING,
-        _gains_alone(cells),
+        judge_alone(_tests_alone(cells)),
         _notes(request, cells),
         criterion,
     )
@@ -69,21 +69,18 @@ def figure_1(request: Request) -> Reproduction:
 def table_1(request: Request) -> Reproduction:
     """The baseline and the best strength of key, query and both."""
     cells = _cells(request, GRAM)
-    signs = {"key": 1, "query": 1, "key+query": -1}
-    tested = [(best.against, sign) for group, sign in signs.items() if (best := best_of(cells, group)) and best.against]
-    agree = [(test.mean_difference or 0) * sign > 0 for test, sign in tested if test.significant]
-    holds = False if not all(agree) else True if len(agree) == len(signs) else None
+    tested = {place: best.against for place in PLACES if (best := best_of(cells, place)) and best.against}
     criterion = Criterion(
         "key and query alone are significantly better than the baseline and both together significantly worse; one of "
         "them significantly the other way is against the claim",
-        SEEDS[request.scale],
+        seeds_of(request),
         _PAIRED,
     )
     return Reproduction(
         table_rows(cells),
         panels.table_1(cells),
         about_scores(cells) or NOTHING,
-        holds,
+        judge_table_1(tested),
         _notes(request, cells),
         criterion,
     )
@@ -95,7 +92,7 @@ def figure_3(request: Request) -> Reproduction:
     rows = error_rows(cells)
     criterion = Criterion(
         DRIFT_TEST,
-        SEEDS[request.scale],
+        seeds_of(request),
         UNCERTAINTY,
     )
     return Reproduction(
@@ -106,13 +103,12 @@ def figure_3(request: Request) -> Reproduction:
 def qr(request: Request) -> Reproduction:
     """The QR loss on key and query by Householder reflections and by Gram-Schmidt."""
     cells = _cells(request, QR)
-    shares = [share for method in QR_METHODS if (share := qr_share(cells, method)) is not None]
-    holds = all(share < 0.5 for share in shares) if shares else None
+    holds = judge_shares([qr_shares(cells, method) for method in QR_METHODS])
     rows = [sweep_row(result) for result in cells]
     criterion = Criterion(
-        "with either method the overall score at the least strength is below half of the baseline's",
-        SEEDS[request.scale],
-        "none known: means over seeds",
+        "with either method the overall score at the least strength is below half of the baseline's of the same seed",
+        seeds_of(request),
+        UNCERTAINTY,
     )
     return Reproduction(
         rows, panels.figure_1(cells), " ".join(about_qr(cells)) or NOTHING, holds, _notes(request, cells), criterion
@@ -127,8 +123,8 @@ def pretrained(request: Request) -> Reproduction:
     drift = error_rows(cells)
     parts = {
         "drift to orthogonality": judge_drift(drift),
-        "gain of key or query alone": _gains_alone(cells),
-        "failure of the QR loss": within(qr_shares(cells, "householder"), high=0.5),
+        "gain of key or query alone": judge_alone(_tests_alone(cells)),
+        "failure of the QR loss": judge_shares([qr_shares(cells, "householder")]),
     }
     words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
     said = "; ".join(f"{part}: {words[verdict]}" for part, verdict in parts.items())
@@ -136,7 +132,7 @@ def pretrained(request: Request) -> Reproduction:
         f"three parts, one contradicted is enough against the claim: (1) {DRIFT_TEST}; (2) key or query at 1e-2 is "
         "significantly better than the baseline, both worse is against it; (3) with the QR loss at 1e-6 the overall "
         "score is below half of the baseline's",
-        SEEDS[request.scale],
+        seeds_of(request),
         f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}",
     )
     got = " ".join([said + ".", about_scores(cells), about_drift(cells), *about_qr(cells)])
@@ -144,12 +140,8 @@ def pretrained(request: Request) -> Reproduction:
     return Reproduction(rows, panels.figure_3(drift), got, every(parts.values()), _notes(request, cells), criterion)
 
 
-def _gains_alone(cells: Sequence[CellResult]) -> bool | None:
-    """Return whether some penalty on key or query alone is better; False where every one of them is worse."""
-    tested = [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
-    gains = [test.mean_difference or 0 for test in tested if test.significant]
-    all_worse = bool(gains) and len(gains) == len(tested)
-    return True if any(gain > 0 for gain in gains) else False if all_worse else None
+def _tests_alone(cells: Sequence[CellResult]) -> list[PairedComparison]:
+    return [result.against for result in cells if result.cell.group in ("key", "query") and result.against]
 
 
 def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
@@ -160,17 +152,19 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
             "quora-train.csv, sts-train.csv and ids-sst-dev.csv, quora-dev.csv, sts-dev.csv (plain or .gz)"
         )
     encoder = request.encoder
+    device = "cpu" if request.scale in ("toy", "mini") else _device()
     settings = SweepSettings(
         data=request.data,
         out=str(request.runs("-".join(["mcgrath2024", *([Path(encoder).name] if encoder else [])]))),
         scale=request.scale,
         options=options_of(request.scale, encoder),
         cells=chosen_cells(names),
-        seeds=tuple(range(SEEDS[request.scale])),
-        device=_device() if request.scale == "paper" else "cpu",
+        seeds=tuple(range(seeds_of(request))),
+        device=device,
     )
     open_sweep(settings, "auto")
-    if not run_sweep(settings, jobs=default_jobs(request.scale), announce=request.announce):
+    jobs = request.jobs or default_jobs(request.scale, device)
+    if not run_sweep(settings, jobs=jobs, announce=request.announce):
         raise KeyboardInterrupt
     if len(finished_results(settings)) < len(settings.trainings()):
         raise ConfigError(f"{settings.out}: another process is at work on some of these trainings; wait until it ends")

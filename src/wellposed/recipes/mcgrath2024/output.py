@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wellposed.charts import draw
 from wellposed.errors import DataError
+from wellposed.finite_json import from_json
 from wellposed.measurement import text_table, write_csv
 from wellposed.recipes.mcgrath2024.grid import BASELINE
 from wellposed.recipes.mcgrath2024.panels import HEADINGS, figure_1, figure_3, table_1
@@ -22,26 +22,28 @@ from wellposed.recipes.mcgrath2024.results import (
 )
 from wellposed.recipes.mcgrath2024.sweep import DATA, SweepSettings
 from wellposed.recipes.runs import plus_minus
+from wellposed.training.durable_files import replace_files
 
 DrawTable = Callable[[str, Sequence[str], Sequence[Sequence[str]]], str]
 
 
 def write_outputs(settings: SweepSettings) -> str:
     """Write tables and figures into the folder of the sweep and return what to print."""
-    out = Path(settings.out)
     cells = cell_results(settings)
     rows = error_rows(cells)
-    write_csv(out / "sweep.csv", list(sweep_row(cells[0])), [sweep_row(result) for result in cells])
-    write_csv(out / "figure-3.csv", ["seed", "step", "weight", "error", "error_over_initial"], rows)
     columns = ["row", "source", "cell", *COLUMNS, *(f"{name}_se" for name in COLUMNS)]
-    write_csv(out / "table-1.csv", columns, table_rows(cells))
-    draw(figure_1(cells), out / "figure-1.svg")
-    if rows:
-        draw(figure_3(rows), out / "figure-3.svg", columns=5)
-    draw(table_1(cells), out / "table-1.svg")
     described, said = _described(settings), conclusion(cells)
     page = [f"# McGrath (2024), {settings.scale} scale", described, *_tables(cells, _markdown)]
-    (out / "results.md").write_text("\n\n".join([*page, *(f"- {line}" for line in said)]) + "\n", encoding="utf-8")
+    with replace_files(Path(settings.out), last=".md") as out:
+        write_csv(out / "sweep.csv", list(sweep_row(cells[0])), [sweep_row(result) for result in cells])
+        write_csv(out / "figure-3.csv", ["seed", "step", "weight", "error", "error_over_initial"], rows)
+        write_csv(out / "table-1.csv", columns, table_rows(cells))
+        draw(figure_1(cells), out / "figure-1.svg")
+        if rows:
+            draw(figure_3(rows), out / "figure-3.svg", columns=5)
+        draw(table_1(cells), out / "table-1.svg")
+        text = "\n\n".join([*page, *(f"- {line}" for line in said)])
+        (out / "results.md").write_text(f"{text}\n", encoding="utf-8")
     return "\n\n".join([described, *_tables(cells, text_table), *said])
 
 
@@ -52,13 +54,13 @@ def _described(settings: SweepSettings) -> str:
     )
     path = Path(settings.out) / DATA
     try:
-        sets = json.loads(path.read_bytes()) if path.exists() else {}
+        sets = from_json(path.read_bytes()) if path.exists() else {}
         rows = "; ".join(
             f"{name} {data['train_rows']} of {data['train_rows_available']} train rows, {data['valid_rows']} dev rows, "
             f"{data['rows_cut']} rows cut to {options.max_length} tokens"
             for name, data in sets.items()
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not the description of the data of a sweep ({type(error).__name__}: {error}); restore the "
             "file, or remove it: the page then says nothing about the data"

@@ -8,32 +8,37 @@ tells, when it is free, that the process which took the trial is gone.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import CheckpointError, ConfigError, ConvergenceError, WellposedError, listed, missing_extra
-from wellposed.finite_json import to_json
-from wellposed.plugins import import_file
+from wellposed.errors import (
+    MAX_SHOWN,
+    CheckpointError,
+    ConfigError,
+    ConvergenceError,
+    WellposedError,
+    listed,
+    missing_extra,
+)
+from wellposed.finite_json import from_json, to_json
 from wellposed.recipes.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
-from wellposed.tasks.data.minbert import read_minbert
-from wellposed.training.durable_files import replace_file
+from wellposed.recipes.mcgrath2024.trial_files import Record, read_record, write_record
+from wellposed.recipes.workers import Workers, check_jobs
+from wellposed.tasks.data.minbert import MinBertSet, read_minbert
+from wellposed.training.durable_files import is_litter, replace_file
 from wellposed.training.signals import Cancelled, StopRequest
 
 STUDY = "mcgrath2024"
 SETTINGS = "sweep.json"
 JOURNAL = "journal.log"
+LOCK = "sweep.lock"
 DATA = "data.json"
 MAX_JOBS = 8
 Announce = Callable[[str], None]
-Record = dict[str, Any]
-"""What a result file of a training holds."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     """Make the folder of a sweep, or check that it is one of the same settings, and enqueue what is not there yet.
 
     Raises:
-        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other settings.
+        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other settings; the
+            encoder cannot be loaded or cannot read the data.
         DataError: the data cannot be read.
     """
     out = Path(settings.out)
@@ -91,23 +97,39 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
         raise ConfigError(f"resume = {resume!r}, expected never or auto")
     if not settings.seeds:
         raise ConfigError("seeds: expected at least 1")
-    read_minbert(settings.data)
+    sets = read_minbert(settings.data)
     from wellposed.training.run_folder import now, versions
 
-    if out.is_dir() and any(out.iterdir()):
+    if _is_used(out):
         if resume == "never":
             raise ConfigError(
                 f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished trials "
                 "and go on"
             )
         _check_identity(out, settings)
+    elif settings.options.encoder is not None:
+        _try_encoder(sets, settings.options)
     out.mkdir(parents=True, exist_ok=True)
-    with _locked(out / "sweep.lock"):
+    with _locked(out / LOCK):
         if not (out / SETTINGS).exists():
             values = {"study": STUDY, "settings": settings.identity(), "date": now(), "versions": versions()}
             replace_file(out / SETTINGS, to_json(values, indent=2))
         _check_identity(out, settings)
-        _enqueue_missing(settings)
+        with _readable_journal(settings):
+            _enqueue_missing(settings)
+
+
+def _is_used(out: Path) -> bool:
+    """Return whether a folder holds more than what a sweep that begins at this moment has made."""
+    return out.is_dir() and any(path.name != LOCK and not is_litter(path) for path in out.iterdir())
+
+
+def _try_encoder(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> None:
+    """Read a few rows as the encoder would, and load it: a sweep that cannot begin leaves no folder."""
+    from wellposed.recipes.mcgrath2024.encoders import build_multitask_model, encode_sets
+
+    few = {name: replace(data, train=data.train.first(8), valid=data.valid.first(8)) for name, data in sets.items()}
+    build_multitask_model(options, encode_sets(few, options).tokenizer)
 
 
 Report = Callable[[SweepSettings, Training, Record], None]
@@ -154,10 +176,7 @@ def finished_results(settings: SweepSettings) -> list[dict[str, Any]]:
     for training in settings.trainings():
         path = settings.result_path(training)
         if path.exists():
-            try:
-                results.append(json.loads(path.read_bytes()))
-            except ValueError as error:
-                raise CheckpointError(f"{path}: not valid JSON ({error}); remove it and resume the sweep") from error
+            results.append(read_record(path))
     return results
 
 
@@ -170,11 +189,13 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report:
     Raises:
         ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that meets them.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
+    check_jobs(jobs)
+    if jobs > 1:
+        with Workers(jobs, _work, settings, announce, report) as workers:
+            while workers.at_work():
+                pass
+        return not workers.stopped
     with StopRequest() as request:
-        if jobs > 1:
-            return _run_processes(settings, jobs, (announce, report), request)
         try:
             work(settings, announce=announce, stop=lambda: request.requested, report=report)
         except Cancelled:
@@ -182,53 +203,13 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report:
         return not request.requested
 
 
-def default_jobs(scale: str) -> int:
-    """Return one process for each CPU core at mini scale, at most 8, and else one."""
-    return min(os.cpu_count() or 1, MAX_JOBS) if scale == "mini" else 1
+def _work(settings: SweepSettings, announce: Announce, report: Report, stop: Callable[[], bool]) -> None:
+    work(settings, announce=announce, stop=stop, report=report)
 
 
-def _run_processes(settings: SweepSettings, jobs: int, told: tuple[Announce, Report], request: StopRequest) -> bool:
-    import multiprocessing
-
-    spawn = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    workers = [spawn.Process(target=_worker, args=(settings, threads, *told), daemon=True) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    asked = False
-    while any(worker.is_alive() for worker in workers):
-        for worker in workers:
-            worker.join(timeout=0.1)
-        if request.requested and not asked:
-            asked = True
-            for worker in workers:
-                worker.terminate()  # SIGTERM, which a worker takes as a request to stop
-    fine = (0, 130, -signal.SIGTERM) if asked else (0,)
-    broken = [str(worker.exitcode) for worker in workers if worker.exitcode not in fine]
-    if broken:
-        raise WellposedError(
-            f"{len(broken)} of {jobs} processes ended with exit status {', '.join(broken)}; their messages are above; "
-            "--resume auto goes on with what is left"
-        )
-    return not request.requested
-
-
-def _worker(settings: SweepSettings, threads: int, announce: Announce, report: Report) -> None:
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent passes it on once, as SIGTERM
-    torch.set_num_threads(threads)
-    with StopRequest() as request:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            for name in settings.imports:
-                import_file(Path(name))
-            work(settings, announce=announce, stop=lambda: request.requested, report=report)
-        except Cancelled:
-            sys.exit(130)
-        except (WellposedError, OSError) as error:
-            sys.stderr.write(f"wellposed: {error}\n")
-            sys.exit(1)
+def default_jobs(scale: str, device: str = "cpu") -> int:
+    """Return one process for each CPU core at mini and medium scale on CPUs, at most 8, and else one."""
+    return min(os.cpu_count() or 1, MAX_JOBS) if scale in ("mini", "medium") and device == "cpu" else 1
 
 
 def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> Record:
@@ -250,13 +231,13 @@ def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, sto
     except ConvergenceError as error:
         record |= {"status": "failed", "error": str(error)}
     except BaseException:
-        with _locked(Path(settings.out) / "sweep.lock"):
+        with _locked(Path(settings.out) / LOCK):
             _fail(study, trial)
             _enqueue(study, training)
         raise
     else:
         record |= found
-    replace_file(settings.result_path(training), to_json(record, indent=1))
+    write_record(settings.result_path(training), record)
     _tell(study, trial, record)
     return record
 
@@ -270,7 +251,7 @@ def _tell(study: Any, trial: Any, record: Record) -> None:
 
 def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack] | None:
     """Take the next waiting trial that has no result yet, with the lock that says it is being trained."""
-    with _locked(Path(settings.out) / "sweep.lock"):
+    with _locked(Path(settings.out) / LOCK), _readable_journal(settings):
         study = _study(settings)
         while _trials(study, "WAITING"):
             trial = study.ask()
@@ -283,7 +264,7 @@ def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack]
             training = Training(Cell(**parameters), trial.user_attrs["seed"])
             path = settings.result_path(training)
             if path.exists():  # written just before its process was killed
-                _tell(study, trial, json.loads(path.read_bytes()))
+                _tell(study, trial, read_record(path))
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             at_work = contextlib.ExitStack()
@@ -344,14 +325,27 @@ def _study(settings: SweepSettings) -> Any:
     )
 
 
+@contextlib.contextmanager
+def _readable_journal(settings: SweepSettings) -> Iterator[None]:
+    try:
+        yield
+    except (WellposedError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged journal raises whatever Optuna meets in it
+        raise CheckpointError(
+            f"{Path(settings.out) / JOURNAL}: cannot be read ({type(error).__name__}: {str(error)[:MAX_SHOWN]}); "
+            "finished trainings do not need it: remove it and go on with --resume auto"
+        ) from error
+
+
 def _check_identity(out: Path, settings: SweepSettings) -> None:
     try:
-        before = json.loads((out / SETTINGS).read_bytes())["settings"]
+        before = dict(from_json((out / SETTINGS).read_bytes())["settings"])
     except FileNotFoundError:
         raise ConfigError(
             f"{out}: holds files but no {SETTINGS}, so it is no sweep to resume; name another --out"
         ) from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{out / SETTINGS}: damaged ({error}); start again in another folder") from error
     wanted = settings.identity()
     changed = [
@@ -364,7 +358,7 @@ def _check_identity(out: Path, settings: SweepSettings) -> None:
 
 
 def _write_data(settings: SweepSettings, description: dict[str, Any]) -> None:
-    with _locked(Path(settings.out) / "sweep.lock"):
+    with _locked(Path(settings.out) / LOCK):
         replace_file(Path(settings.out) / DATA, to_json(description, indent=2))
 
 

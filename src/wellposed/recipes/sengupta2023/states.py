@@ -55,7 +55,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
     """Return test examples of at least two tokens, drawn by a fixed seed, in batches without labels."""
-    count = request.pick(toy=6, mini=64, paper=1000)
+    count = request.pick(toy=6, mini=64, medium=256, paper=1000)
     examples, lengths = task.dataset("test"), task.lengths("test")
     usable = [index for index in range(len(examples)) if lengths[index] > 1]
     chosen = sorted(random.Random("probe").sample(usable, min(count, len(usable))), key=lambda i: -lengths[i])

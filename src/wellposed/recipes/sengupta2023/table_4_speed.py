@@ -29,7 +29,10 @@ _BYTES = 258
 def table_4(request: Request) -> Reproduction:
     """Speed of each model over the Transformer's at 1k, 2k, 3k and 4k tokens."""
     width, layers, experts, lengths, repeats = request.pick(
-        toy=(16, 1, 2, (16, 32), 2), mini=(256, 2, 4, _LENGTHS, 3), paper=(512, 6, 4, _LENGTHS, 20)
+        toy=(16, 1, 2, (16, 32), 2),
+        mini=(256, 2, 4, _LENGTHS, 3),
+        medium=(512, 6, 4, _LENGTHS, 7),
+        paper=(512, 6, 4, _LENGTHS, 20),
     )
     device = timing_device()
     models = {name: model.to(device) for name, model in build_models(width, layers, experts, max(lengths)).items()}

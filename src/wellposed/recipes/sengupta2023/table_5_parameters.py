@@ -27,7 +27,7 @@ PRINTED = {
 
 def table_5(request: Request) -> Reproduction:
     """Number of parameters at L = 6, d = 512."""
-    width, layers = request.pick(toy=(16, 2), mini=(512, 6), paper=(512, 6))
+    width, layers = request.pick(toy=(16, 2), mini=(512, 6), medium=(512, 6), paper=(512, 6))
     full = (width, layers) == (512, 6)
     rows: list[dict[str, Any]] = []
     for name, formula, ours in _models(width, layers):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError
+from wellposed.recipes.frontier.tuning import best_rate, rates_about
 from wellposed.recipes.recipe import Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, train_grid
 from wellposed.recipes.variants import apply_variant, variant_folder
@@ -26,6 +27,7 @@ SCALE_NOTE = (
     'the paper prints no scale of the embeddings: the verdict is on models without one; "scaled" multiplies them by '
     "sqrt(D), as ours do by default"
 )
+TUNING_SEED = 1000
 PAPER_HEADS = 8
 """Not printed; 8 as in Vaswani et al. (2017)."""
 
@@ -54,6 +56,8 @@ class Sizes:
     dropout: float = 0.0
     rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rates of variants that do not take `learning_rate`."""
+    factors: Sequence[float] = ()
+    """Every variant tries its rate times these and takes the best on valid; its rate as it is where empty."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,19 @@ class Study:
                 "(label and text in tsv, csv or jsonl files), or that is this folder itself"
             )
         return {**self.sizes.options, **({} if found is None else {"data": found})}
+
+
+_ONE_RATE = "-one-rate"
+
+
+def at_one_rate(study: Study) -> Study:
+    """Return the study with the same rate for every variant."""
+    return replace(study, name=f"{study.name}{_ONE_RATE}", sizes=replace(study.sizes, rates={}, factors=()))
+
+
+def base_name(name: str) -> str:
+    """Return the name of a study without what `at_one_rate` adds."""
+    return name.removesuffix(_ONE_RATE)
 
 
 def find_data(data: str | None, folders: Sequence[str]) -> str | None:
@@ -165,6 +182,7 @@ def train_study(
 
     options = study.options(request)
     task = build_task(study.task, options) if task is None else task
+    study = tuned_study(request, study, task, variants)
     planned = [
         PlannedRun(
             request.runs(study.group(variant)) / variant_folder(variant) / f"seed-{seed}",
@@ -174,6 +192,32 @@ def train_study(
         for seed, variant in itertools.product(range(study.sizes.seeds) if seeds is None else seeds, variants)
     ]
     return task, train_grid(request, planned, task=task)
+
+
+def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[str]) -> Study:
+    """Return the study with the rate of each variant that is best on valid, by a seed that nothing reports.
+
+    A study without factors is returned as it is.
+    """
+    sizes, options = study.sizes, study.options(request)
+    chosen = {}
+    for variant in variants if sizes.factors else ():
+        rates = rates_about(sizes.rates.get(variant, sizes.learning_rate), sizes.factors)
+        planned = [
+            PlannedRun(
+                request.runs(study.group(variant)) / variant_folder(variant) / f"rate-{rate:g}",
+                f"{study.name}, {LABELS.get(variant, variant)}, rate {rate:g}",
+                run_config(replace(study, sizes=replace(sizes, rates={variant: rate})), options, variant, TUNING_SEED),
+            )
+            for rate in rates
+        ]
+        runs = train_grid(request, planned, task=task, test_batches=1)
+        chosen[variant] = best_rate([(rate, _score(run)) for rate, run in zip(rates, runs, strict=True)])
+    return replace(study, sizes=replace(sizes, rates={**sizes.rates, **chosen}, factors=()))
+
+
+def _score(run: FinishedRun) -> float:
+    return -run.metric("perplexity,valid") if run.config.task == "word_lm" else run.metric("accuracy,valid")
 
 
 def model_name(variant: str, *, scaled: bool) -> str:

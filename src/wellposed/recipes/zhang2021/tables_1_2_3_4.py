@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, Row, lines, where
+from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
 from wellposed.recipes.compare import compare
 from wellposed.recipes.corpora import (
     CHARACTERS,
     GENERATED_NOTE,
     SUBWORD,
+    T2T_BEAMS,
     WMT16,
     Corpus,
     paper_runs,
@@ -23,14 +24,15 @@ from wellposed.recipes.corpora import (
     small_corpus,
 )
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, plus_minus
+from wellposed.recipes.runs import FinishedRun, mean_and_error, plus_minus
 from wellposed.recipes.verdicts import every
 from wellposed.recipes.zhang2021.printed import (
+    FORM_NOTE,
     LABELS,
-    MEASURES,
     OC1,
     OC2,
     OC3,
+    OC3_PRINTED,
     STRENGTHS,
     TABLE_1,
     TABLE_1_GAINS,
@@ -45,7 +47,13 @@ from wellposed.recipes.zhang2021.printed import (
 from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
+EMBEDDINGS_NOTE = (
+    "embedding average, vector extrema and greedy matching need --vectors, and the cosine of sentences, which replaces "
+    "SkipThought, needs --encoder; columns without them are empty"
+)
 MINI_NOTE = "tiny models on one corpus where the paper has large ones on each; a difference here says little of theirs"
+III = (OC3, OC3_PRINTED)
+"""Both forms of VAR-III."""
 NORM_NOTE = "post-LN; Tensor2Tensor's later settings, which the paper may have used, put LayerNorm before the sublayer"
 
 
@@ -67,8 +75,8 @@ def table_1(request: Request) -> Reproduction:
     if request.scale == "paper":
         studies = _of_corpora(request, SUBWORD, paper)
     else:
-        studies = [_small_study(request, "subwords")]
-    return _reproduce(request, "table-1", studies, (OC1, OC2, OC3), paper, gains=TABLE_1_GAINS)
+        studies = [_small_study(request, "subwords", width=_width(request, 128))]
+    return _reproduce(request, "table-1", studies, (OC1, OC2, *III), paper, gains=_bleu_gains(TABLE_1_GAINS))
 
 
 def table_2(request: Request) -> Reproduction:
@@ -77,8 +85,9 @@ def table_2(request: Request) -> Reproduction:
     if request.scale == "paper":
         studies = _of_corpora(request, WMT16, paper)
     else:
-        studies = [_small_study(request, "base"), _small_study(request, "big", width=64)]
-    return _reproduce(request, "table-2", studies, (OC3,), paper)
+        base = _width(request, 64)
+        studies = [_small_study(request, "base", width=base), _small_study(request, "big", width=2 * base)]
+    return _reproduce(request, "table-2", studies, III, paper)
 
 
 def table_3(request: Request) -> Reproduction:
@@ -87,19 +96,22 @@ def table_3(request: Request) -> Reproduction:
     if request.scale == "paper":
         studies = _of_corpora(request, CHARACTERS, paper)
     else:
-        studies = [_small_study(request, "characters", tokenizer="char")]
-    return _reproduce(request, "table-3", studies, (OC3,), paper, gains=TABLE_3_GAINS)
+        studies = [_small_study(request, "characters", width=_width(request, 64), tokenizer="char")]
+    return _reproduce(request, "table-3", studies, III, paper, gains=_bleu_gains(TABLE_3_GAINS))
 
 
 def table_4(request: Request) -> Reproduction:
     """The measures of dialogue of the three variants."""
     studies = _dialogues(request) if request.scale == "paper" else [_small_dialogues(request)]
-    gains = {label: of_measures[MEASURES[0]] for label, of_measures in TABLE_4_GAINS.items()}
-    return _reproduce(request, "table-4", studies, (OC1, OC2, OC3), TABLE_4, gains=gains)
+    return _reproduce(request, "table-4", studies, (OC1, OC2, *III), TABLE_4, gains=TABLE_4_GAINS)
 
 
 def _bleu(corpora: Sequence[Corpus], printed: Mapping[str, Column]) -> dict[str, Mapping[str, Column]]:
     return {corpus.pair: {"bleu": printed[corpus.pair]} for corpus in corpora}
+
+
+def _bleu_gains(gains: Mapping[str, float]) -> dict[str, Column]:
+    return {label: {"bleu": gain} for label, gain in gains.items()}
 
 
 def _of_corpora(request: Request, corpora: Sequence[Corpus], paper: Mapping[str, Any]) -> list[Study]:
@@ -115,7 +127,7 @@ def _dialogues(request: Request) -> list[Study]:
             "in its released format"
         )
     base = replace(SUBWORD[0], steps=20_000).run_config()
-    shared = {"vocab_size": 32768, "tokens_per_batch": 4096}
+    shared = {"vocab_size": 32768, "tokens_per_batch": 4096, **T2T_BEAMS, **_scorers(request)}
     folders = {label: str(Path(request.data) / label.lower()) for label in TABLE_4}
     return [
         Study(
@@ -128,34 +140,53 @@ def _dialogues(request: Request) -> list[Study]:
     ]
 
 
-def _small_study(request: Request, label: str, *, width: int = 32, tokenizer: str = "bpe") -> Study:
+def _small_study(request: Request, label: str, *, width: int, tokenizer: str = "bpe") -> Study:
     options = small_corpus(request, max_tokens=300, vocab_size=2000 if tokenizer == "bpe" else None)
     return Study(label, _small_run(request, "translation", {**options, "tokenizer": tokenizer}, width), {})
 
 
+def _width(request: Request, medium: int) -> int:
+    return request.pick(toy=32, mini=32, medium=medium, paper=0)
+
+
 def _small_dialogues(request: Request) -> Study:
-    data = request.data or str(_generate_dialogues(request.out / "dialogues", request.pick(toy=40, mini=1000, paper=0)))
+    data = request.data or str(
+        _generate_dialogues(request.out / "dialogues", request.pick(toy=40, mini=1000, medium=10_000, paper=0))
+    )
     options = {
         "data": data,
         "vocab_size": 2000,
         "max_tokens": 96,
-        "limit_dialogues": 1000,
+        "limit_dialogues": request.pick(toy=1000, mini=1000, medium=10_000, paper=0),
         "generate_beams": 1,
-        "generate_max_examples": request.pick(toy=4, mini=200, paper=0),
+        "generate_max_examples": request.pick(toy=4, mini=200, medium=500, paper=0),
+        **_scorers(request),
     }
-    return Study("dialogue", _small_run(request, "dialogue", options, 32), {}, _dialogue_metrics())
+    return Study("dialogue", _small_run(request, "dialogue", options, _width(request, 64)), {}, _dialogue_metrics())
+
+
+def _scorers(request: Request) -> dict[str, str]:
+    """Return the options of the task `dialogue` that the four measures of embeddings need, as far as they are given."""
+    given = {"vectors": request.vectors, "sentence_encoder": request.encoder}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _small_run(request: Request, task: str, options: Mapping[str, Any], width: int) -> RunConfig:
-    steps = request.pick(toy=3, mini=200, paper=0)
-    model = ModelOptions(hidden_size=width, num_hidden_layers=1, intermediate_size=2 * width, activation="relu")
+    steps = request.pick(toy=3, mini=200, medium=2000, paper=0)
+    model = ModelOptions(
+        hidden_size=width,
+        num_hidden_layers=request.pick(toy=1, mini=1, medium=2, paper=0),
+        intermediate_size=2 * width,
+        activation="relu",
+    )
+    evaluate = steps // request.pick(toy=1, mini=1, medium=10, paper=1)
     train = TrainOptions(
         steps=steps,
-        batch_size=request.pick(toy=4, mini=32, paper=0),
+        batch_size=request.pick(toy=4, mini=32, medium=96, paper=0),
         learning_rate=3e-3,
         warmup_steps=steps // 10,
-        eval_every=steps,
-        checkpoint_every=steps,
+        eval_every=evaluate,
+        checkpoint_every=evaluate,
         log_every=max(1, steps // 10),
         label_smoothing=0.1,
     )
@@ -182,6 +213,11 @@ def _generate_dialogues(folder: Path, dialogues: int) -> Path:
     return folder
 
 
+def seeds_of(request: Request) -> int:
+    """Return the seeds of every table."""
+    return request.pick(toy=1, mini=3, medium=5, paper=3)
+
+
 def _reproduce(
     request: Request,
     item: str,
@@ -189,11 +225,11 @@ def _reproduce(
     variants: Sequence[str],
     paper: Mapping[str, Any],
     *,
-    gains: Mapping[str, float] | None = None,
+    gains: Mapping[str, Column] | None = None,
 ) -> Reproduction:
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[:1]
     names = [TRANSFORMER, *(f"{variant}:{strength:g}" for variant in variants for strength in strengths)]
-    seeds = request.pick(toy=1, mini=3, paper=3)
+    seeds = seeds_of(request)
     generated = request.scale != "paper" and request.data is None
     rows: list[dict[str, Any]] = []
     texts, verdicts = [], []
@@ -212,7 +248,7 @@ def _reproduce(
     small = request.scale != "paper"
     return Reproduction(
         rows,
-        [_panel(study, where(rows, corpus=study.label)) for study in studies],
+        [panel for study in studies for panel in table_panels(study, where(rows, corpus=study.label))],
         got="; ".join(texts),
         holds=None if generated else every(verdicts),
         criterion=Criterion(
@@ -229,31 +265,40 @@ def _reproduce(
                 if gains
                 else []
             ),
+            FORM_NOTE,
             NORM_NOTE,
+            *([EMBEDDINGS_NOTE] if len(studies[0].metrics) > 1 and len(_scorers(request)) < 2 else []),
             *((MINI_NOTE,) if small else ()),
             *((GENERATED_NOTE,) if generated else ()),
         ),
     )
 
 
-def about_gains(paper: Mapping[str, Mapping[str, Column]], gains: Mapping[str, float]) -> str:
-    """Return the printed gains in the first column of each corpus beside those that its printed values give.
+def about_gains(paper: Mapping[str, Mapping[str, Column]], gains: Mapping[str, Column]) -> str:
+    """Return the printed gains in every measure of each corpus beside those that its printed values give.
 
-    >>> about_gains({"De-En": {"bleu": {TRANSFORMER: 20.0, OC1: 21.0}}}, {"De-En": 4.9})
-    'De-En 4.9 (5.0)'
+    >>> about_gains({"De-En": {"bleu": {TRANSFORMER: 20.0, OC1: 21.0}}}, {"De-En": {"bleu": 4.9}})
+    'De-En bleu 4.9 (5.0)'
     """
     texts = []
     for label, columns in paper.items():
-        values = next(iter(columns.values()))
-        best = max(value for variant, value in values.items() if variant != TRANSFORMER)
-        texts.append(f"{label} {gains[label]:g} ({100 * (best / values[TRANSFORMER] - 1):.1f})")
+        for measure, values in columns.items():
+            best = max(value for variant, value in values.items() if variant != TRANSFORMER)
+            texts.append(f"{label} {measure} {gains[label][measure]:g} ({100 * (best / values[TRANSFORMER] - 1):.1f})")
     return ", ".join(texts)
 
 
 def _train(request: Request, item: str, study: Study, names: Sequence[str], seeds: int) -> list[FinishedRun]:
     folder = request.runs(f"zhang2021-{item}") / study.label.replace(" ", "-")
     finished = compare(
-        study.base, names, seeds=seeds, out=folder, resume="auto", progress=False, announce=request.announce
+        study.base,
+        names,
+        seeds=seeds,
+        out=folder,
+        jobs=request.jobs or 1,
+        resume="auto",
+        progress=False,
+        announce=request.announce,
     )
     return [FinishedRun.of(result) for result in finished.results]
 
@@ -320,14 +365,31 @@ def _row(study: Study, run: FinishedRun) -> dict[str, Any]:
     for metric in study.metrics:
         row[f"{metric}_ours"] = run.metrics.get(f"{metric},test")
         column = "skip_thought" if metric == "sentence_cosine" else metric
-        row[f"{metric}_paper"] = study.paper.get(column, {}).get(variant)
+        row[f"{metric}_paper"] = study.paper.get(column, {}).get(OC3 if variant in III else variant)
     return row
 
 
-def _panel(study: Study, rows: Sequence[Row]) -> Panel:
-    column = f"{study.metrics[0]}_ours"
-    # The Transformer has no strength and stands left of all.
-    known = [{**row, "strength": row["strength"] or STRENGTHS[-1] / 10} for row in rows if row[column] is not None]
-    series = lines(known, "strength", column, by="variant", style="dots")
-    title, y_label = "strength (Transformer: leftmost)", f"{study.metrics[0]} on test"
-    return Panel(study.label, title, y_label, series, x_scale="log")
+def table_panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
+    """Return a panel for each measure that was computed: means and errors by strength, and the paper's values."""
+    known = {metric: [row for row in rows if row[f"{metric}_ours"] is not None] for metric in study.metrics}
+    return [_panel(f"{study.label}, {metric}", metric, mine) for metric, mine in known.items() if mine]
+
+
+def _panel(title: str, metric: str, rows: Sequence[Row]) -> Panel:
+    strengths = list(dict.fromkeys(row["strength"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    printed = {row["variant"]: row[f"{metric}_paper"] for row in rows if row[f"{metric}_paper"] is not None}
+    series = []
+    for number, variant in enumerate(variants):
+        mine = where(rows, variant=variant)
+        shift = 0.12 * (number - (len(variants) - 1) / 2)
+        found = [
+            (place + shift, *mean_and_error([row[f"{metric}_ours"] for row in where(mine, strength=strength)]))
+            for place, strength in enumerate(strengths)
+            if where(mine, strength=strength)
+        ]
+        found += [(len(strengths) + shift, printed[variant], math.nan)] if variant in printed else []
+        x, means, errors = (list(column) for column in zip(*found, strict=True))
+        series.append(Series(variant, x, means, "dots", number, [0.0 if math.isnan(each) else each for each in errors]))
+    names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
+    return Panel(title, "strength", f"{metric} on test", series, names=[*names, *(["paper"] if printed else [])])

@@ -79,6 +79,9 @@ def theorem_2_1(request: Request) -> Reproduction:
     sizes = request.pick(
         toy=Sizes(4, 4, (1e-2, 1.0), random=20, restarts=2, steps=20),
         mini=Sizes(32, 16, (1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0), random=1000, restarts=16, steps=200),
+        medium=Sizes(
+            64, 32, (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0), random=10_000, restarts=64, steps=500
+        ),
         paper=Sizes(
             128, 64, (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0), random=20_000, restarts=128, steps=1000
         ),

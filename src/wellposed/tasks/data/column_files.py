@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError, listed, missing_extra
+from wellposed.finite_json import from_json
 from wellposed.tasks.data.files import TextFile, describe_file, read_text
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -107,7 +107,7 @@ def _parsed(file: TextFile) -> Iterable[tuple[int, Any]]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text) if text else _NOTHING
+        return from_json(text) if text else _NOTHING
     except ValueError as error:
         return error
 

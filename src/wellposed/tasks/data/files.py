@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
 
 BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
+_BLOCK = 1 << 20
+LONGEST_LINE = 1 << 26
+BOMB_BYTES, BOMB_RATIO = 1 << 28, 100
+"""Packed data may unpack to so many bytes, or to so many times its own size where that is more."""
 # Line ends, tabs, form feeds, ESC and everything from the space on: what UTF-8 and LATIN1 texts are made of.
 _TEXT_BYTES = bytes([*range(8, 14), 27, *range(32, 256)])
 
@@ -62,12 +68,14 @@ def read_text(path: Path) -> TextFile:
 
 
 def _read_bytes(path: Path) -> bytes:
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, expected a file")
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: is a pipe or a device, expected a file, as it is read more than once")
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise missing_file(path) from None
-    except IsADirectoryError:
-        raise DataError(f"{path}: is a folder, expected a file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -77,10 +85,34 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
         if path.suffix == ".gz" and stored:
             raise DataError(f"{path}: is named .gz but is not gzip; take .gz off its name if it is plain text")
         return stored
+    content = io.BytesIO()
     try:
-        return gzip.decompress(stored)
+        with gzip.GzipFile(fileobj=io.BytesIO(stored)) as file:
+            while block := file.read(_BLOCK):
+                content.write(block)
+                refuse_bomb(path, len(stored), content.tell())
+        return content.getvalue()
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: the gzip data is damaged or cut short ({error}); copy the file again") from None
+
+
+def bounded_lines(name: object, file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file; one of more than `LONGEST_LINE` bytes, as zeros without end are, is a `DataError`."""
+    for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), start=1):
+        if len(line) > LONGEST_LINE:
+            raise DataError(
+                f"{name}:{number}: a line of more than {LONGEST_LINE:,} bytes; is it a file of lines of text?"
+            )
+        yield line
+
+
+def refuse_bomb(path: Path, stored: int, unpacked: int) -> None:
+    """Refuse packed data that grows beyond all measure, before it takes all memory."""
+    if unpacked > max(BOMB_BYTES, BOMB_RATIO * stored):
+        raise DataError(
+            f"{path}: its {stored:,} bytes unpack to more than {BOMB_RATIO} times as many, {unpacked:,} so far, "
+            "which no text or image does; unpack it yourself if you trust it"
+        )
 
 
 def _not_utf8(path: Path, content: bytes, error: UnicodeDecodeError) -> DataError:

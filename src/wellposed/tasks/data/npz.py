@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.data.files import describe_file
+from wellposed.tasks.data.files import describe_file, refuse_bomb
 from wellposed.tasks.data.images import Images
 from wellposed.tasks.data.splits import cut_missing, load_splits
 from wellposed.tasks.task import Split
@@ -38,6 +37,11 @@ def _preferred(data: str, word: str | None) -> str:
     return str(chosen[0]) if len(trains) > 1 and len(chosen) == 1 else data
 
 
+def _unpacked_size(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        return sum(member.file_size for member in archive.infolist())
+
+
 def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
     """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz file."""
     import numpy as np
@@ -48,9 +52,12 @@ def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
             f"arrays x and y; write it with {HOW_TO_SAVE}"
         )
     try:
+        refuse_bomb(path, path.stat().st_size, _unpacked_size(path))
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged archive raises whatever its reader meets in it
         raise DataError(
             f"{path}: cannot be read as npz without unpickling ({error}); save it again with {HOW_TO_SAVE}"
         ) from None

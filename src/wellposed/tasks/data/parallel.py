@@ -22,7 +22,7 @@ from typing import Any
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
 from wellposed.tasks.data import column_files
 from wellposed.tasks.data.files import TextFile, missing_file, read_text
-from wellposed.tasks.data.splits import SPLIT_WORDS, cut_missing, load_splits
+from wellposed.tasks.data.splits import SPLIT_WORDS, cut_missing, load_hub_split, load_splits
 from wellposed.tasks.task import SPLITS, Split
 
 WORDS: dict[Split, tuple[str, ...]] = {
@@ -70,13 +70,18 @@ class ParallelTexts:
         return ParallelTexts(lowered[0], lowered[1], self.paths, self.lines)
 
 
-def load_parallel(data: str, languages: Languages) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
+def load_parallel(
+    data: str, languages: Languages, *, test: str | None = None
+) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
     """Return the pairs of every split and the description of where they came from.
 
-    A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as such.
+    A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as such. ``test`` says
+    where the test split is instead.
     """
     if languages.src == languages.tgt:
         raise ConfigError(f"src = tgt = {languages.src!r}; expected two languages")
+    if test is not None and languages.test_set is not None:
+        raise ConfigError(f"test = {test!r} and test_set = {languages.test_set!r}: give one")
     stems = {} if data.startswith("hf:") else _aligned_stems(Path(data), languages)
     if stems:
         pairs, described = _from_stems(data, stems, languages)
@@ -87,6 +92,8 @@ def load_parallel(data: str, languages: Languages) -> tuple[dict[Split, Parallel
             read_file=lambda path: _read_file(path, languages),
             read_hub=lambda rows, where: _read_hub(rows, where, languages),
         )
+    if test is not None:
+        pairs["test"], described["test"] = _load_test(test, languages)
     for texts in pairs.values():
         _refuse_empty(texts)
     where, remedy = pairs["train"].paths[0], "put files of these splits beside it"
@@ -120,6 +127,20 @@ def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, 
         if stem is not None:
             chosen[split] = (complete[stem][languages.src], complete[stem][languages.tgt])
     return chosen
+
+
+def _load_test(test: str, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
+    """Return the pairs of a test set that lies elsewhere, and the description of where they came from."""
+    if test.startswith("hf:"):
+        rows = load_hub_split(test, "test")
+        return _read_hub(rows, f"{test} (test)", languages), {"source": test, "rows": len(rows)}
+    path = Path(test)
+    if not path.is_file():
+        raise missing_file(path)
+    if stems := _stems_of_file(path, languages):
+        pairs, described = _from_stems(test, stems, languages)
+        return pairs["train"], described
+    return _read_file(path, languages)
 
 
 def _stems_of_file(path: Path, languages: Languages) -> dict[Split, tuple[Path, Path]]:

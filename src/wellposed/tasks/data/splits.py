@@ -170,8 +170,24 @@ def _matches(names: Sequence[str], start: str, end: str, *, loose: bool) -> list
     return [name for name in names if pattern.fullmatch(name)]
 
 
+def load_hub_split(data: str, split: Split) -> Any:
+    """Load one split of ``hf:name[:config]``, by the name it has there."""
+    return _load_hub(data, split=split)
+
+
 def load_hub_dataset(data: str) -> dict[Split, Any]:
     """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
+    loaded = _load_hub(data)
+    if "train" not in loaded:
+        raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
+    splits: dict[Split, Any] = {}
+    for split, words in SPLIT_WORDS.items():
+        held = [word for word in words if word in loaded]
+        splits |= {split: loaded[held[0]]} if held else {}
+    return splits
+
+
+def _load_hub(data: str, **how: Any) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -180,16 +196,9 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
     if not name:
         raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
     try:
-        loaded: Any = datasets.load_dataset(name, config or None)
+        return datasets.load_dataset(name, config or None, **how)
     except Exception as error:
         raise DataError(f"{data}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if "train" not in loaded:
-        raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
-    splits: dict[Split, Any] = {}
-    for split, words in SPLIT_WORDS.items():
-        held = [word for word in words if word in loaded]
-        splits |= {split: loaded[held[0]]} if held else {}
-    return splits
 
 
 def cut_missing(

@@ -21,7 +21,7 @@ class Decoding:
     beams: int = 4
     """Beams; 1 is greedy."""
     length_penalty: float = 1.0
-    """Exponent a: a finished text scores log p / length^a."""
+    """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a by a `GNMTLengthPenalty`."""
     num_return: int = 1
     """Texts per input, best first; at most ``beams``."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -42,16 +42,9 @@ class LanguageModelTask(TokenTask["BlockDataset"]):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        from wellposed.tasks.batches.blocks import BlockDataset
-
         encoded: dict[Split, Encoded] = {split: self._encode(encoder, texts[split]) for split in SPLITS}
         blocks: dict[Split, BlockDataset] = {
-            split: BlockDataset(
-                found.ids.flat,
-                seq_len=seq_len,
-                where=f"{source['source']} ({split})",
-                token_bytes=found.token_bytes,
-            )
+            split: self._cut(encoder, found, seq_len=seq_len, where=f"{source['source']} ({split})")
             for split, found in encoded.items()
         }
         unknown = {split: encoded[split].unknown_description() for split in SPLITS}
@@ -60,6 +53,13 @@ class LanguageModelTask(TokenTask["BlockDataset"]):
 
     def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
         return encoder.encode([text])
+
+    def _cut(self, encoder: TextEncoder, encoded: Encoded, *, seq_len: int, where: str) -> BlockDataset:
+        """Return the examples of a split."""
+        from wellposed.tasks.batches.blocks import BlockDataset
+
+        del encoder
+        return BlockDataset(encoded.ids.flat, seq_len=seq_len, where=where, token_bytes=encoded.token_bytes)
 
     def lengths(self, split: Split) -> Sequence[int]:
         from wellposed.tasks.batches.blocks import BlockLengths

@@ -40,6 +40,8 @@ class PairOptions(Protocol):
     def generate_max_examples(self) -> int | None: ...
     @property
     def generate_length_penalty(self) -> float: ...
+    @property
+    def generate_length_penalty_form(self) -> str: ...
 
 
 def check_pair_options(task: str, options: PairOptions, *sizes: str) -> None:
@@ -175,7 +177,8 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         decoding = self._decoding()
         return {
             "beams": decoding.beams,
-            "length_penalty": decoding.length_penalty,
+            "length_penalty": float(decoding.length_penalty),
+            "length_penalty_form": self._pair_options.generate_length_penalty_form,
             "max_examples": self._pair_options.generate_max_examples,
             "signatures": self._signatures,
         }
@@ -184,7 +187,12 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         from wellposed.tasks.kinds.generate import Decoding
 
         options = self._pair_options
-        return Decoding(beams=options.generate_beams, length_penalty=options.generate_length_penalty)
+        penalty = options.generate_length_penalty
+        if options.generate_length_penalty_form == "gnmt":
+            from wellposed.models import GNMTLengthPenalty
+
+            penalty = GNMTLengthPenalty(penalty)
+        return Decoding(beams=options.generate_beams, length_penalty=penalty)
 
     @abstractmethod
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.files import missing_file
+from wellposed.tasks.data.files import bounded_lines, missing_file
 from wellposed.tasks.metrics.names import VECTOR_METRICS
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         number = 0
         try:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(bounded_lines(path, file), start=1):
                 yield number, line.decode("utf-8").rstrip("\r\n ")
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
@@ -170,7 +170,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _word2vec_header(line: str) -> tuple[int, int] | None:
     parts = line.split()
-    if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
+    if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
         return int(parts[0]), int(parts[1])
     return None
 
@@ -182,7 +182,8 @@ def _parse(line: str, width: int) -> tuple[str, Vectors]:
         counted = sum(map(_is_number, fields[1:]))
         raise ValueError(f"expected a word and {width} numbers, received {counted} numbers: {line[:60]!r}")
     try:
-        vector = np.array(numbers, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what is beyond float32 is named below
+            vector = np.array(numbers, dtype=np.float32)
     except ValueError:
         wrong = next(text for text in numbers if not _is_number(text))
         raise ValueError(f"expected a word and {width} numbers, received {wrong!r} among them") from None

@@ -1,0 +1,131 @@
+"""Measure the rows of this folder, on a CPU or a GPU, and keep them.
+
+python -m benchmarks --list                         what there is: what it measures, minutes, goal
+python -m benchmarks                                every row that needs nothing
+python -m benchmarks ball penalties --rounds 3
+python -m benchmarks --device cuda                  those that run on a GPU
+python -m benchmarks predict --model runs/de-en --data lines.txt
+python -m benchmarks ball --quick --out /tmp/tried  tiny sizes: does the code run
+
+Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md, and each row is
+compared with the same row of the last run on the same machine. Run it from the repository, on a machine at rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import gc
+import importlib
+import os
+import pkgutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+# The mathematics libraries read it when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from benchmarks.page import lines_while_measuring, table
+from benchmarks.record import Json, Record, compared
+from benchmarks.rows import Benchmark, Setup
+
+HERE = Path(__file__).parent
+
+
+def benchmarks() -> Iterator[tuple[str, Benchmark]]:
+    """Return every module that has rows."""
+    for module in pkgutil.iter_modules([str(HERE)]):
+        found = None if module.name == "__main__" else importlib.import_module(f"benchmarks.{module.name}")
+        if hasattr(found, "BENCHMARK"):
+            yield module.name, getattr(found, "BENCHMARK")  # noqa: B009
+
+
+def arguments_of(words: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="benchmarks to run; all that need nothing")
+    parser.add_argument("--list", action="store_true", help="name them and end")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, help="rounds that count, in place of each row's own number")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, without goals; kept only with --out")
+    parser.add_argument("--out", type=Path, help="folder of SPEED.md and results/")
+    parser.add_argument("--model", help="a model folder, for benchmarks that need one")
+    parser.add_argument("--data", help="a data file, for benchmarks that need one")
+    return parser.parse_args(words)
+
+
+def refusal(name: str, one: Benchmark, setup: Setup) -> str | None:
+    """Return why a benchmark cannot run here, in a line."""
+    if setup.device not in one.devices and not setup.quick:
+        return f"runs on {' and '.join(one.devices)} alone"
+    missing = [f"--{need} ..." for need in one.needs if getattr(setup, need) is None]
+    return f"python -m benchmarks {name} {' '.join(missing)}" if missing else None
+
+
+def measure(one: Benchmark, setup: Setup, last: Json) -> tuple[list[Json], bool]:
+    """Return the rows, each shown when it comes, and whether all came."""
+    rows: list[Json] = []
+    try:
+        for row in one.rows(setup):
+            rows.append(compared(replace(row, goal=None) if setup.quick else row, last))
+            for line in lines_while_measuring(rows[-1]):
+                print(line, flush=True)
+    except Exception:
+        traceback.print_exc()
+        return rows, False
+    return rows, True
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run what is named."""
+    given, known = arguments_of(words), dict(benchmarks())
+    unknown = [name for name in given.names if name not in known]
+    if unknown:
+        near = {name: difflib.get_close_matches(name, known, 3) for name in unknown}
+        print(
+            "; ".join(f"no benchmark {name!r}; near: {near[name] or list(known)}" for name in unknown), file=sys.stderr
+        )
+        return 2
+    if given.list:
+        print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
+        for name, one in known.items():
+            print(f"| {name} | {one.measures} | {one.minutes:g} | {one.goal} | {', '.join(one.devices)} |")
+        return 0
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA here")
+        return 0
+    torch.set_num_threads(given.threads)
+    setup = Setup(given.device, given.threads, given.rounds, given.quick, given.model, given.data)
+    out = given.out or (None if given.quick else HERE)
+    record = Record.today((out or HERE) / "results", setup)
+    gc.collect()
+    gc.freeze()  # what is loaded by now need not be walked again while a clock runs
+    failed: list[str] = []
+    for name in given.names or known:
+        why_not = refusal(name, known[name], setup)
+        print(f"{name}: {why_not or known[name].measures}", flush=True)
+        if why_not is not None:
+            continue
+        began = time.perf_counter()
+        rows, is_whole = measure(known[name], setup, record.last(name))
+        print(f"  {time.perf_counter() - began:.0f} s", flush=True)
+        failed += [] if is_whole else [name]
+        if out is not None and rows:
+            record.keep(name, rows)
+            (out / "SPEED.md").write_text(table(out / "results", known), "utf-8")
+    if failed:
+        print(f"stopped by an error: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""What is shown of rows: lines while they are measured, and the page made of all that was kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.record import Json
+from benchmarks.rows import Benchmark
+
+HEAD = """# Speed, measured
+
+Made by `python -m benchmarks` from `benchmarks/results/*.json`; do not edit. Each value is the median over rounds in
+which all sides take turns in one process, with the spread of the middle 80 % of rounds (all of them where there are
+few). **Bold** misses its goal. Load is the machine's load average when the row was measured: on a busy machine read
+ratios, not seconds. Earlier rows, written by hand, are in [RESULTS.md](RESULTS.md)."""
+
+
+def against(row: Json) -> str:
+    """Return how a row stands to the last one; one whose spreads do not meet is flagged."""
+    last = row.get("last")
+    if last is None:
+        return ""
+    ratio = "" if last["ratio"] is None else f"{last['ratio']:.2f}x "
+    return f"{ratio}of {last['date']}{', **outside its spread**' if last['outside'] else ''}"
+
+
+def shown(row: Json) -> str:
+    """Return the value and its spread."""
+    value = f"{row['value']:.3g}"
+    return value if row["low"] == row["high"] else f"{value} [{row['low']:.3g}, {row['high']:.3g}]"
+
+
+def table(folder: Path, known: dict[str, Benchmark]) -> str:
+    """Return the page: for each machine the newest rows of every benchmark, then what no GPU has measured yet."""
+    lines = [HEAD]
+    measured_on_gpu: set[str] = set()
+    for described, days in by_machine(folder).items():
+        lines += ["", f"## {described}"]
+        for name, (date, record) in sorted(days.items()):
+            if record["device"] == "cuda":
+                measured_on_gpu.add(name)
+            about = known[name].measures if name in known else "no longer measured"
+            lines += ["", f"### {name}: {about}", "", under(date, record), ""]
+            lines += ["| row | value | goal | ours / other | load | against the last |", "|---|---|---|---|---|---|"]
+            lines += [line_of(row) for row in record["benchmarks"][name]["rows"]]
+    waiting = {name: one for name, one in known.items() if "cuda" in one.devices and name not in measured_on_gpu}
+    if waiting:
+        lines += ["", "## On a GPU: not measured yet", "", "`python -m benchmarks --device cuda` fills these.", ""]
+        lines += ["| benchmark | measures | goal | value |", "|---|---|---|---|"]
+        lines += [f"| {name} | {one.measures} | {one.goal} | not measured |" for name, one in waiting.items()]
+    return "\n".join(lines) + "\n"
+
+
+def by_machine(folder: Path) -> dict[str, dict[str, tuple[str, Json]]]:
+    """Return, by machine and benchmark, the newest day and the record of it."""
+    found: dict[str, dict[str, tuple[str, Json]]] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem[-10:]):
+        record = json.loads(path.read_text("utf-8"))
+        made = record["machine"]
+        name = f"{made.get('gpu', made['cpu'])}, {made['cores']} cores, {' '.join(made['flags']) or 'no AVX'}"
+        name += ", tiny sizes" * record["quick"]
+        found.setdefault(name, {}).update(dict.fromkeys(record["benchmarks"], (record["date"], record)))
+    return found
+
+
+def under(date: str, record: Json) -> str:
+    """Return the circumstances of rows."""
+    packages = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    threads = f"{record['threads']} thread{'s' * (record['threads'] != 1)}"
+    return f"{date}, {record['device']}, {threads}; {packages}."
+
+
+def line_of(row: Json) -> str:
+    """Return a row of the table."""
+    bold = "**" if row["met"] is False else ""
+    raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
+    name = row["name"].replace("|", "\\|")
+    return f"| {name} | {bold}{shown(row)}{bold} | {row['goal'] or ''} | {raw} | {row['load']} | {against(row)} |"
+
+
+def lines_while_measuring(row: Json) -> Iterator[str]:
+    """Return what the terminal shows of a row."""
+    verdict = {True: "met", False: "NOT MET", None: ""}[row["met"]]
+    goal = f"  goal {row['goal']}: {verdict}" if row["goal"] else ""
+    yield f"  {row['name']}: {shown(row)}{goal}"
+    if "last" in row:
+        yield f"    {against(row).replace('**', '')}"

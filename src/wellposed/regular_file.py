@@ -1,0 +1,27 @@
+"""Reading files of folders that came from elsewhere, where a pipe or a device may stand in the place of a file."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, from which nothing or no end might ever come.
+
+    >>> read_bytes(Path("/dev/zero"))
+    Traceback (most recent call last):
+    ...
+    OSError: [Errno 22] is a pipe or a device, expected a file: '/dev/zero'
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a pipe or a device, expected a file", str(path))
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a UTF-8 file, as `read_bytes`; line ends stay as they are."""
+    return read_bytes(path).decode("utf-8")

@@ -1,0 +1,270 @@
+"""Faults that the harness found, each by its smallest case."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.support import stub_task
+
+from wellposed.cli import main
+from wellposed.cli.prediction.lines import LineSource
+from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
+from wellposed.measurement import Measurement
+from wellposed.models import load_saved_model
+from wellposed.recipes.reproduction_page import reproduction_page
+from wellposed.report import aggregate, build_report
+from wellposed.tasks.data import files
+from wellposed.tasks.data.labelled import load_labelled
+from wellposed.tasks.data.npz import read_npz
+from wellposed.tasks.metrics.embedding import read_word_vectors
+from wellposed.training import checkpoints, read_result
+from wellposed.training.certified_file import read_certified
+from wellposed.training.config import RunConfig, read_toml
+from wellposed.training.run_folder import write_config
+from wellposed.training.tensors import encode
+
+DEEP = "[" * 100_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run of the stub."""
+    out = tmp_path_factory.mktemp("found") / "run"
+    stub_task.run(stub_task.make_config(learning_rate=2.0), out)
+    return out
+
+
+@pytest.fixture
+def folder(run: Path, tmp_path: Path) -> Path:
+    """Return a copy of the run without its manifest."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "manifest.json").unlink()
+    return copy
+
+
+def test_nesting_without_end_is_an_error_of_ours(tmp_path: Path, folder: Path) -> None:
+    (folder / "certified.json").write_text(DEEP)
+    with pytest.raises(DataError, match=r"certified\.json: nested too deeply"):
+        read_certified(folder, run_date="d")
+    (folder / "certified.json").unlink()
+    (folder.parent / "compare.json").write_text(DEEP)
+    with pytest.raises(DataError, match=r"compare\.json: expected"):
+        aggregate([folder])
+    (tmp_path / "deep.toml").write_text("a = " + DEEP)
+    with pytest.raises(ConfigError, match=r"deep\.toml: cannot be read: nested too deeply"):
+        read_toml(tmp_path / "deep.toml")
+    rows = tmp_path / "rows.train.jsonl"
+    rows.write_text('{"label": ' + DEEP + "\n")
+    with pytest.raises(DataError, match=r"rows\.train\.jsonl:1: not JSON: nested too deeply"):
+        load_labelled(str(rows), valid=None, test=None)
+    (folder / "result.json").write_text(DEEP)
+    with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
+        read_result(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train_info": []}, {"results": {"stub": {"nats,valid": "x"}}}, {"results": []}, {"task": []}, {"config": {}},
+        {"train_info": {"status": "well"}},
+    ],
+)  # fmt: skip
+def test_a_result_of_other_types_is_refused(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
+        read_result(folder)
+
+
+def test_a_wrong_name_is_not_repeated_at_length() -> None:
+    assert len(str(unknown_name("cell", "x" * 30_000, ["key"]))) < 400
+
+
+def test_a_claim_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
+    claim = {
+        "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "a", "we_got": "b", "holds": True, "seconds": 1.0,
+        "criterion": {"test": "t", "seeds": 3, "uncertainty": "u"}, "notes": ["n"], "command": "c", "data": None,
+    }  # fmt: skip
+    path = tmp_path / "kim2021-figure-2.json"
+    path.write_text(json.dumps(claim))
+    assert "## kim2021/figure-2" in reproduction_page(tmp_path)
+    broken = [json.dumps({**claim, name: {"a": 1}}) for name in ("holds", "notes", "seconds", "criterion", "we_got")]
+    for content in ("", "{", "null", DEEP, json.dumps(claim)[:-9], *broken):
+        path.write_text(content)
+        assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
+
+
+def test_packed_data_that_grows_beyond_all_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
+    bomb = tmp_path / "a.txt.gz"
+    bomb.write_bytes(gzip.compress(b"a" * (1 << 22)))
+    with pytest.raises(DataError, match=r"a\.txt\.gz: its .* bytes unpack to more than 100 times as many"):
+        files.read_text(bomb)
+    honest = tmp_path / "b.txt.gz"
+    words = " ".join(map(str, range(40_000)))
+    honest.write_bytes(gzip.compress(words.encode()))
+    assert files.read_text(honest).text == words
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((4000, 28, 28), np.uint8), y=np.zeros(4000, np.int64))
+    with pytest.raises(DataError, match=r"a\.npz: its .* bytes unpack to more than 100 times"):
+        read_npz(tmp_path / "a.npz")
+
+
+def test_an_archive_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """The flag that says "encrypted" made zipfile raise a RuntimeError."""
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.zeros((2, 4, 4), np.uint8), y=np.zeros(2, np.int64))
+    data = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + place] |= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.npz: cannot be read as npz"):
+        read_npz(path)
+
+
+@pytest.mark.parametrize("values", [{"best_metrics": []}, {"step": "3"}, {"window": 5}, {"window": {"steps": "x"}}])
+def test_a_forged_state_of_a_checkpoint_is_refused(run: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    checkpoint = Path(shutil.copytree(run / "checkpoint-12", tmp_path / "checkpoint-12"))
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    model = stub_task.make_model(stub_task.make_config(), None)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        checkpoints.load_checkpoint(checkpoint, model)
+    for content in (b"", b"\xff" * 20, encode({"x": torch.zeros(2)})[:-3]):
+        (checkpoint / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError):
+            checkpoints.load_checkpoint(checkpoint, model)
+
+
+def test_the_best_weights_outlive_the_rest_of_their_checkpoint(run: Path, tmp_path: Path) -> None:
+    """They were given up for a flipped bit in the random states beside them."""
+    out = Path(shutil.copytree(run, tmp_path / "run"))
+    result = json.loads((out / "result.json").read_text())
+    best = result["train_info"]["best_step"]
+    assert best < 12
+    before = (out / "final" / "model.safetensors").read_bytes()
+    shutil.rmtree(out / "final")
+    for name in (
+        "result.json",
+        f"checkpoint-{best}/random_states_0.safetensors",
+        f"checkpoint-{best}/trainer_state.json",
+    ):
+        (out / name).unlink()
+    again = stub_task.run(stub_task.make_config(learning_rate=2.0), out, resume="auto")
+    assert again.result["results"] == result["results"]
+    assert "reason" not in again.result["train_info"]
+    assert (out / "final" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+@pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "env.json", "config.toml"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    out = tmp_path / "page.html"
+    if name == "config.toml":
+        (folder / "result.json").unlink()
+        with pytest.raises(ConfigError, match="pipe or a device"):
+            read_toml(folder / name)
+        assert "unfinished" in aggregate([folder]).table()
+    else:
+        with pytest.raises(DataError, match=rf"{name}: .*pipe or a device"):
+            build_report([folder], out)
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device here")
+def test_endless_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.json").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="pipe or a device"):
+        Measurement.from_json(tmp_path / "m.json")
+    with pytest.raises(DataError, match="/dev/zero: is a pipe or a device"):
+        files.read_text(Path("/dev/zero"))
+    assert main(["train", "char_lm", "--config", "/dev/zero", "--out", str(tmp_path / "x")]) != 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_is_shown_and_does_not_break_a_page(run: Path, tmp_path: Path) -> None:
+    """The system gives such names as lone surrogates, which no UTF-8 output takes."""
+    odd = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"run-\xff\x1b[31m")))
+    out = tmp_path / "page.html"
+    words = ["-m", "wellposed", "report", str(odd), "--out", str(out)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "run-\\udcff" in out.read_text(encoding="utf-8")
+    shutil.rmtree(odd)
+    done = subprocess.run([sys.executable, *words], capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"run-\\udcff\\x1b[31m: does not exist" in done.stderr
+    with pytest.raises(ConfigError, match=r"config\.toml: .* is no text"):
+        write_config(tmp_path, RunConfig("char_lm", {"data": "\udcff"}))
+
+
+def test_a_tokenizer_without_padding_is_an_error_of_ours() -> None:
+    from wellposed.cli.prediction.labels import label_lines
+
+    class Bare:
+        name_or_path, pad_token, model_max_length, init_kwargs = "here", None, 9, {}
+
+        def __call__(self, *sides: list[str], **_: object) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[1, 2] for _ in sides[0]]}
+
+    model: Any = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(max_position_embeddings=9, model_type="bert")
+    with pytest.raises(CheckpointError, match="here: the tokenizer has no padding token"):
+        list(label_lines(model, Bare(), ["a line"], 1))
+
+
+def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    load_saved_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"):
+        load_saved_model(tmp_path)
+
+
+def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
+    with pytest.raises(DataError, match=r"vectors\.txt:1: "):
+        read_word_vectors(path)
+    path.write_text("the 1 1e300\n")
+    with pytest.raises(DataError, match=r"vectors\.txt:1: a number is not finite"):
+        read_word_vectors(path)
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four gigabytes of one letter, packed to four megabytes, took all memory."""
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    path = tmp_path / "lines.gz"
+    beyond = r"lines\.gz:2: a line of more than"
+    path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
+    with LineSource(text=None, path=path) as source, pytest.raises(DataError, match=beyond):
+        list(source)
+    with pytest.raises(DataError, match=beyond):
+        read_word_vectors(path)
+    path.write_bytes(gzip.compress(b"a\r\n" + b"b" * 999))
+    with LineSource(text=None, path=path) as source:
+        assert list(source) == ["a", "b" * 999]
+
+
+@pytest.mark.parametrize("change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}])
+def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=r"result\.json: .* expected a number; the file is damaged"):
+        aggregate([folder])

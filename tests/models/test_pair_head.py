@@ -1,0 +1,147 @@
+"""The head of pairs: its features by hand, and the bound of both vectors moving, attained and attacked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wellposed as wp
+from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.models import PairHead, WellposedConfig, WellposedForSequencePairClassification
+
+NORMS: list[Any] = ["tok", 2, "inf"]
+
+
+class HiddenOfBoth(nn.Module):
+    """``(batch, 2, width) -> W_1 [a, b, a*b, a-b] / c`` of the two tokens a, b, nothing shared with the library."""
+
+    def __init__(self, head: PairHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x[:, 0], x[:, 1]
+        if isinstance(self.head.projection, wp.nn.BallProjection):
+            a, b = (v / v.norm(dim=-1, keepdim=True).clamp(min=1) for v in (a, b))
+            scale = 1 / math.sqrt(10)
+        else:
+            scale = 1.0
+        return torch.cat([a, b, a * b, a - b], -1) @ self.head.hidden.weight.T * scale + self.head.hidden.bias
+
+
+def head_of(width: int, hidden: int, *, unit: bool, scale: float = 1.0, seed: int = 0) -> PairHead:
+    torch.manual_seed(seed)
+    head = PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
+    with torch.no_grad():
+        head.hidden.weight.mul_(scale)
+    return head
+
+
+def slope_of(head: PairHead, norm: Any, radius: float | None = None) -> float:
+    """The factor of the hidden layer, out of the certificate."""
+    layers = wp.certify(head, seq_len=2, norm=norm, radius=radius, cross_check=False).layers
+    return math.prod(layer.lipschitz for layer in layers if layer.path in ("projection", "hidden"))
+
+
+def size(x: Tensor, norm: Any) -> Tensor:
+    return {"tok": x.norm(dim=-1).amax(-1), 2: x.flatten(1).norm(dim=-1), "inf": x.abs().flatten(1).amax(-1)}[norm]
+
+
+@pytest.mark.parametrize("radius", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_constant_of_the_features_is_attained(norm: Any, radius: float) -> None:
+    head = head_of(4, 16, unit=False).requires_grad_(False)
+    head.hidden.weight.copy_(torch.eye(16))
+    end = radius * torch.tensor([[[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]], dtype=torch.float64)
+    near = end * (1 - 1e-6)
+    hidden = HiddenOfBoth(head)
+    slope = float(size((hidden(end) - hidden(near))[:, None], norm) / size(end - near, norm))
+    expected = {"tok": math.sqrt(6 + 4 * radius**2), 2: math.sqrt(3 + 2 * radius**2), "inf": max(2, 2 * radius)}[norm]
+    assert slope == pytest.approx(expected, rel=1e-4)
+    assert slope <= slope_of(head, norm, radius) <= expected * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_two_pairs_are_mapped_further_apart_than_the_bound(norm: Any, scale: float, unit: bool) -> None:
+    radius = 3.0
+    head = head_of(6, 10, unit=unit, scale=scale).requires_grad_(False)
+    hidden = HiddenOfBoth(head)
+    bound = slope_of(head, norm, radius)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2000, 2, 6, generator=generator, dtype=torch.float64)
+    x = x / x.norm(dim=-1, keepdim=True) * radius * torch.rand(2000, 2, 1, generator=generator, dtype=torch.float64)
+    near = x[:1000] + 1e-5 * x[1000:]
+    near = near / (near.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
+    for y in (x[1000:], near):
+        slopes = size((hidden(y) - hidden(x[:1000]))[:, None], norm) / size(y - x[:1000], norm)
+        assert 0.01 * bound < float(slopes.max()) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_attack_on_inputs_and_weights_beats_the_bound(norm: Any, unit: bool) -> None:
+    """The ratio is ascended over both vectors, their moves and the weights, and then measured against `certify`."""
+    best = 0.0
+    for seed in range(2):
+        head = head_of(3, 4, unit=unit, seed=seed)
+        hidden = HiddenOfBoth(head)
+        radius = 1.0 if unit else 0.7
+        generator = torch.Generator().manual_seed(seed)
+        at, move = torch.randn(2, 64, 2, 3, generator=generator, dtype=torch.float64).unbind()
+        at, move = at.requires_grad_(), move.requires_grad_()
+        weight = head.hidden.weight
+        optimizer = torch.optim.Adam([at, move, weight], lr=0.03, maximize=True)
+        for _ in range(100):
+            x = at / (at.norm(dim=-1, keepdim=True) / (0.999 * radius)).clamp(min=1)
+            step = move / size(move, norm)[:, None, None] * 1e-3 * radius
+            ratio = size((hidden(x + step) - hidden(x))[:, None], norm) / (1e-3 * radius)
+            optimizer.zero_grad()
+            (ratio.max() / torch.linalg.matrix_norm(weight, 2)).log().backward()
+            optimizer.step()
+        weight.requires_grad_(False)
+        head.hidden.bias.requires_grad_(False)
+        x, y = (x + step).detach(), x.detach()
+        x = x / (x.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
+        found = float((size((hidden(x) - hidden(y))[:, None], norm) / size(x - y, norm)).max())
+        best = max(best, found / slope_of(head, norm, radius))
+    assert best <= 1 + 1e-9
+    assert best > (0.9 if norm != "inf" or not unit else 0.3)
+
+
+def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz() -> None:
+    head = head_of(8, 12, unit=True)
+    with torch.no_grad():
+        for weight in (head.hidden.weight, head.output.weight):
+            wp.linalg.cap_spectral_norm_(weight.mul_(50))
+    certificate = wp.certify(head, seq_len=2, cross_check=False)
+    assert certificate.total <= 1 + 1e-6
+    assert head(torch.full((1, 8), 1e6).double(), torch.zeros(1, 8).double()).isfinite().all()
+
+
+def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands() -> None:
+    config = WellposedConfig(
+        vocab_size=9, hidden_size=8, num_attention_heads=2, num_labels=2, norm="none", attention="l2_tied"
+    )
+    model = WellposedForSequencePairClassification(config).eval()
+    certificate = wp.certify(model, seq_len=4)
+    assert certificate.total == math.inf
+    assert [layer.path for layer in certificate.uncertified] == ["classifier"]
+    with pytest.raises(NotLipschitzError, match=r"classifier \(PairHead\): two inputs meet in a product"):
+        certificate.require()
+    on_a_ball = wp.certify(model, seq_len=4, radius=2.0)
+    assert math.isfinite(on_a_ball.total)
+    assert wp.lipschitz_lower_bound(model, (8, 8), radius=2.0, restarts=2, steps=10).ratio(on_a_ball) <= 1
+
+
+def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused() -> None:
+    head = head_of(4, 6, unit=True)
+    head.hidden.register_forward_hook(lambda *_: None)
+    assert "forward hook" in wp.certify(head, seq_len=2, cross_check=False).layers[0].reason
+    with pytest.raises(ConfigError, match="even"):
+        PairHead(4, 7, 2, unit_lipschitz=True)

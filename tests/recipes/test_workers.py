@@ -1,0 +1,115 @@
+"""Runs in parallel processes: the same bits as one after the other, and nothing left behind however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support import worker_jobs
+from tests.support.worker_jobs import one_of_two
+
+from wellposed.cli import main
+from wellposed.errors import ConfigError, DataError, WellposedError
+from wellposed.recipes.workers import SPAWN, Workers, check_jobs
+
+# A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
+WORDS = [
+    "compare", "listops", "--variants", "post_ln,key:1e38", "--seeds", "2", "--steps", "3", "--schedule", "constant",
+    "--min-length", "5", "--max-length", "12", "--num-train", "32", "--num-valid", "8", "--num-test", "12",
+    "--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2", "--batch-size",
+    "4", "--log-every", "1",
+]  # fmt: skip
+
+
+def work_to_the_end(workers: Workers) -> None:
+    with workers:
+        while workers.at_work():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("way", "raises", "says", "other"),
+    [("error", DataError, "row 7: no label", "stopped"), ("killed", WellposedError, "exit status -9", "finished")],
+)
+def test_a_worker_that_fails(way: str, raises: type[Exception], says: str, other: str, tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    workers = Workers(2, one_of_two, tmp_path, SPAWN.Value("i", 0), way)
+    with pytest.raises(raises, match=says):
+        work_to_the_end(workers)
+    assert (tmp_path / way).read_text() == other
+    assert SPAWN.active_children() == []
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_jobs_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([*WORDS, "--jobs", "0"], ["reproduce", "kim2021/figure-3", "--jobs", "0"]):
+        assert main(words) == 2
+        assert "jobs = 0, expected at least 1" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="jobs = 2 under torchrun"):
+        check_jobs(2)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_parent_that_is_killed_or_asked_to_stop(how: signal.Signals, tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, worker_jobs.__file__, str(tmp_path)])
+    try:
+        wait_until(lambda: said(tmp_path) == ["at work"] * 2)
+        workers = [int(path.name) for path in tmp_path.iterdir()]
+        parent.send_signal(how)
+        parent.wait(timeout=100)
+        wait_until(lambda: not any(map(lives, workers)))
+    finally:
+        parent.kill()
+    assert said(tmp_path) == ["stopped"] * 2
+    assert parent.returncode == (-how if how == signal.SIGKILL else 0)
+
+
+@pytest.mark.slow
+def test_parallel_runs_leave_the_bits_of_serial_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    assert main([*WORDS, "--jobs", "2", "--out", str(two)]) == 1, "a run whose loss is not finite has failed"
+    parallel = capsys.readouterr()
+    assert main([*WORDS, "--out", str(one), "--quiet"]) == 1
+    serial = capsys.readouterr()
+    assert [line[:5] for line in parallel.out.splitlines() if line.startswith("[")] == [
+        "[1/4]",
+        "[2/4]",
+        "[3/4]",
+        "[4/4]",
+    ]
+    assert serial.out.splitlines()[:-1] == parallel.out.splitlines()[4:-1], "the same table"
+    assert parallel.err.count("failed: ") == serial.err.count("failed: ") == 2
+    runs = sorted(one.glob("*/seed-*"))
+    assert len(runs) == 4
+    for run in runs:
+        twin = two / run.relative_to(one)
+        for path in (run / "config.toml", *run.glob("final/*.safetensors"), *run.glob("checkpoint-*/*.safetensors")):
+            assert path.read_bytes() == (twin / path.relative_to(run)).read_bytes(), path
+    assert len(list(one.glob("*/seed-*/final/model.safetensors"))) == 2
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def said(folder: Path) -> list[str]:
+    return [path.read_text() for path in folder.iterdir()]
+
+
+def lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

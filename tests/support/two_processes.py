@@ -1,0 +1,56 @@
+"""Two processes of one run on this machine; run as a script it gives them one command after the other.
+
+``python two_processes.py COMMANDS.json``: a list of lists of words; prints the exit statuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from wellposed.cli import main
+
+
+def start_two(*words: str | Path) -> list[subprocess.Popen[str]]:
+    """Start ``python WORDS`` twice, as two processes of one run on the CPU."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def run_commands(commands: Sequence[Sequence[str]], folder: Path) -> tuple[list[int], str]:
+    """Run the commands one after the other in two processes; return the first one's exit statuses and messages."""
+    listed = folder / "commands.json"
+    listed.write_text(json.dumps(commands))
+    first, second = start_two(__file__, listed)
+    try:
+        stdout, stderr = first.communicate(timeout=280)
+        second.communicate(timeout=60)
+    finally:
+        first.kill()
+        second.kill()
+    assert stdout, stderr
+    return json.loads(stdout.splitlines()[-1]), stderr
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps([main(words) for words in json.loads(Path(sys.argv[1]).read_text())]))

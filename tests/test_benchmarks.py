@@ -1,0 +1,112 @@
+"""`python -m benchmarks` at its tiniest: the rows, the JSON, the page, and the comparison with the last run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.__main__")
+
+
+def rows_in(folder: Path, name: str) -> list[dict[str, Any]]:
+    (file,) = (folder / "results").glob("*.json")
+    return json.loads(file.read_text("utf-8"))["benchmarks"][name]["rows"]
+
+
+def test_two_runs_leave_rows_a_page_and_a_comparison(
+    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.main(["ball", "norms", "--quick", "--out", str(tmp_path)]) == 0
+    (file,) = (tmp_path / "results").glob("*.json")
+    record = json.loads(file.read_text("utf-8"))
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["machine"]["cores"] >= 1
+    assert set(record["benchmarks"]) == {"ball", "norms"}
+    (ball,) = rows_in(tmp_path, "ball")
+    assert ball["low"] <= ball["value"] <= ball["high"]
+    assert ball["ours"] > 0
+    assert "last" not in ball
+
+    # As if the block had been ten times as fast, and the norms what they are.
+    ball |= {key: ball[key] / 10 for key in ("value", "low", "high")}
+    norms = rows_in(tmp_path, "norms")
+    for row in norms:
+        row |= {"low": 0.0, "high": 1e9}
+    record["benchmarks"] = {"ball": {"rows": [ball]}, "norms": {"rows": norms}}
+    yesterday = file.with_name(file.name[: -len("2000-01-01.json")] + "2000-01-01.json")
+    yesterday.write_text(json.dumps(record | {"date": "2000-01-01"}), "utf-8")
+    file.unlink()
+    capsys.readouterr()
+    assert runner.main(["ball", "norms", "--quick", "--out", str(tmp_path)]) == 0
+    assert "outside its spread" in capsys.readouterr().out
+    yesterday.unlink()
+    (again,) = rows_in(tmp_path, "ball")
+    assert again["last"]["outside"] is True
+    assert again["last"]["ratio"] == pytest.approx(again["value"] / ball["value"])
+    assert [row["last"]["outside"] for row in rows_in(tmp_path, "norms")] == [False] * len(norms)
+    page = (tmp_path / "SPEED.md").read_text("utf-8")
+    assert f"| {again['name']} | {again['value']:.3g} [" in page
+    assert "of 2000-01-01, **outside its spread**" in page
+    assert "| flex_attention | L2 attention through FlexAttention" in page
+
+
+def test_what_runs_on_a_gpu_runs_tiny_here(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    on_gpu = [name for name, one in runner.benchmarks() if "cuda" in one.devices]
+    assert {"flex_attention", "penalties", "orthogonality", "transject", "l2_attention"} <= set(on_gpu)
+    taken = ["flex_attention", "penalties", "orthogonality", "transject", "l2_attention"]
+    assert runner.main([*taken, "--quick", "--rounds", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "L2 flex / augmented" in shown
+    (gap,) = (line for line in shown.splitlines() if "relative difference of output" in line)
+    assert float(gap.rpartition(" ")[2]) < 1e-5
+
+
+def test_without_a_gpu_one_line_says_so(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runner.main(["--device", "cuda"]) == 0
+    assert capsys.readouterr().out == "no CUDA here\n"
+
+
+def test_what_needs_a_model_says_so_and_names_are_checked(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["predict"]) == 0
+    assert "python -m benchmarks predict --model ... --data ..." in capsys.readouterr().out
+    assert runner.main(["bal"]) == 2
+    assert "ball" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "met"),
+    [
+        ("<= 1.25", 1.25, True),
+        ("<= 1.25", 1.3, False),
+        (">= 10", 9, False),
+        ("1 to 2", 1.5, True),
+        ("1 to 2", 3, False),
+    ],
+)
+def test_a_goal_is_met_or_not(runner: Any, goal: str, value: float, met: bool) -> None:
+    assert importlib.import_module("benchmarks.rows").single("row", value, goal).met is met
+
+
+def test_sides_take_turns_and_the_first_round_is_left_out(runner: Any) -> None:
+    rows = importlib.import_module("benchmarks.rows")
+    order: list[str] = []
+    times = rows.Setup(rounds=2).interleave({name: lambda name=name: order.append(name) for name in "abc"}, 9)
+    assert "".join(order) == "abcbcacab"
+    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
+    row = rows.ratio_row("a / b", {"a": [2.0, 3.0, 8.0], "b": [1.0, 1.0, 2.0]}, "a", "b")
+    assert (row.value, row.low, row.high, row.ours) == (3.0, 2.0, 4.0, 3000.0)

@@ -1,0 +1,44 @@
+"""The gallery: its page is what the tool writes, every picture exists, those of committed rows are fresh."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOL = runpy.run_path(str(ROOT / "tools" / "gallery.py"))
+ENTRIES = TOOL["ENTRIES"]
+TELL = "run: python tools/gallery.py"
+
+
+def test_the_page_is_what_the_tool_writes() -> None:
+    assert TOOL["PAGE"].read_text("utf-8") == TOOL["page"](), TELL
+
+
+def test_every_picture_is_there_small_and_shown() -> None:
+    shown = re.findall(r"\]\(([^)]+\.svg)\)", TOOL["PAGE"].read_text("utf-8"))
+    files = {path.name for path in TOOL["PICTURES"].iterdir()}
+    assert {Path(name).name for name in shown} == files == {f"{entry.name}.svg" for entry in ENTRIES}
+    for path in TOOL["PICTURES"].iterdir():
+        assert path.stat().st_size < 150_000
+        assert TOOL["INK"] not in path.read_text("utf-8")
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.is_drawn])
+def test_a_picture_of_committed_rows_is_fresh(name: str) -> None:
+    (entry,) = (entry for entry in ENTRIES if entry.name == name)
+    assert TOOL["picture"](entry) == (TOOL["PICTURES"] / f"{name}.svg").read_text("utf-8"), TELL
+
+
+def test_ink_background_and_digits_are_made_fit_for_both_pages() -> None:
+    ground = '<g id="patch_1">\n <path d="M 1.23456 2" style="fill: #ffffff"/>\n</g>'
+    drawn = f'{ground}<text style="fill: {TOOL["INK"]}">0.12345</text>'
+    made = TOOL["for_both_pages"](drawn + '<path style="fill: #ffffff"/>')
+    assert 'd="M 1.23 2" style="fill: none"' in made
+    assert f'{TOOL["GREY"]}">0.12345</text>' in made
+    assert made.endswith('<path style="fill: #ffffff"/>')

@@ -1,0 +1,172 @@
+"""Every page of the built documentation in a real browser, at two widths: no error, no request, no raw formula."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from html import unescape
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium")
+ZENSICAL = Path(sys.executable).with_name("zensical")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium on PATH"),
+    pytest.mark.skipif(not ZENSICAL.is_file(), reason="needs the extra docs"),
+    pytest.mark.slow,
+]
+WIDTHS = (390, 1400)
+FOLDER = "/below/a/folder/"
+
+# The first thing in every page; what it finds goes to the frame around it.
+PROBE = """<script>{
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message || event.target.outerHTML), true);
+addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
+addEventListener("load", () => setTimeout(() => {
+  const pictures = [...document.images].filter((image) => !image.complete || image.naturalWidth === 0);
+  const wide = document.documentElement.scrollWidth;
+  const all = [...document.querySelectorAll(".arithmatex")];
+  const raw = all.filter((formula) => !formula.querySelector(".katex") || formula.querySelector(".katex-error"));
+  parent.postMessage(JSON.stringify({
+    page: location.pathname, errors, wide, width: innerWidth, formulas: all.length,
+    raw: raw.map((formula) => formula.textContent), pictures: pictures.map((image) => image.src),
+    resources: performance.getEntriesByType("resource").map((entry) => entry.name),
+  }), "*");
+}, 500));
+}</script>"""
+AROUND = """<!doctype html><link rel="icon" href="data:,"><body><script>
+addEventListener("message", (event) => {
+  const pre = document.createElement("pre");
+  pre.textContent = event.data;
+  document.body.append(pre);
+});
+</script>"""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the site below a folder, and remembers what is asked for and is not there."""
+
+    daemon_threads = True
+
+    def __init__(self, site: Path) -> None:
+        self.pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html")) if path.stem != "404"]
+        self.missing: list[str] = []
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(site)))
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Puts the probe into every page."""
+
+    server: Any
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/around"):
+            width = self.path.partition("?")[2]
+            frames = [
+                f'<iframe width="{width}" height="900" src="{FOLDER}{page}"></iframe>' for page in self.server.pages
+            ]
+            self.answer(AROUND + "".join(frames))
+        elif not self.path.startswith(FOLDER):
+            self.send_error(404)
+        else:
+            self.path = "/" + self.path.removeprefix(FOLDER)
+            file = Path(self.translate_path(self.path))
+            if file.suffix == ".html" and file.is_file():
+                self.answer(file.read_text("utf-8").replace("<head>", "<head>" + PROBE, 1))
+            else:
+                super().do_GET()
+
+    def answer(self, text: str) -> None:
+        body = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, *rest: Any) -> None:
+        self.server.missing.append(self.path)
+        super().send_error(code, *rest)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def serving(site: Path) -> Iterator[Server]:
+    """Serve ``site`` from a thread."""
+    server = Server(site)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    for name in ("docs", "src", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([ZENSICAL, "build", "--strict"], cwd=folder, check=True, capture_output=True, timeout=280)
+    with serving(folder / "site") as started:
+        yield started
+
+
+def visit(server: Server, profile: Path, width: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Open every page in a frame of its own, where no other name resolves; return the findings and the console."""
+    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    words += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=20000"]
+    words += [f"--user-data-dir={profile}", f"http://127.0.0.1:{server.server_port}/around?{width}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=550, check=True)
+    found = [json.loads(unescape(each)) for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)]
+    return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def elsewhere(server: Server, found: dict[str, Any]) -> list[str]:
+    """Return what a page asked for outside the site."""
+    home = f"http://127.0.0.1:{server.server_port}{FOLDER}"
+    return [name for name in found["resources"] if not name.startswith((home, "data:", "blob:"))]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_page_opens_without_an_error_or_a_foreign_request(server: Server, tmp_path: Path, width: int) -> None:
+    assert len(server.pages) >= 25
+    found, console = visit(server, tmp_path / "profile", width)
+    assert console == []
+    assert sorted(each["page"] for each in found) == sorted(FOLDER + page for page in server.pages)
+    assert server.missing == []
+    for each in found:
+        assert (each["page"], each["errors"], each["raw"], each["pictures"]) == (each["page"], [], [], [])
+        assert (each["page"], elsewhere(server, each)) == (each["page"], [])
+        assert (each["page"], each["wide"] <= each["width"] == width) == (each["page"], True)
+    assert sum(each["formulas"] for each in found) > 300
+
+
+def test_faults_are_seen(tmp_path: Path) -> None:
+    planted = (
+        '<html><head></head><body><img src="http://foreign.invalid/a.png"><script>nothing()</script></body></html>'
+    )
+    (tmp_path / "planted.html").write_text(planted)
+    with serving(tmp_path) as server:
+        (found,), console = visit(server, tmp_path / "profile", 390)
+        assert elsewhere(server, found) == found["pictures"] == ["http://foreign.invalid/a.png"]
+    assert any("nothing is not defined" in error for error in found["errors"])
+    assert len(console) == 1
