@@ -37,7 +37,7 @@ check: $(VENV)/.installed-develop
 	$(BIN)/python tools/import_circles.py
 	$(BIN)/zensical build --clean --strict
 
-# Not in CI: gigabytes and half an hour each.
+# Not in CI: gigabytes, or half an hour.
 installs:
 	$(PYTHON) tools/installs.py
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -79,6 +80,7 @@ def attempt(trial: Trial) -> str:
     """Run a trial, in a child: return the first test file that fails, or nothing."""
     if not trial.is_control:
         sys.meta_path.insert(0, ChangedFinder(trial.mutant))
+        importlib.import_module(trial.mutant.module)  # before pytest, which loads a file of examples by itself
     use_fixed_examples()
     for group in trial.groups:
         if pytest.main([*QUIET, "-x", *group]) != ALL_PASSED:
