@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.page import lines_while_measuring, table
+from benchmarks.page import cell, lines_while_measuring, table
 from benchmarks.record import Json, Record, compared
 from benchmarks.rows import Benchmark, Setup
 
@@ -98,7 +98,7 @@ def main(words: list[str] | None = None) -> int:
     if given.list:
         print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
         for name, one in known.items():
-            print(f"| {name} | {one.measures} | {one.minutes:g} | {one.goal} | {', '.join(one.devices)} |")
+            print(f"| {name} | {cell(one.measures)} | {one.minutes:g} | {cell(one.goal)} | {', '.join(one.devices)} |")
         return 0
     if given.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here")

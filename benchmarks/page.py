@@ -49,7 +49,9 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
     if waiting:
         lines += ["", "## On a GPU: not measured yet", "", "`python -m benchmarks --device cuda` fills these.", ""]
         lines += ["| benchmark | measures | goal | value |", "|---|---|---|---|"]
-        lines += [f"| {name} | {one.measures} | {one.goal} | not measured |" for name, one in waiting.items()]
+        lines += [
+            f"| {name} | {cell(one.measures)} | {cell(one.goal)} | not measured |" for name, one in waiting.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -72,12 +74,17 @@ def under(date: str, record: Json) -> str:
     return f"{date}, {record['device']}, {threads}; {packages}."
 
 
+def cell(text: str) -> str:
+    """Return a text that does not end its cell of a table."""
+    return text.replace("|", "\\|")
+
+
 def line_of(row: Json) -> str:
     """Return a row of the table."""
     bold = "**" if row["met"] is False else ""
     raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
-    name = row["name"].replace("|", "\\|")
-    return f"| {name} | {bold}{shown(row)}{bold} | {row['goal'] or ''} | {raw} | {row['load']} | {against(row)} |"
+    value = f"{bold}{shown(row)}{bold}"
+    return f"| {cell(row['name'])} | {value} | {row['goal'] or ''} | {raw} | {row['load']} | {against(row)} |"
 
 
 def lines_while_measuring(row: Json) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from wellposed.charts import Panel
 from wellposed.errors import DataError
-from wellposed.recipes.clock import Clock
+from wellposed.recipes.clock import Clock, Ticking
 from wellposed.recipes.reproduce import Recipe, Reproduction, Request, reproduce
 
 TRAINS, DRAWS = "kim2021/figure-11", "kim2021/figure-2"
@@ -56,3 +57,11 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("soon")
     with pytest.raises(DataError, match=r"b\.txt: expected the seconds of earlier calls, found 'soon'"):
         Clock(tmp_path / "b.txt")
+
+
+def test_a_line_of_another_process_keeps_the_time(tmp_path: Path) -> None:
+    """Recipes with several jobs send the function that takes their lines to the processes that train."""
+    ticking = pickle.loads(pickle.dumps(Ticking(Clock(tmp_path / "seconds.txt"), print)))
+    time.sleep(0.15)
+    ticking("half way")
+    assert 0.1 <= float((tmp_path / "seconds.txt").read_text()) < 60

@@ -66,7 +66,7 @@ def circumstances() -> dict[str, str]:
     """Return date, machine and versions."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{_cpu()}, {platform.system()} {platform.release()}",
+        "machine": f"{_cpu()}, {platform.system()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *_versions()]),
     }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.errors import DataError
@@ -28,6 +30,18 @@ class Clock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.file, f"{seconds:.1f}\n".encode())
         return seconds
+
+
+@dataclass(frozen=True)
+class Ticking:
+    """A line of progress that also keeps the time; it can be sent to another process of this machine."""
+
+    clock: Clock
+    announce: Callable[[str], None]
+
+    def __call__(self, line: str) -> None:
+        self.clock.tick()
+        self.announce(line)
 
 
 def _read(file: Path) -> float:

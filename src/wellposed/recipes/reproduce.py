@@ -17,7 +17,7 @@ from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
-from wellposed.recipes.clock import Clock
+from wellposed.recipes.clock import Clock, Ticking
 from wellposed.recipes.recipe import SCALES, Criterion, Power, Recipe, Reproduction, Request, Scale, say_nothing
 from wellposed.registry import Registry
 from wellposed.training.durable_files import replace_files
@@ -155,13 +155,8 @@ def reproduce(
     request = Request(scale, out, data, announce, encoder, vectors, jobs)
     power = None if recipe.power is None else recipe.power.plan(request)
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
-
-    def ticking(line: str) -> None:
-        clock.tick()
-        announce(line)
-
     try:
-        result = recipe(replace(request, announce=ticking))
+        result = recipe(replace(request, announce=Ticking(clock, announce)))
     finally:
         seconds = clock.tick()
     if scale == "toy":
