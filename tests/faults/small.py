@@ -70,7 +70,7 @@ def main() -> None:
     rows = [
         *damage.run(made, 20, 1, only="a finished run"),
         *kills.run(made, 2, 1, only="train"),
-        *full_disk.run(made, 20, 1, only="predict"),
+        *full_disk.run(made, 40, 1, only="predict"),
         *two_writers.run(made, 20, 1, only="predict"),
         *clock.run(made, 20, 1, only="predict"),
         *fuzz.run(6000, 1, made.root / "fuzz", only="labelled rows,word vectors,TOML,a manifest,variants,claims"),
