@@ -96,7 +96,7 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
         raise DataError(f"{path}: the gzip data is damaged or cut short ({error}); copy the file again") from None
 
 
-def bounded_lines(name: object, file: IO[bytes]) -> Iterator[bytes]:
+def bounded_lines(name: object, file: IO[bytes] | io.BufferedIOBase) -> Iterator[bytes]:
     """Yield the lines of a file; one of more than `LONGEST_LINE` bytes, as zeros without end are, is a `DataError`."""
     for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), start=1):
         if len(line) > LONGEST_LINE:
