@@ -108,7 +108,7 @@ def draw(seed: int, number: int) -> Case:
     shape = dice.choice(("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack"))
     width = 16 if shape == "coupling" else dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
-    tokens = parts[0][1].tokens or dice.choice(TOKENS)
+    tokens = parts[0][1].tokens or max(dice.choice(TOKENS), 2 if parts[0][1].two_inputs else 1)
     how, asked, perturbed = _mask(dice, outer, parts, tokens)
     needs_ball = any(part[1].needs_ball for part in parts)
     radius = 10 ** dice.uniform(-1, 1) if needs_ball or dice.random() < 0.2 else None

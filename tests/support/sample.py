@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wellposed.certification import patch_grid
 from wellposed.linalg import Norm
+from wellposed.models import PairHead, TransJectForSequencePairClassification, WellposedForSequencePairClassification
 from wellposed.nn import InjectiveResidual, ReZeroResidual
 
 ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
@@ -33,7 +34,7 @@ class Sample:
     norms: tuple[Norm, ...] = ALL_NORMS
     """Norms in which there is a bound."""
     two_inputs: bool = False
-    """``forward(x, memory)``; only rules that refuse."""
+    """``forward`` reads two: the rule refuses, or `output_of` moves both."""
     takes_mask: bool = False
     """``forward`` takes ``key_padding_mask``, bool (batch, tokens), True = padding (models: ``attention_mask``)."""
     takes_causal: bool = False
@@ -56,6 +57,11 @@ def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
     grid = patch_grid(module)
     if grid is not None:
         out = module(pixel_values=grid.image(x), **how)
+    elif isinstance(module, PairHead):
+        out = module(x[:, 0], x[:, -1], **how)
+    elif isinstance(module, (WellposedForSequencePairClassification, TransJectForSequencePairClassification)):
+        half = x.shape[1] // 2
+        out = module(inputs_embeds=x[:, :half], inputs_embeds_pair=x[:, half:], **how)
     elif hasattr(module, "get_input_embeddings"):
         out = module(inputs_embeds=x, **how)
     else:

@@ -13,8 +13,10 @@ from torch import nn
 
 from wellposed.linalg import Norm
 from wellposed.models import (
+    PairHead,
     TransJectConfig,
     TransJectForSequenceClassification,
+    TransJectForSequencePairClassification,
     TransJectModel,
     WellposedConfig,
     WellposedForCausalLM,
@@ -333,8 +335,25 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _model(WellposedForSequenceClassification, needs_ball=True, **_BALL[0]),
     ],
     WellposedForSequencePairClassification: [
-        _plain(lambda width: WellposedForSequencePairClassification(_config(width)), keeps_width=False,
-               certifiable=False, two_inputs=True)
+        *(_plain(lambda width, options=options: WellposedForSequencePairClassification(_config(width, **options)),
+                 keeps_width=False, needs_ball=needs_ball, two_inputs=True)
+          for options, needs_ball in (
+              ({"norm": "none"}, True),
+              ({"norm": "pre", "feedforward": "maxmin", "pooling": "first"}, False),
+              ({"norm": "post", "pooling": "max"}, False),
+              ({}, False),
+          )),
+    ],
+    TransJectForSequencePairClassification: [
+        *(_plain(lambda width, options=options: TransJectForSequencePairClassification(
+                     _transject_config(width, **options)),
+                 keeps_width=False, norms=("tok", 2), needs_ball=True, two_inputs=True)
+          for options in (_TRANSJECT["gram by its trace"], {"pooling": "max", **_TRANSJECT["dropout"]})),
+    ],
+    PairHead: [
+        _plain(lambda width: PairHead(width, 2 * width, 3), keeps_width=False, needs_ball=True, two_inputs=True),
+        _plain(lambda width: PairHead(width, 2 * width, 3, dropout=0.1, unit_lipschitz=True), keeps_width=False,
+               two_inputs=True),
     ],
     **HUGGING_FACE,
 }  # fmt: skip

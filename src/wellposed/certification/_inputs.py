@@ -81,17 +81,20 @@ def patch_grid(model: Any) -> PatchGrid | None:
 
 
 def reads_pairs(model: Any) -> bool:
-    """Return whether a model reads two texts: the tokens of both, one after the other, are what is certified.
+    """Return whether a model reads two texts, or two vectors: both, one after the other, are what is certified.
 
     >>> import torch
     >>> reads_pairs(torch.nn.Linear(2, 2))
     False
     """
-    return "inputs_embeds_pair" in inspect.signature(getattr(model, "forward", model)).parameters
+    forward = getattr(model, "forward", model)
+    return _reads_two_vectors(model) or "inputs_embeds_pair" in inspect.signature(forward).parameters
 
 
-def as_pair(tokens: Tensor) -> dict[str, Tensor]:
-    """Return the keywords of a model of pairs for (batch, tokens, width), cut in the middle.
+def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the keywords of a model of pairs for (batch, tokens, width).
+
+    Texts are cut in the middle; two vectors are the first token and the last.
 
     Raises:
         ShapeError: one token has no middle.
@@ -99,4 +102,10 @@ def as_pair(tokens: Tensor) -> dict[str, Tensor]:
     half = tokens.shape[1] // 2
     if not half:
         raise ShapeError("a model of pairs reads two texts: expected the tokens of both, at least 2, received 1")
+    if _reads_two_vectors(model):
+        return {"first": tokens[:, 0], "second": tokens[:, -1]}
     return {"inputs_embeds": tokens[:, :half], "inputs_embeds_pair": tokens[:, half:]}
+
+
+def _reads_two_vectors(model: Any) -> bool:
+    return getattr(model, "reads_two_vectors", False) is True

@@ -22,13 +22,15 @@ class Call:
         self.target, self.kwargs = target, kwargs
         self.grid = patch_grid(target)
         self.embeds = isinstance(target, nn.Module) and hasattr(target, "get_input_embeddings")
-        self.is_pair = self.embeds and reads_pairs(target)
+        self.is_pair = isinstance(target, nn.Module) and reads_pairs(target)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.grid is not None:
             out = self.target(pixel_values=self.grid.image(x), **self.kwargs)
+        elif self.is_pair:
+            out = self.target(**as_pair(self.target, x), **self.kwargs)
         elif self.embeds:
-            out = self.target(**(as_pair(x) if self.is_pair else {"inputs_embeds": x}), **self.kwargs)
+            out = self.target(inputs_embeds=x, **self.kwargs)
         else:
             # Attention of torch.nn takes queries, keys and values, which are one sequence here.
             count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1

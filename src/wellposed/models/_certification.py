@@ -129,6 +129,8 @@ def _classifier_route(module: Classifier, site: Site) -> LayerBound:
         parts.append(site.child(module.dropout, "dropout", radius=pooled.out_radius))
     before = site.product(parts)
     head = site.child(module.classifier, "classifier", radius=before.out_radius)
+    if math.isinf(head.lipschitz):
+        return site.product([before, head])
     if isinstance(module.classifier, PairHead):
         # Read again, beside its rows, for the part before the last linear map.
         hidden = before_output(module.classifier, site.in_norm(site.norm).at_radius(before.out_radius))

@@ -38,12 +38,15 @@ class PairHead(nn.Module):
     torch.Size([3, 2])
     """
 
+    reads_two_vectors = True
+
     def __init__(
         self, width: int, hidden: int, num_labels: int, *, dropout: float = 0.0, unit_lipschitz: bool = False
     ) -> None:
         super().__init__()
         if unit_lipschitz and hidden % 2:
             raise ConfigError(f"PairHead: hidden={hidden}: expected an even number, as MaxMin sorts pairs")
+        self.in_features = width
         self.divisor = UNIT_DIVISOR if unit_lipschitz else 1.0
         self.projection = BallProjection(width) if unit_lipschitz else nn.Identity()
         self.dropout = nn.Dropout(dropout)
