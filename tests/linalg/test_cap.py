@@ -110,6 +110,28 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape: tuple[int, int], d
         assert float(torch.linalg.svdvals(batched.double())[0]) <= 0.7
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("excess", [1.01, 1.1, 4.0, 1e4])
+@pytest.mark.parametrize("shape", [(20, 20), (7, 90), (140, 133)])
+def test_the_nearest_matrix_of_the_set_when_asked_for(
+    shape: tuple[int, int], excess: float, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights, nearest = [], []
+    for kind in SPECTRA:
+        left, values, right = matrix(kind, shape, excess)
+        weights.append(((left * values) @ right).to(dtype))
+        nearest.append((left * values.clamp(max=1.0)) @ right)
+    came = max(float(weight.abs().max()) for weight in weights)
+    caps = cap_spectral_norms_(weights, nearest=True)
+    assert {cap.method for cap in caps} == {"exact"}
+    for weight, expected in zip(weights, nearest, strict=True):
+        assert float(torch.linalg.svdvals(weight.double())[0]) <= 1.0
+        assert float(torch.linalg.svdvals(weight.double())[0]) >= 1.0 - 5e-6
+        rounding = (1.0 + came) * max(shape) * torch.finfo(dtype).eps
+        assert float(torch.linalg.matrix_norm(weight.double() - expected, 2)) <= 5e-6 + rounding
+
+
 def test_a_batch_is_of_one_shape_and_finite_or_untouched() -> None:
     with pytest.raises(ShapeError, match=r"received torch.float32 \(2, 2\), torch.float32 \(3, 2\)"):
         cap_spectral_norms_([torch.eye(2), torch.ones(3, 2)])

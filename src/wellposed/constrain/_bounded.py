@@ -99,7 +99,7 @@ class SpectralWeight(ProjectedWeight):
         inside = read(self.value).clone()
         before = self.error_of(inside)
         if before > 0.0:
-            cap_spectral_norms_([inside], bound=self.gain)
+            cap_spectral_norms_([inside], bound=self.gain, nearest=True)
         return inside, before
 
     def retract_(self, work: Workspace, /) -> Retraction:
