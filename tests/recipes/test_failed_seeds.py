@@ -26,7 +26,7 @@ GOOD = {"baseline": (0.50, 0.51, 0.52), "key:1e-2": (0.60, 0.62, 0.63), "query:1
 
 def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
     request = Request("toy", tmp_path)
-    sizes = Sizes((1,), steps=4, seeds=1, width=8, batch_size=4, pairs=40, learning_rate=1e30)
+    sizes = Sizes((1,), steps=4, seeds=1, width=8, batch_size=4, pairs=40, learning_rates=(1e30,))
     fixup, post_ln = train_depths(request, sizes)
     reasons = {json.loads(file.read_text())["train_info"]["reason"] for file in tmp_path.rglob("result.json")}
     assert {fixup.failure, post_ln.failure} == reasons

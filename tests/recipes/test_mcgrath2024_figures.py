@@ -97,6 +97,8 @@ def test_verdicts_at_mini_scale(
         for item in ("figure-1", "table-1", "qr", "pretrained", "figure-3")
     }
     assert holds == dict(zip(("figure-1", "table-1", "qr", "pretrained"), verdicts, strict=True)) | {"figure-3": True}
+    from_scratch = reproduce("mcgrath2024/figure-3", scale="mini", out=tmp_path, data=str(minbert))
+    assert from_scratch.result.holds is None
 
 
 @pytest.mark.parametrize(

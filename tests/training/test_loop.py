@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import jsonschema
 import pytest
@@ -209,15 +210,15 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 def test_a_disk_that_fills_up_at_the_very_end(
     stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = durable_files.write_synced
+    write = durable_files.open_replacing
 
-    def full(path: Path, data: bytes) -> None:
-        if path.name.endswith("result.json"):
+    def full(path: Path) -> AbstractContextManager[IO[bytes]]:
+        if path.name == "result.json":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write(path, data)
+        return write(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable_files, "write_synced", full)
+        patch.setattr(durable_files, "open_replacing", full)
         with pytest.raises(CheckpointError, match=r"result\.json: cannot be written: No space left on device"):
             stub.run(stub.make_config(), tmp_path / "run")
     result = stub.run(stub.make_config(), tmp_path / "run", resume="auto")

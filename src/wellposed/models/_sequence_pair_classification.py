@@ -109,6 +109,7 @@ class WellposedForSequencePairClassification(
 def check_pairs(first: Tensor, second: Tensor) -> None:
     """Raise `ShapeError` where the two sides hold different numbers of sequences.
 
+    >>> import torch
     >>> check_pairs(torch.zeros(2, 8), torch.zeros(3, 8))
     Traceback (most recent call last):
     ...

@@ -139,14 +139,7 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
         f"{key} is a {type(result[key]).__name__}, expected {kind.__name__}"
         for key, kind in given.items()
         if not isinstance(result[key], kind)
-    ]
-    numbers = {"reference": result.get("reference"), f"results.{result['task']}": result["results"].get(result["task"])}
-    wrong += [
-        f"{name}.{key} is a {type(value).__name__}, expected a number"
-        for name, entries in numbers.items()
-        for key, value in (entries.items() if isinstance(entries, dict) else ())
-        if not isinstance(value, (int, float, type(None)))
-    ]
+    ] or _not_numbers(result)
     if wrong:
         return f"{'; '.join(wrong)}; the file is damaged"
     if result["train_info"].get("status") != "success":
@@ -157,3 +150,13 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     if not headline_values(result):
         return f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
     return None
+
+
+def _not_numbers(result: Mapping[str, Any]) -> list[str]:
+    numbers = {"reference": result.get("reference"), f"results.{result['task']}": result["results"].get(result["task"])}
+    return [
+        f"{name}.{key} is a {type(value).__name__}, expected a number"
+        for name, entries in numbers.items()
+        for key, value in (entries.items() if isinstance(entries, dict) else ())
+        if not isinstance(value, (int, float, type(None)))
+    ]

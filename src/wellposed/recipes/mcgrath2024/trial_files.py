@@ -15,9 +15,10 @@ Record = dict[str, Any]
 DIGEST = "sha256"
 _COMMON = {"cell": str, "seed": int, "status": str}
 _OF_STATUS: dict[str, dict[str, Any]] = {
-    "success": {"scores": dict, "cpu_seconds": (int, float), "errors": list, "scale_free_errors": list},
+    "success": {"scores": dict, "cpu_seconds": (int, float), "errors": list},
     "failed": {"error": str},
 }
+_OPTIONAL = {"scale_free_errors": list}  # version 0.1 wrote none
 _SCORES = ("sst", "para", "sts", "overall")
 
 
@@ -47,6 +48,7 @@ def _refuse_damage(record: Any) -> None:
     if given is not None and given != (found := _digest(record)):
         raise ValueError(f"SHA-256 is {found}, expected {given} (altered)")
     wanted = {**_COMMON, **_OF_STATUS.get(str(record.get("status")), {"status": type(None)})}
+    wanted |= {name: kind for name, kind in _OPTIONAL.items() if name in record}
     wrong = [name for name, kind in wanted.items() if not isinstance(record.get(name), kind)]
     if not wrong and record["status"] == "success":
         scores = record["scores"]
