@@ -235,7 +235,7 @@ def _within(grams: _Grams, wanted: list[float]) -> list[int]:
 def _slack(grams: _Grams, shift: Tensor) -> Tensor:
     """Return what the rounding of a factorisation of ``shift I - G``, and that of G, may hide."""
     trace = grams.gram.diagonal(dim1=-2, dim2=-1).sum(-1).double().cpu()
-    return torch.tensor(grams.rounding).double() + _factor_slack(grams.gram, shift, trace)
+    return torch.tensor(grams.rounding, dtype=torch.float64) + _factor_slack(grams.gram, shift, trace)
 
 
 def _factor_slack(gram: Tensor, shift: Tensor, trace: Tensor) -> Tensor:
