@@ -15,6 +15,7 @@ from tests.recipes.test_judges import CASES, NEAR, changes, seeds
 
 from wellposed.recipes.frontier import accuracy_verdict, characters, order
 from wellposed.recipes.frontier import depth as deep_frontier
+from wellposed.recipes.frontier import translation as small_translation
 from wellposed.recipes.huang2020 import depth as deep
 from wellposed.recipes.huang2020 import signal, theorem_3_1, updates
 from wellposed.recipes.huang2020 import table_1 as huang
@@ -186,6 +187,7 @@ VERDICTS: Mapping[str, Fed] = {
     "frontier/depth": Fed(deep_frontier.judge_depth, ([2, 8], (2, 8), 0.9), ([2, 8], (2, 8), math.inf)),
     "frontier/characters": Fed(characters.judge, rival(0.2), rival(-0.2)),
     "frontier/order": Fed(order.judge, ([[tight(0.5)]] * 2,), ([[tight(0.0)]] * 2,)),
+    "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
 }
 
 

@@ -8,6 +8,9 @@ _ACCURACY = Power(
 _DEPTH = Power("frontier.depth:sizes_of")
 _CHARACTERS = Power("frontier.characters:sizes_of", "certified accuracy", 0.014, "lipschitz:1 at the radius 0.03")
 _ORDER = Power("frontier.order:sizes_of", "certified accuracy", 0.17, "controls on order at the radius 0.01")
+_TRANSLATION = Power(
+    "frontier.translation:sizes_of", "BLEU on test", 1.0, "VAR-III less Transformer on Multi30k", levelled=True
+)
 
 RECIPES = (
     Recipe(
@@ -52,5 +55,15 @@ RECIPES = (
         {"mini": 12, "medium": 160, "paper": 300},
         measured=("mini",),
         power=_ORDER,
+    ),
+    Recipe(
+        "frontier/translation",
+        "BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of three settings",
+        "a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus: T-Fixup, without warm-up "
+        "and LayerNorm, is within half a BLEU of the better of post-LN and pre-LN with warm-up",
+        "frontier.translation:translation",
+        {"mini": 10, "medium": 100, "paper": 600},
+        folders=("multi30k", "iwslt14_de_en", "tatoeba_en_fr"),
+        power=_TRANSLATION,
     ),
 )

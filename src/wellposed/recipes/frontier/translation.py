@@ -1,0 +1,244 @@
+"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of three settings.
+
+T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers try three learning
+rates, and the constraints, at the rate that post-LN kept, three strengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from wellposed.charts import Panel, Row, Series
+from wellposed.recipes.corpora import GENERATED_NOTE, translation_data
+from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, mean_and_error, plus_minus, train_grid
+from wellposed.recipes.variants import apply_variant
+from wellposed.recipes.verdicts import LEVELLED_OFF, UNCERTAINTY, within
+from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
+from wellposed.tasks import Task, build_task
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+
+TRANSFORMERS: Mapping[str, str] = {"post_ln": "post-LN", "pre_ln": "pre-LN", "t_fixup": "T-Fixup"}
+CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-III"}
+LABELS = {**TRANSFORMERS, **CONSTRAINTS}
+JUDGED, NORMALISED, CONSTRAINED = "t_fixup", ("post_ln", "pre_ln"), "post_ln"
+MARGIN = 0.5
+"""BLEU that T-Fixup may lose against the better Transformer with LayerNorm."""
+STRENGTHS = (1e-6, 1e-4, 1e-2)
+USUAL_RATE = 3e-3
+BLEU = "bleu,test"
+TEST = (
+    f"BLEU on test of T-Fixup less that of the better of post-LN and pre-LN is above -{MARGIN:g} by {UNCERTAINTY}, and "
+    f"every training of the three has levelled off: {LEVELLED_OFF}"
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained at a scale."""
+
+    steps: int
+    seeds: int
+    width: int = 64
+    batch_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    vocab_size: int = 2000
+    pairs: int = 3000
+    """Generated, where no data is given."""
+    limit: int | None = None
+    """Pairs of train; all where not given."""
+    translated: int | None = None
+    """Sentences of test behind BLEU; all where not given."""
+    evaluations: int = 10
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
+        toy=Sizes(3, 1, width=8, batch_size=4, layers=1, heads=2, pairs=60, translated=4, evaluations=1),
+        mini=Sizes(300, 3, batch_size=64, limit=6000, translated=200),
+        # 8 epochs of the 29000 pairs of Multi30k.
+        medium=Sizes(1816, 3, pairs=20_000),
+        paper=Sizes(12_000, 5, width=256, layers=4, heads=4, vocab_size=8000, pairs=20_000, evaluations=20),
+    )
+
+
+def translation(request: Request) -> Reproduction:
+    """BLEU of six models, mean over seeds, and the test of T-Fixup against LayerNorm."""
+    study = Study.of(request, sizes_of(request))
+    found = {name: study.tune(name) for name in TRANSFORMERS}
+    found |= {name: study.tune(name, found[CONSTRAINED].rate) for name in CONSTRAINTS}
+    sizes = study.sizes
+    settled = all(found[name].settled for name in TRANSFORMERS)
+    gains = gains_over_norms({name: _column(found[name].runs) for name in TRANSFORMERS})
+    return Reproduction(
+        [row for name, tuned in found.items() for row in _rows(name, tuned)],
+        [_bleu_panel(found), _loss_panel(found)],
+        got="; ".join(
+            [
+                *(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned)}" for name, tuned in found.items()),
+                f"T-Fixup less the better with LayerNorm {plus_minus(mean_and_error(gains))}",
+                *about_constraints(found),
+                *(() if settled else ("not every training had levelled off",)),
+                f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width}, "
+                f"{sizes.layers}+{sizes.layers} layers",
+            ]
+        ),
+        holds=None if request.data is None or not settled else judge(gains),
+        notes=(
+            "the first seed tries three settings and keeps the one with the least loss on valid: Transformers learning "
+            f"rates, constraints strengths ({', '.join(f'{each:g}' for each in STRENGTHS)}) at the rate of post-LN",
+            "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
+            "translations",
+            *((GENERATED_NOTE,) if request.data is None else ()),
+        ),
+        criterion=Criterion(TEST, sizes.seeds, UNCERTAINTY),
+    )
+
+
+def judge(gains: Sequence[float]) -> bool | None:
+    """Return whether T-Fixup keeps up with LayerNorm; BLEU gained over the better of post-LN and pre-LN by seed."""
+    return within(gains, low=-MARGIN)
+
+
+def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return BLEU of T-Fixup less that of the better normalised Transformer, seed by seed.
+
+    >>> gains_over_norms({"post_ln": [20.0, 21.0], "pre_ln": [22.0, 23.0], "t_fixup": [22.5, 22.5]})
+    [0.5, -0.5]
+    """
+    better = max((bleu[name] for name in NORMALISED), key=fmean)
+    return [mine - theirs for mine, theirs in zip(bleu[JUDGED], better, strict=True)]
+
+
+def about_constraints(found: Mapping[str, Tuned]) -> list[str]:
+    """Return the test of each constraint against the Transformer that it is added to, Holm-corrected."""
+    baseline = _by_seed(CONSTRAINED, found[CONSTRAINED].runs)
+    tests = holm_correction([compare_seeds(_by_seed(name, found[name].runs), baseline) for name in CONSTRAINTS])
+    return [f"{label} beside post-LN: {test.verdict}" for label, test in zip(CONSTRAINTS.values(), tests, strict=True)]
+
+
+def setting_of(run: FinishedRun) -> str:
+    """Return what a run tried: its strength, or the learning rate of a Transformer."""
+    _, _, strength = run.variant.partition(":")
+    return f"strength {float(strength):g}" if strength else f"rate {run.config.train.learning_rate:g}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """One corpus, and what is trained on it."""
+
+    request: Request
+    sizes: Sizes
+    base: RunConfig
+    task: Task
+
+    @classmethod
+    def of(cls, request: Request, sizes: Sizes) -> Study:
+        """Return the study of a request's corpus, or of a generated one."""
+        base = _base(request, sizes)
+        return cls(request, sizes, base, build_task(base.task, base.task_options))
+
+    def tune(self, name: str, rate: float | None = None) -> Tuned:
+        """Train a model at three learning rates, or at three strengths where a rate is given, and keep the best."""
+
+        def plan(tried: float, seed: int) -> PlannedRun:
+            variant = name if rate is None else f"{name}:{tried:g}"
+            train = replace(self.base.train, learning_rate=tried if rate is None else rate, seed=seed)
+            folder = self.request.runs("frontier-translation") / f"{name}-{tried:g}-seed{seed}"
+            label = f"{LABELS[name]}, {'rate' if rate is None else 'strength'} {tried:g}, seed {seed}"
+            return PlannedRun(folder, label, apply_variant(variant, replace(self.base, train=train)))
+
+        return tune(
+            lambda planned: train_grid(self.request, planned, task=self.task),
+            plan,
+            rates_about(USUAL_RATE) if rate is None else STRENGTHS,
+            self.sizes.seeds,
+            score=lambda run: -run.metric("loss,valid", math.inf),
+        )
+
+
+def _base(request: Request, sizes: Sizes) -> RunConfig:
+    options = {
+        **translation_data(request, pairs=sizes.pairs, words=True),
+        "vocab_size": sizes.vocab_size,
+        "max_tokens": 300,
+        "overflow": "drop",
+        "limit_pairs": sizes.limit,
+        "generate_beams": 1,
+        "generate_max_examples": sizes.translated,
+    }
+    return RunConfig(
+        task="translation",
+        task_options={name: value for name, value in options.items() if value is not None},
+        model=ModelOptions(
+            hidden_size=sizes.width,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            intermediate_size=2 * sizes.width,
+            activation="relu",
+        ),
+        train=TrainOptions(
+            steps=sizes.steps,
+            batch_size=sizes.batch_size,
+            warmup_steps=sizes.steps // 10,
+            label_smoothing=0.1,
+            eval_every=max(1, sizes.steps // sizes.evaluations),
+            checkpoint_every=sizes.steps,
+            log_every=max(1, sizes.steps // 20),
+        ),
+    )
+
+
+def _column(runs: Sequence[FinishedRun]) -> list[float]:
+    return [run.metric(BLEU, 0.0) for run in runs]
+
+
+def _by_seed(name: str, runs: Sequence[FinishedRun]) -> SeedResults:
+    return SeedResults(
+        LABELS[name],
+        {run.seed: run.metric(BLEU) for run in runs if not run.failure},
+        {run.seed: Failure("failed", run.failure) for run in runs if run.failure},
+    )
+
+
+def _said(tuned: Tuned) -> str:
+    return plus_minus(mean_and_error(_column(tuned.runs)))
+
+
+def _rows(name: str, tuned: Tuned) -> list[Row]:
+    others = [run for run in tuned.trials if run not in tuned.runs]
+    return [
+        {
+            "model": LABELS[name],
+            "learning_rate": run.config.train.learning_rate,
+            "setting": setting_of(run),
+            "kept": run in tuned.runs,
+            "seed": run.seed,
+            "valid_loss": run.metric("loss,valid", math.inf),
+            "bleu_test": run.metrics.get(BLEU),
+            "chrf_test": run.metrics.get("chrf,test"),
+            "error": run.failure,
+        }
+        for run in [*tuned.runs, *others]
+    ]
+
+
+def _bleu_panel(found: Mapping[str, Tuned]) -> Panel:
+    points = [(place, *mean_and_error(_column(tuned.runs))) for place, tuned in enumerate(found.values())]
+    series = [
+        Series(LABELS[name], [place], [mean], "dots", place, [0.0 if math.isnan(error) else error])
+        for name, (place, mean, error) in zip(found, points, strict=True)
+    ]
+    return Panel("translation", "model", "BLEU on test", series, names=[LABELS[name] for name in found])
+
+
+def _loss_panel(found: Mapping[str, Tuned]) -> Panel:
+    first = [tuned.runs[0] for tuned in found.values()]
+    names = {run.folder: LABELS[name] for run, name in zip(first, found, strict=True)}
+    return Panel("valid", "step", "nats per token", curves(first, "valid", lambda run: names[run.folder]))

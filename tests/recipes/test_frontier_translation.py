@@ -1,0 +1,49 @@
+"""``reproduce frontier/translation``: its verdict on both sides, its settings, and a run of seconds, made once."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from wellposed.recipes.frontier.translation import LABELS, MARGIN, STRENGTHS, gains_over_norms, judge
+from wellposed.recipes.reproduce import reproduce
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ([0.1, -0.1, 0.0], True),
+        ([-MARGIN - 1, -MARGIN - 1.1, -MARGIN - 0.9], False),
+        ([2.0, -3.0, 0.5], None),
+        ([1.0], None),
+    ],
+)
+def test_half_a_bleu_decides(gains: list[float], verdict: bool | None) -> None:
+    assert judge(gains) is verdict
+
+
+def test_the_better_normalised_model_is_the_one_with_the_higher_mean() -> None:
+    bleu = {"post_ln": [20.0, 30.0], "pre_ln": [24.0, 24.0], "t_fixup": [25.0, 25.0]}
+    assert gains_over_norms(bleu) == [5.0, -5.0]
+
+
+def test_every_model_tries_three_settings_and_finished_runs_are_kept(tmp_path: Path) -> None:
+    done = reproduce("frontier/translation", scale="toy", out=tmp_path)
+    assert done.result.holds is None
+    rows = list(csv.DictReader((tmp_path / "frontier-translation.csv").read_text().splitlines()))
+    settings = {label: [row["setting"] for row in rows if row["model"] == label] for label in LABELS.values()}
+    assert {label: len(set(tried)) for label, tried in settings.items()} == dict.fromkeys(LABELS.values(), 3)
+    assert set(settings["VAR-II"]) == {f"strength {strength:g}" for strength in STRENGTHS}
+    kept = {row["model"]: row for row in rows if row["kept"] == "True"}
+    assert {kept[label]["learning_rate"] for label in ("VAR-I", "VAR-II", "VAR-III")} == {
+        kept["post-LN"]["learning_rate"]
+    }
+    for label in LABELS.values():
+        losses = [float(row["valid_loss"]) for row in rows if row["model"] == label]
+        assert float(kept[label]["valid_loss"]) == min(losses)
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert len(finished) == 18
+    reproduce("frontier/translation", scale="toy", out=tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished
