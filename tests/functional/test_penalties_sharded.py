@@ -1,0 +1,66 @@
+"""Penalties of sharded weights are those of the whole ones, in value and gradient; on a mesh of one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.support.one_mesh import one_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from wellposed.errors import ConfigError
+from wellposed.functional import gram_penalty, qr_penalty
+from wellposed.functional.orthogonality import orthogonality_errors
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with one_mesh() as found:
+        yield found
+
+
+def spread(whole: Tensor, mesh: DeviceMesh, placement: Placement | None) -> nn.Parameter:
+    return nn.Parameter(whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement]))
+
+
+ROWS, COLUMNS, ALL = Shard(0), Shard(1), Replicate()
+PLACED = [[ROWS], [COLUMNS], [ALL], [ROWS, ROWS], [COLUMNS, COLUMNS], [ROWS, COLUMNS], [ALL, None], [None, ROWS]]
+
+
+@pytest.mark.parametrize("placements", PLACED, ids=lambda placements: "-".join(map(str, placements)))
+@pytest.mark.parametrize("tall", [True, False], ids=["tall", "wide"])
+def test_the_gram_penalty_of_shards(placements: list[Placement | None], tall: bool, mesh: DeviceMesh) -> None:
+    shapes = [(6, 4), (3, 4)] if tall else [(2, 4), (1, 4)]
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes[: len(placements)]]
+    for squared, side in itertools.product((True, False), ("columns", "rows")):
+        plain = [nn.Parameter(whole.clone()) for whole in wholes]
+        expected = gram_penalty(plain, squared=squared, side=side)
+        slopes = torch.autograd.grad(expected, plain)
+        weights = [spread(whole, mesh, place) for whole, place in zip(wholes, placements, strict=True)]
+        found = gram_penalty(weights, squared=squared, side=side)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        found.backward()
+        for weight, slope in zip(weights, slopes, strict=True):
+            assert weight.grad is not None
+            own = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+            torch.testing.assert_close(own, slope, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("placement", [ROWS, COLUMNS, ALL], ids=str)
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_qr_and_errors_of_shards(placement: Placement, shape: tuple[int, int], mesh: DeviceMesh) -> None:
+    whole = torch.randn(shape, dtype=torch.float64)
+    plain, weight = nn.Parameter(whole.clone()), spread(whole, mesh, placement)
+    for method in ("householder", "gram_schmidt"):
+        expected, found = qr_penalty(plain, method), qr_penalty(weight, method)
+        assert found.item() == expected.item()
+        (slope,) = torch.autograd.grad(expected, plain)
+        (own,) = torch.autograd.grad(found, weight)
+        torch.testing.assert_close(own.full_tensor(), slope, rtol=1e-12, atol=1e-12)
+    assert orthogonality_errors(weight) == orthogonality_errors(plain)
+    with pytest.raises(ConfigError, match="quantised"):
+        gram_penalty(distribute_tensor(torch.ones(2, 2, dtype=torch.int8), mesh, [placement]))
