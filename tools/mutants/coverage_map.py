@@ -9,7 +9,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -94,16 +94,19 @@ def imported(tests: Sequence[Path]) -> list[str]:
     return sorted(sys.modules)
 
 
-def preload(names: Sequence[str], own: Container[str]) -> None:
+def preload(names: Iterable[str], own: frozenset[str]) -> None:
     """Import once what the children would each import: everything but what is changed or lies in the test folders."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
-            if name.partition(".")[0] not in own and not name.startswith("_"):
-                try:
-                    importlib.import_module(name)
-                except Exception:
-                    continue
+            if not own.isdisjoint(name.split(".")) or name.startswith("_"):
+                continue
+            try:
+                importlib.import_module(name)
+            except Exception:
+                continue
+    if found := own.intersection(sys.modules):
+        raise RuntimeError(f"{', '.join(found)} imported before any change: no child would see one")
 
 
 def digest(files: Sequence[Path]) -> str:
@@ -121,7 +124,8 @@ def coverage_map(
     if "modules" not in known:
         [(_, modules, _)] = forked(imported, [(tests, FILE_LIMIT)], 1)
         known["modules"] = modules or []
-    preload(known["modules"], {"tests", "conftest", *(file.relative_to(source).parts[0] for file in sources)})
+    own = {"conftest", *(file.relative_to(source).parts[0] for file in sources)}
+    preload((name for name in known["modules"] if not name.startswith("tests.")), frozenset(own))
     files = known["files"]
     digests = {str(file): digest([file]) for file in tests}
     stale = [file for file in tests if files.get(str(file), {}).get("digest") != digests[str(file)]]

@@ -1,0 +1,209 @@
+"""Bounds of attention where every norm is a number: heads that read and write two coordinates each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import (
+    AttentionWeights,
+    ball_cross_attention_bounds,
+    certify,
+    cosine_attention_bound,
+    cosine_cross_attention_bounds,
+    dot_product_ball_bound,
+)
+from wellposed.nn import BallCrossAttention, DotProductAttention
+
+D, HEADS, HEAD_DIM, N, R = 4, 2, 2, 3, 0.7
+# Singular values of head 0 and of head 1; the smaller one of each head is half of it.
+Q, K, V, OUT = (2.0, 0.5), (1.5, 3.0), (0.6, 2.5), (1.2, 0.4)
+# Biases of queries (the first coordinate of each head), of values and of the output.
+BQ, BV, BO = (0.3, 0.8), (0.2, 0.1), 0.05
+ROOT = math.sqrt(HEAD_DIM)
+
+
+def by_heads(sizes: tuple[float, float]) -> Tensor:
+    """A diagonal weight: head h scales its own two coordinates by its size and by half of it."""
+    return torch.diag(torch.tensor([part for size in sizes for part in (size, size / 2)], dtype=torch.float64))
+
+
+def fill(module: Any) -> Any:
+    with torch.no_grad():
+        projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+        for projection, sizes in zip(projections, (Q, K, V, OUT), strict=True):
+            projection.weight.copy_(by_heads(sizes))
+        module.q_proj.bias.copy_(torch.tensor([BQ[0], 0.0, BQ[1], 0.0]))
+        module.k_proj.bias.copy_(torch.tensor([5.0, 0.0, 0.0, 7.0]))  # drops out of the softmax
+        module.v_proj.bias.copy_(torch.tensor([BV[0], 0.0, BV[1], 0.0]))
+        module.o_proj.bias.copy_(torch.tensor([BO, 0.0, 0.0, 0.0]))
+    return module
+
+
+def attention(**options: Any) -> DotProductAttention:
+    return fill(DotProductAttention(D, HEADS, **options).double().eval())
+
+
+def joined(per_head: list[float]) -> float:
+    """Heads of these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
+    together = max(OUT) * math.sqrt(sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True)))
+    return min(together, sum(v * o * each for v, o, each in zip(V, OUT, per_head, strict=True)))
+
+
+def mass(mask: str, spread: float, tokens: int = N) -> float:
+    """The root of the largest column sum bound: n_i keys share a row whose logits differ by 2 spread at most."""
+    seen = {"full": [tokens] * tokens, "causal": range(1, tokens + 1), "any": [1] * tokens}[mask]
+    return math.sqrt(min(tokens, sum(1 / (1 + (n - 1) * math.exp(-2 * spread)) for n in seen)))
+
+
+def terms(radius: float) -> tuple[list[float], list[float]]:
+    """What queries and keys add, for each head: a R^2, and a R^2 + beta R."""
+    query = [q * k / ROOT * radius**2 for q, k in zip(Q, K, strict=True)]
+    return query, [found + k * b / ROOT * radius for found, k, b in zip(query, K, BQ, strict=True)]
+
+
+@pytest.mark.parametrize("radius", [R, 0.1])
+def test_dot_product_attention_in_norms_of_tokens(radius: float) -> None:
+    query, key = terms(radius)
+    expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
+    assert certify(attention(), seq_len=N, radius=radius).total == pytest.approx(expected, rel=1e-5)
+    by_entry = certify(attention(), seq_len=N, radius=radius, norm="inf").total
+    assert by_entry == pytest.approx(expected * math.sqrt(D), rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "any"])
+@pytest.mark.parametrize("radius", [0.7, 0.2, 0.05])
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+def test_dot_product_attention_in_norm_two(mask: Any, radius: float, tokens: int) -> None:
+    query, key = terms(radius)
+    # The logits of a row differ by twice |q| |k|: a R^2 + beta R.
+    masses = [mass(mask, spread, tokens) for spread in key]
+    key_masses = [min(found, math.sqrt(tokens / 2)) for found in masses]
+    heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
+    # All heads at once: sizes of queries and keys on the ball, and the largest singular value over all heads.
+    keys = [v * k * radius for v, k in zip(V, K, strict=True)]
+    queries = [v * (q * radius + b) for v, q, b in zip(V, Q, BQ, strict=True)]
+    scale = radius / ROOT
+    whole = max(masses) * max(V) + scale * (max(keys) * max(Q) + max(key_masses) * max(queries) * max(K))
+    by_token = math.sqrt(tokens) * joined([1 + a + b for a, b in zip(query, key, strict=True)])
+    expected = min(joined(heads), max(OUT) * whole, by_token)
+    certificate = certify(attention(), seq_len=tokens, radius=radius, norm=2, mask=mask)
+    assert certificate.total == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_comes_out_of_a_ball() -> None:
+    """Averages of values: |x V W_O| <= min(sum v o, |W_O| |V|) R, and their constant part."""
+    constant = math.hypot(BV[0] * OUT[0] + BO, BV[1] * OUT[1])
+    spread = min(sum(v * o for v, o in zip(V, OUT, strict=True)), max(OUT) * math.hypot(*V))
+    model = nn.Sequential(attention(), nn.Linear(D, D).double())
+    for norm in ("tok", 2, "inf"):
+        after = next(row for row in certify(model, seq_len=N, radius=R, norm=norm).layers if row.path == "1")
+        assert after.radius == pytest.approx(spread * R + constant, rel=1e-5)
+
+
+def test_head_norms_bound_queries_and_keys_whatever_comes_in() -> None:
+    """s = sqrt d max|gamma| is their size, l = |W| max|gamma| / sqrt eps their slope."""
+    module = attention(qk_norm=True, eps=0.04)
+    gain_q, gain_k = 1.5, 0.5
+    with torch.no_grad():
+        module.q_norm.weight.copy_(torch.tensor([-gain_q, 1.0]))
+        module.k_norm.weight.copy_(torch.tensor([0.25, gain_k]))
+    size_q, size_k = gain_q * ROOT, gain_k * ROOT
+    query = [R / ROOT * size_k * q * gain_q / 0.2 for q in Q]
+    key = [R / ROOT * size_q * k * gain_k / 0.2 for k in K]
+    expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
+    assert certify(module, seq_len=N, radius=R).total == pytest.approx(expected, rel=1e-5)
+    for mask in ("full", "causal", "any"):
+        found = mass(mask, size_q * size_k / ROOT, 12)
+        in_two = joined([found + a + min(found, math.sqrt(6)) * b for a, b in zip(query, key, strict=True)])
+        total = certify(module, seq_len=12, radius=R, norm=2, mask=mask).total
+        assert total == pytest.approx(min(in_two, math.sqrt(12) * expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_rotated_queries_and_keys_keep_their_lengths_alone(norm: Any) -> None:
+    """Then a R^2 is |W_Q| (|W_K| R + |b_k|) R / sqrt d for queries, and with q and k exchanged for keys."""
+    module = attention()
+    weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, HEADS)
+    bk = (5.0, 7.0)
+    sizes_q = [q * R + b for q, b in zip(Q, BQ, strict=True)]
+    sizes_k = [k * R + b for k, b in zip(K, bk, strict=True)]
+    query = [q * size * R / ROOT for q, size in zip(Q, sizes_k, strict=True)]
+    key = [k * size * R / ROOT for k, size in zip(K, sizes_q, strict=True)]
+    if norm == "tok":
+        expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
+    else:
+        spreads = [a * b / ROOT for a, b in zip(sizes_q, sizes_k, strict=True)]
+        masses = [mass("full", spread) for spread in spreads]
+        key_masses = [min(found, math.sqrt(N / 2)) for found in masses]
+        heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
+        keys = max(v * size for v, size in zip(V, sizes_k, strict=True))
+        queries = max(v * size for v, size in zip(V, sizes_q, strict=True))
+        scale = R / ROOT
+        whole = max(masses) * max(V) + scale * (keys * max(Q) + max(key_masses) * queries * max(K))
+        expected = min(joined(heads), max(OUT) * whole)
+    found = dot_product_ball_bound(weights, radius=R, seq_len=N, norm=norm, mask="full", rotary=True)
+    assert float(found.value) == pytest.approx(expected, rel=1e-5)
+
+
+def split(sizes: tuple[float, float]) -> Tensor:
+    return by_heads(sizes).T.unflatten(1, (HEADS, HEAD_DIM)).movedim(1, 0)
+
+
+def normalised(per_head: list[float]) -> float:
+    """Heads whose values are normalised after their projection: |W_O| sqrt(sum L^2) or sum L |W_O,h|."""
+    return min(max(OUT) * math.hypot(*per_head), sum(each * o for each, o in zip(per_head, OUT, strict=True)))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "any"])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_cosine_attention(mask: Any, tokens: int) -> None:
+    eps, tau, nu = 0.25, torch.tensor([-0.5, 2.0]), torch.tensor([3.0, -0.75])
+    weights = (split(Q), split(K), split(V), split(OUT).mT.contiguous())
+    slope = [abs(float(each)) / math.sqrt(eps) for each in nu]
+    sharp = [abs(float(each)) for each in tau]
+    heads = list(zip(slope, sharp, Q, K, V, strict=True))
+    by_token = normalised([s * (v + t * q + t * k) for s, t, q, k, v in heads])
+    rows = mass(mask, max(sharp), tokens)
+    columns = min(rows, math.sqrt(tokens / 2))
+    in_two = normalised([s * (rows * v + t * q + columns * t * k) for s, t, q, k, v in heads])
+    expected = {"tok": by_token, "inf": math.sqrt(D) * by_token, 2: in_two}
+    for norm, value in expected.items():
+        found = cosine_attention_bound(
+            *weights, eps=eps, temperature=tau, value_scale=nu, seq_len=tokens, norm=norm, mask=mask
+        )
+        assert float(found.value) == pytest.approx(value, rel=1e-5), norm
+    for norm in ("tok", 2):
+        first, second = cosine_cross_attention_bounds(
+            *weights, eps=eps, temperature=tau, value_scale=nu, num_queries=tokens, norm=norm
+        )
+        rows, columns = (math.sqrt(tokens), math.sqrt(tokens / 2)) if norm == 2 else (1.0, 1.0)
+        columns = min(rows, columns)
+        assert float(first.value) == pytest.approx(normalised([s * t * q for s, t, q, _, _ in heads]), rel=1e-5)
+        by_memory = normalised([s * (rows * v + columns * t * k) for s, t, _, k, v in heads])
+        assert float(second.value) == pytest.approx(by_memory, rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_ball_cross_attention(tokens: int) -> None:
+    """Per head a = t q k and beta = t k |b_q|; the output carries the head's share w."""
+    module = fill(BallCrossAttention(D, HEADS, bias=True).double().eval())
+    temperature, share = (scale.detach() for scale in module.head_scales(torch.float64))
+    query = [float(t) * q * k for t, q, k in zip(temperature, Q, K, strict=True)]
+    key = [a + float(t) * k * b for a, t, k, b in zip(query, temperature, K, BQ, strict=True)]
+    mixed = [o * float(w) for o, w in zip(OUT, share, strict=True)]
+
+    def through(per_head: list[float]) -> float:
+        together = max(mixed) * math.sqrt(sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True)))
+        return min(together, sum(v * o * each for v, o, each in zip(V, mixed, per_head, strict=True)))
+
+    for norm in ("tok", 2):
+        rows, columns = (math.sqrt(tokens), math.sqrt(tokens / 2)) if norm == 2 else (1.0, 1.0)
+        first, second = ball_cross_attention_bounds(module, num_queries=tokens, norm=norm)
+        assert float(first.value) == pytest.approx(through(query), rel=1e-5)
+        expected = through([rows + min(rows, columns) * b for b in key])
+        assert float(second.value) == pytest.approx(expected, rel=1e-5)

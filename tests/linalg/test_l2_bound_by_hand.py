@@ -1,0 +1,160 @@
+"""The bounds of L2 attention layers whose heads have two coordinates each, so that every norm is a number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.linalg import L2Layer, l2_attention_bound, l2_constants
+
+HEADS, WIDTH = 2, 4
+CONSTANTS = l2_constants(5)
+C = CONSTANTS.c
+
+
+def blocks(sizes: tuple[float, float]) -> Tensor:
+    """(H, D, d): head h reads its own two coordinates, by its size and by half of it."""
+    weight = torch.zeros(HEADS, WIDTH, 2, dtype=torch.float64)
+    for head, size in enumerate(sizes):
+        weight[head, 2 * head, 0], weight[head, 2 * head + 1, 1] = size, -size / 2
+    return weight
+
+
+def layer(reads: tuple[float, float], mixes: tuple[float, float], writes: tuple[float, float]) -> tuple[Tensor, ...]:
+    mixing = torch.stack([torch.diag(torch.tensor([size, size / 2], dtype=torch.float64)) for size in mixes])
+    return blocks(reads), mixing, blocks(writes).mT.contiguous()
+
+
+def by_scales(reads: tuple[float, float], paths: list[float], scales: list[float], norm: object) -> float:
+    """|C| ((1 + 2c) sqrt(sum |W_h|^2/s_h^2) + 2c |[W_h/s_h]|), or in norm 2 |C| |[W_h/s_h]| times the bracket."""
+    written = max(s * path for s, path in zip(scales, paths, strict=True))
+    read = [w / s for w, s in zip(reads, scales, strict=True)]
+    if norm == 2:
+        return written * max(read) * CONSTANTS.bracket(2)
+    return written * ((1 + 2 * C) * math.hypot(*read) + 2 * C * max(read))
+
+
+CASES = [
+    ((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)),
+    ((3.0, 0.2), (1.0, 1.0), (1.0, 1.0)),
+    ((1.0, 1.0), (5.0, 0.1), (2.0, 2.0)),
+    ((0.3, 1.7), (1.1, 0.9), (0.2, 4.0)),
+    ((1e-9, 2.0), (1e9, 1.0), (1.0, 3.0)),
+    ((2.0, 2.0), (0.0, 1.0), (1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_the_least_of_the_four_forms(case: tuple[tuple[float, float], ...], norm: object) -> None:
+    reads, mixes, writes = case
+    paths = [r * o for r, o in zip(mixes, writes, strict=True)]
+    alone = sum(w * c for w, c in zip(reads, paths, strict=True)) * CONSTANTS.bracket(norm)  # type: ignore[arg-type]
+    by_mixing = by_scales(reads, paths, [1 / (r or 1.0) for r in mixes], norm)
+    as_given = by_scales(reads, paths, [1.0, 1.0], norm)
+    balanced = by_scales(reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm)
+    found = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm)  # type: ignore[arg-type]
+    expected = min(alone, by_mixing, as_given, balanced)
+    if 0.0 in mixes:  # a silent head has no say; what it reads is left out
+        expected = min(expected, alone)
+        assert float(found.value) <= expected * (1 + 1e-5)
+        return
+    assert float(found.value) == pytest.approx(expected, rel=2e-5)
+    cheap = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm, per_head_only=True)  # type: ignore[arg-type]
+    assert float(cheap.value) == pytest.approx(alone, rel=2e-5)
+    assert cheap.form == f"sum |W_h||C_h|, {norm} (B3)"
+    by_name = {
+        f"sum |W_h||C_h|, {norm} (B3)": alone,
+        f"|W_O| sqrt(sum |W_h|^2|R_h|^2), {norm} (B3)": by_mixing,
+        f"|stack C_h| |[W_h]|, {norm} (B3)": as_given,
+        f"balanced stack |s C_h| |[W_h/s]|, {norm} (B3)": balanced,
+    }
+    assert by_name[found.form] == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_head_has_one_form() -> None:
+    one = tuple(part[:1] for part in layer((2.0, 1.0), (3.0, 1.0), (0.5, 1.0)))
+    for norm in ("tok", 2):
+        found = l2_attention_bound(*one, CONSTANTS, norm=norm)
+        assert float(found.value) == pytest.approx(3.0 * CONSTANTS.bracket(norm), rel=2e-5)
+        assert found.form.startswith("sum |W_h||C_h|")
+
+
+def test_the_inf_norm_row_by_row() -> None:
+    """B1, coordinate r: |c_r|_1 max|row of W| + 4c of the less of 1 + sqrt d halves of that and |c_r|_2 max|row|_2."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-3, 1.0, 30.0):
+        projection = torch.randn(3, 5, 2, generator=generator, dtype=torch.float64) * scale
+        mixing = torch.randn(3, 2, 2, generator=generator, dtype=torch.float64)
+        output = torch.randn(3, 2, 4, generator=generator, dtype=torch.float64)
+        totals = {"composite rows": [], "composite through the 2-norm": [], "per row": []}
+        for r in range(4):
+            sums = dict.fromkeys(totals, 0.0)
+            for head in range(3):
+                columns = [[float(projection[head, i, k]) for i in range(5)] for k in range(2)]
+                read_inf = max(sum(map(abs, column)) for column in columns)
+                read_two = math.hypot(*(sum(map(abs, column)) for column in columns))
+                path = [float(mixing[head, k] @ output[head, :, r]) for k in range(2)]
+                averaging = sum(map(abs, path)) * read_inf
+                through_inf = averaging * 2 * C * (1 + math.sqrt(2))
+                through_two = math.hypot(*path) * read_two * 4 * C
+                sums["composite rows"] += averaging + through_inf
+                sums["composite through the 2-norm"] += averaging + through_two
+                sums["per row"] += averaging + min(through_inf, through_two)
+            for name, value in sums.items():
+                totals[name].append(value)
+        largest = {name: max(values) for name, values in totals.items()}
+        found = l2_attention_bound(projection, mixing, output, CONSTANTS, norm="inf")
+        assert float(found.value) == pytest.approx(min(largest.values()), rel=1e-9)
+        assert float(found.value) >= min(largest.values())
+        assert largest[found.form.removesuffix(", inf (B1)")] == pytest.approx(min(largest.values()), rel=1e-12)
+
+
+def test_mixings_too_large_to_be_given_come_as_powers_of_two() -> None:
+    heads = layer((1.0, 0.5), (1.0, 3.0), (2.0, 1.0))
+    for norm in ("tok", 2, "inf"):
+        plain = L2Layer(*heads).bound(CONSTANTS, norm=norm)
+        for powers in ((7, 7), (7, 9), (-30, 2)):
+            shares = 2.0 ** torch.tensor(powers, dtype=torch.float64)[:, None, None]
+            scaled = L2Layer(heads[0], heads[1] * shares, heads[2]).bound(CONSTANTS, norm=norm)
+            given = L2Layer(*heads, exponents=torch.tensor(powers)).bound(CONSTANTS, norm=norm)
+            assert float(given.value) == pytest.approx(float(scaled.value), rel=1e-12)
+        assert float(L2Layer(*heads, exponents=torch.tensor([9000, 0])).bound(CONSTANTS, norm=norm).value) == math.inf
+        assert float(plain.value) > 0
+    layered = L2Layer(*heads, exponents=torch.tensor([5, 3]))
+    # Largest entries are powers of two apart: 1, 1, 2 and 1/2, 3 (2), 1, so the layers are 2^(5 + 1) and 2^(3 - 1 + 1).
+    assert float(layered.exponent) == 6
+    assert layered.shares.tolist() == [2.0**-1, 2.0**-3]
+
+
+def test_a_head_that_is_silent_has_no_share() -> None:
+    reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    for part in range(3):
+        weights = [reads.clone(), mixing.clone(), output.clone()]
+        weights[part][1] = 0.0
+        silent = L2Layer(*weights)
+        assert silent.shares[1] == 0
+        assert silent.shares[0] == 1
+    silent = L2Layer(0 * reads, mixing, output)
+    assert float(silent.exponent) == 0
+    assert float(silent.bound(CONSTANTS).value) == 0
+
+
+def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
+    reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    bad = [
+        (reads[0], mixing, output),
+        (reads, mixing[:1], output),
+        (reads, mixing, output[:1]),
+        (reads, mixing[0], output),
+    ]
+    bad += [(reads, mixing, output.mT.contiguous()), (reads, reads, output), (reads[..., :1], mixing, output)]
+    for weights in bad:
+        with pytest.raises(ShapeError, match="expected projection"):
+            L2Layer(*weights)
+    with pytest.raises(ConfigError, match="unknown norm"):
+        L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")  # type: ignore[arg-type]
