@@ -129,3 +129,12 @@ def test_wide_l2_bound_chooses_a_scaling_without_trying_all():
         wide = l2_attention_bound(w, r, o, l2_constants(16), norm=norm, method="cholesky")
         cheap = l2_attention_bound(w, r, o, l2_constants(16), norm=norm, per_head_only=True)
         assert wide.value <= cheap.value
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (3, 0, 4), (3, 2, 4, 0), (0, 3, 3)])
+def test_empty_matrices_have_norm_zero_in_the_shape_of_their_batch(shape):
+    empty = torch.zeros(shape)
+    norms = [certified_spectral_norm(empty, method=method) for method in METHODS]
+    for norm in (*norms, infinity_norm(empty), interpolation_norm(empty), gram_iteration_norm(empty)):
+        assert norm.shape == shape[:-2]
+        assert not norm.any()
