@@ -1,0 +1,139 @@
+"""Which pairs of inputs an attack in the module's own dtype measures, and what it takes off their slopes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.certification import lipschitz_lower_bound, perturbation_size, steepest_direction
+from wellposed.errors import ConvergenceError
+
+
+class Recorded:
+    """``x -> 3 x``, and every input it was called with, by dtype."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach().clone())
+        return 3 * x
+
+
+def measured_pairs(start: Tensor, norm: Any, **options: Any) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+    """Attack without any step, and return the pairs measured after the ascent, in the order they came."""
+    function = Recorded()
+    found = lipschitz_lower_bound(
+        function, tuple(start.shape[1:]), norm=norm, restarts=len(start), start=start, steps=0, dtype=None, **options
+    )
+    own = [x for x in function.seen if x.dtype == start.dtype]
+    return list(zip(own[::2], own[1::2], strict=True)), found
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+@pytest.mark.parametrize(("dtype", "lengths"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
+def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_the_unit(
+    norm: Any, dtype: torch.dtype, lengths: int
+) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(2, 3, 4).to(dtype)
+    pairs, found = measured_pairs(start, norm)
+    # Along the direction found, along a random one, from start to start, and from start to twice itself.
+    assert len(pairs) == 2 * 2 * lengths + 2
+    unit = torch.finfo(dtype).eps
+    for first in (0, 2 * lengths):
+        for place in range(2 * lengths):
+            x, y = (part.double() for part in pairs[first + place])
+            assert torch.equal(x.to(dtype), start)
+            share = perturbation_size(y - x, norm) / perturbation_size(x, norm)
+            assert share.tolist() == pytest.approx([4.0 ** -(place // 2)] * 2, rel=0.05 if unit > 1e-3 else 1e-4)
+        up, down = ((y - x).double() for x, y in pairs[first : first + 2])
+        assert float((up + down).abs().max()) <= 4 * unit * float(up.abs().max() + start.double().abs().max())
+        assert 4.0 ** -(lengths - 1) >= unit ** (1 / 3) > 4.0**-lengths
+    for (x, y), other in zip(pairs[-2:], (start.roll(1, 0), 2 * start), strict=True):
+        assert torch.equal(x, start)
+        torch.testing.assert_close(y, other, rtol=4 * unit, atol=4 * unit)
+    # What is measured is what is returned: 3, less eight units of |f(x)| + |f(y)| over |x - y|.
+    x, y = (part.double() for part in found.pair)
+    assert found.found_by == "difference"
+    assert found.dtype == dtype
+    apart = float(perturbation_size((x - y)[None], norm))
+    sizes = 3 * float(perturbation_size(x[None], norm) + perturbation_size(y[None], norm))
+    exact = float(perturbation_size((3 * y.to(dtype)).double()[None] - (3 * x.to(dtype)).double()[None], norm)) / apart
+    assert found.value == found.slope == pytest.approx(exact - 8 * unit * sizes / apart, rel=1e-3)
+    assert float(perturbation_size(found.direction[None], norm)) == pytest.approx(1.0)
+    torch.testing.assert_close(found.direction * apart, y - x, rtol=1e-6, atol=1e-6)
+
+
+def test_pairs_too_close_do_not_count_and_tokens_that_are_held_do_not_move() -> None:
+    """A jump of one hundredth at zero: steep for close pairs, flat for those as far as rounding asks."""
+    start = torch.full((1, 2, 1), 1.0)
+
+    def jump(x: Tensor) -> Tensor:
+        return torch.where(x > 1.0, 0.01, 0.0) + 0 * x
+
+    found = lipschitz_lower_bound(jump, (2, 1), restarts=1, start=start, steps=0, dtype=None, norm="inf")
+    # The shortest of the steps, 1/64, sees the jump: 0.01 x 64.
+    assert found.value == pytest.approx(0.64, rel=1e-3)
+    held = torch.tensor([True, False])
+    pairs, found = measured_pairs(torch.randn(2, 2, 3), "tok", perturbed=held)
+    for x, y in pairs:
+        assert torch.equal(x[:, 1], y[:, 1])
+        assert not torch.equal(x[:, 0], y[:, 0])
+
+
+def test_pairs_stay_in_the_ball() -> None:
+    start = 5 * torch.randn(3, 2, 4)
+    pairs, found = measured_pairs(start, 2, radius=0.25)
+    for pair in pairs:
+        for x in pair:
+            assert float(x.double().norm(dim=-1).max()) <= 0.25 * (1 + 1e-7)
+    assert max(float(x.norm(dim=-1).max()) for x, _ in pairs) == pytest.approx(0.25, rel=1e-5)
+    assert found.value == pytest.approx(3.0, rel=1e-4)
+
+
+def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_said() -> None:
+    start = torch.ones(2, 1, 2)
+    start[1] = 100.0
+
+    def overflows(x: Tensor) -> Tensor:
+        return torch.where(x.abs() > 50.0, math.inf, 1.0) * x
+
+    found = lipschitz_lower_bound(overflows, (1, 2), restarts=2, start=start, steps=0, dtype=None)
+    assert found.value == pytest.approx(1.0, rel=1e-4)
+    assert found.values[1] == -math.inf
+    with pytest.raises(ConvergenceError, match=r"outputs in torch\.float32 were NaN or infinite at every input"):
+        lipschitz_lower_bound(lambda x: x * math.nan, (1, 2), restarts=2, start=start, steps=0, dtype=None)
+
+
+def test_both_inputs_climb_where_a_gradient_leads() -> None:
+    """x^2 on a ball of radius 1: the slope |x + y| is 2 at its end, found from far inside by moving both."""
+    start = torch.full((1, 1, 1), 0.05)
+    slopes = [
+        lipschitz_lower_bound(
+            lambda x: x.square(), (1, 1), restarts=1, start=start, steps=steps, dtype=None, radius=1.0, norm=2
+        ).value
+        for steps in (0, 60)
+    ]
+    assert slopes[0] < 0.2
+    assert 1.2 < slopes[1] <= 2.0
+
+
+def test_directions_of_size_one() -> None:
+    gradient = torch.tensor([[[3.0, -4.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    assert steepest_direction(gradient, 2).tolist() == [
+        [[0.6000000238418579, -0.800000011920929], [0, 0]],
+        [[0, 0], [0, 1]],
+    ]
+    assert steepest_direction(5 * gradient, "inf").tolist() == [[[1, -1], [0, 0]], [[0, 0], [0, 1]]]
+    by_token = torch.tensor([[[3.0, -4.0], [0.0, 2.0]]])
+    torch.testing.assert_close(steepest_direction(by_token, "tok"), torch.tensor([[[0.6, -0.8], [0.0, 1.0]]]))
+    torch.testing.assert_close(steepest_direction(by_token, 2), by_token / math.sqrt(29))
+    assert steepest_direction(torch.zeros(1, 2, 2), "tok").abs().max() == 0
+    assert steepest_direction(torch.zeros(1, 2, 2), 2).abs().max() == 0
+    sizes = {norm: perturbation_size(by_token, norm).tolist() for norm in ("tok", 2, "inf")}
+    assert sizes == {"tok": [5.0], 2: [pytest.approx(math.sqrt(29))], "inf": [4.0]}
