@@ -1,0 +1,164 @@
+"""Which weights a selection is, in which order, and what it says where it is none."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from wellposed.constrain import decay_groups, parameter_groups, select_weights
+from wellposed.errors import ConfigError, RoleNotFoundError
+
+
+class Special(nn.Linear):
+    """A subclass counts as its class."""
+
+
+def model() -> nn.Module:
+    attention = nn.MultiheadAttention(4, 2)
+    return nn.Sequential(
+        OrderedDict(
+            emb=nn.Embedding(5, 4),
+            encoder=nn.Linear(4, 4),
+            norm=nn.LayerNorm(4),
+            special=Special(4, 3, bias=False),
+            att=attention,
+        )
+    )
+
+
+def labels(where: Any, owner: nn.Module | None = None, **options: Any) -> list[str]:
+    return [found.label for found in select_weights(owner or model(), where, **options)]
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ("encoder", ["encoder.weight"]),
+        ("encoder.weight", ["encoder.weight"]),
+        ("encoder.bias", ["encoder.bias"]),
+        ("enc*", ["encoder.weight"]),
+        ("encoder.*", ["encoder.weight", "encoder.bias"]),
+        ("*.encoder", ["encoder.weight"]),
+        ("re:emb|norm", ["emb.weight", "norm.weight"]),
+        ("re:e.*", ["emb.weight", "encoder.weight"]),
+        ("*.bias", ["encoder.bias", "norm.bias", "att.out_proj.bias"]),
+        (["special", "emb"], ["emb.weight", "special.weight"]),
+        (["emb", "emb"], ["emb.weight"]),
+        (nn.Linear, ["encoder.weight", "special.weight", "att.out_proj.weight"]),
+        ([nn.Embedding, "encoder"], ["emb.weight", "encoder.weight"]),
+        (Special, ["special.weight"]),
+        (lambda path, module: path == "norm", ["norm.weight"]),
+        (lambda path, module: isinstance(module, nn.Embedding), ["emb.weight"]),
+    ],
+)
+def test_names_types_and_functions_in_the_order_of_the_model(where: Any, found: list[str]) -> None:
+    assert labels(where) == found
+
+
+def test_parts_of_a_fused_weight_come_one_by_one() -> None:
+    owner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    rows = ["self_attn.in_proj_weight[0:4]", "self_attn.in_proj_weight[4:8]", "self_attn.in_proj_weight[8:12]"]
+    assert labels("self_attn", owner) == rows
+    assert labels(None, owner, roles="key") == rows[1:2]
+    assert labels(None, owner, roles=("value", "query")) == [rows[0], rows[2]]
+    assert labels("linear1", owner, roles="query") == [rows[0], "linear1.weight"]
+    assert labels("key", owner) == rows[1:2]
+    place = select_weights(owner, "key")[0]
+    weight = owner.self_attn.in_proj_weight
+    assert torch.equal(place.seen(weight), weight[4:8])
+    assert (place.rows, place.transposed, place.parameter_name) == ((4, 8), False, "self_attn.in_proj_weight")
+    assert place.roles == {"key"}
+
+
+def test_the_models_own_weight_has_no_path() -> None:
+    linear = nn.Linear(3, 2)
+    assert labels("weight", linear) == ["weight"]
+    assert labels(nn.Linear, linear) == ["weight"]
+    wrapped = torch.compile(nn.Sequential(linear))
+    assert labels("0", nn.Sequential(linear)) == ["0.weight"]
+    assert isinstance(wrapped, nn.Module)
+
+
+def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
+    owner = nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 3))
+    places = select_weights(owner, nn.Linear)
+    assert [(place.label, place.parameter is None) for place in places] == [("0.weight", True), ("1.weight", False)]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (
+            "encodr",
+            "where='encodr' matches no module that holds a weight and no parameter; nearest: encoder, norm, emb",
+        ),
+        (
+            "*.encodr",
+            "where='*.encodr' matches no module that holds a weight and no parameter; nearest: encoder, norm, emb",
+        ),
+        (
+            nn.Conv1d,
+            "where: no module with a weight is matched by Conv1d; types that hold one: Embedding, LayerNorm, Linear",
+        ),
+    ],
+)
+def test_what_matches_nothing_is_said(where: Any, said: str) -> None:
+    owner = nn.Sequential(OrderedDict(emb=nn.Embedding(5, 4), encoder=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
+    with pytest.raises(RoleNotFoundError) as caught:
+        select_weights(owner, where)
+    assert str(caught.value) == said
+    with pytest.raises(RoleNotFoundError) as caught:
+        select_weights(owner, [where, "emb", "nothing"])
+    assert str(caught.value).splitlines()[0] == said
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_function_and_a_model_without_weights() -> None:
+    def never(path: str, module: nn.Module) -> bool:
+        return False
+
+    with pytest.raises(RoleNotFoundError, match=r"matched by the function 'never'; types that hold one: Linear$"):
+        select_weights(nn.Sequential(nn.Linear(2, 2)), never)
+    with pytest.raises(RoleNotFoundError, match="the model has no weights"):
+        select_weights(nn.ReLU(), "a")
+    with pytest.raises(RoleNotFoundError, match="types that hold one: none"):
+        select_weights(nn.ReLU(), nn.Linear)
+    with pytest.raises(ConfigError, match=r"expected where= .* or roles="):
+        select_weights(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"expected where= .* or roles="):
+        select_weights(nn.Linear(2, 2), roles=())
+    for bad in (["a", 3], [], {"a": 1}, 7):
+        with pytest.raises(ConfigError, match="expected a name, an fnmatch pattern"):
+            select_weights(nn.Linear(2, 2), bad)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is not a regular expression"):
+        select_weights(nn.Linear(2, 2), "re:(")
+
+
+def test_groups_by_what_may_decay() -> None:
+    owner = model()
+    owner.norm.requires_grad_(False)
+    names = {id(parameter): name for name, parameter in owner.named_parameters()}
+    free, held = parameter_groups(owner, 0.1, where=["encoder", "emb"])
+    assert (free["weight_decay"], held["weight_decay"]) == (0.1, 0.0)
+    assert [names[id(parameter)] for parameter in free["params"]] == [
+        "special.weight", "att.in_proj_weight", "att.out_proj.weight",
+    ]  # fmt: skip
+    assert [names[id(parameter)] for parameter in held["params"]] == [
+        "emb.weight", "encoder.weight", "encoder.bias", "att.in_proj_bias", "att.out_proj.bias",
+    ]  # fmt: skip
+    everything = parameter_groups(owner, 0.0)
+    assert [group["weight_decay"] for group in everything] == [0.0, 0.0]
+    (alone,) = decay_groups(nn.Linear(2, 2, bias=False), 0.3)
+    assert alone["weight_decay"] == 0.3
+    (alone,) = decay_groups(nn.LayerNorm(2), 0.3)
+    assert alone["weight_decay"] == 0.0
+    for decay in (-0.1, float("nan")):
+        with pytest.raises(ConfigError, match="at least 0"):
+            parameter_groups(owner, decay)
+    with pytest.raises(ConfigError, match="no parameter that trains"):
+        parameter_groups(owner.requires_grad_(False), 0.1)
