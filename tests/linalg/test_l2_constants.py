@@ -149,3 +149,39 @@ def test_the_printed_brackets_of_kim2021_are_their_formulas(tokens, head_dim):
     assert kim_bracket(tokens, norm="inf", head_dim=head_dim) == pytest.approx(4 * c + head_dim**-0.5, rel=1e-9)
     expected = math.sqrt(tokens / head_dim) * (4 * c + 1)
     assert kim_bracket(tokens, norm=2, head_dim=head_dim) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_number_of_extra_keys_is_none_or_more():
+    assert l2_constants(3, extra_keys=0) == l2_constants(3)
+    with pytest.raises(ShapeError, match="extra_keys must be >= 0, received -1"):
+        l2_constants(3, extra_keys=-1)
+
+
+def test_alibi_sums_term_by_term():
+    """c, colP and colT of every slope, against the sums carried far beyond where they are cut."""
+    for slope, sides in ((0.05, 1), (0.3, 2), (2.0, 1), (8.0, 2)):
+        found = l2_constants_alibi(slope, is_causal=sides == 1)
+        weights = [math.exp(-slope * k) for k in range(1, 4000) if slope * k < 700]
+        moments = [float(lambertw(weight / math.e).real) for weight in weights]
+        assert found.c == pytest.approx(float(lambertw(sides * math.fsum(weights) / math.e).real), rel=1e-10)
+        assert found.column_mass == pytest.approx(1 + sides * math.fsum(w / (1 + w) for w in weights), rel=1e-10)
+        assert found.column_moment == pytest.approx(sides * math.fsum(moments), rel=1e-10)
+
+
+def test_weights_of_a_mask_that_is_not_symmetric():
+    """c is of the fullest row, colP and colT of the heaviest column, each the worst of its head."""
+    weights = torch.rand(2, 4, 4, dtype=torch.float64).tril(-1) * 3 + torch.eye(4)
+    found = l2_constants_from_weights(weights)
+    others = weights.tril(-1)
+    assert found.c == pytest.approx(
+        max(float(lambertw(float(row.sum()) / math.e).real) for row in others.flatten(0, 1))
+    )
+    columns = others.mT.flatten(0, 1)
+    assert found.column_mass == pytest.approx(
+        1 + max(math.fsum(float(w / (1 + w)) for w in column) for column in columns)
+    )
+    moments = [math.fsum(float(lambertw(float(w) / math.e).real) for w in column) for column in columns]
+    assert found.column_moment == pytest.approx(max(moments))
+    for bad in (torch.ones(3), torch.ones(2, 3), torch.ones(4, 2, 3)):
+        with pytest.raises(ShapeError, match=r"expected \(\.\.\., N, N\)"):
+            l2_constants_from_weights(bad)
