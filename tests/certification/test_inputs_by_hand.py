@@ -1,0 +1,61 @@
+"""Images as tokens and back, pixel by pixel, where no two sizes are alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from wellposed.certification import PatchGrid, patch_grid
+
+GRID = PatchGrid(channels=2, rows=3, columns=4, height=5, width=6)
+
+
+def test_every_pixel_lies_in_its_patch() -> None:
+    assert (GRID.tokens, GRID.size) == (12, 60)
+    tokens = torch.arange(2 * 12 * 60).view(2, 12, 60)
+    image = GRID.image(tokens)
+    assert image.shape == (2, 2, 15, 24)
+    for batch, channel, y, x in itertools.product(range(2), range(2), range(15), range(24)):
+        token = 4 * (y // 5) + x // 6
+        entry = 30 * channel + 6 * (y % 5) + x % 6
+        assert image[batch, channel, y, x] == tokens[batch, token, entry]
+    assert torch.equal(GRID.tokens_of(image), tokens)
+    # Norms of an image are those of its tokens.
+    pixels = torch.randn(3, 2, 15, 24)
+    torch.testing.assert_close(GRID.tokens_of(pixels).flatten(1).norm(dim=1), pixels.flatten(1).norm(dim=1))
+
+
+class Patches:
+    num_channels = 2
+    image_size = (15, 24)
+    patch_size = (5, 6)
+
+
+class Pixels:
+    main_input_name = "pixel_values"
+
+    def __init__(self, patches: object) -> None:
+        self.patches = patches
+
+    def get_input_embeddings(self) -> object:
+        return self.patches
+
+
+def test_the_grid_of_a_model_is_read_from_its_patches() -> None:
+    assert patch_grid(Pixels(Patches())) == GRID
+    assert patch_grid(Pixels(object())) is None
+    assert patch_grid(object()) is None
+    square = type("Square", (Patches,), {"patch_size": 5})
+    assert patch_grid(Pixels(square())) is None
+    whole = type("Whole", (Patches,), {"image_size": 15})
+    assert patch_grid(Pixels(whole())) is None
+    words = Pixels(Patches())
+    words.main_input_name = "input_ids"
+    assert patch_grid(words) is None
+
+
+def test_tokens_of_one_image_are_those_of_its_model() -> None:
+    tokens: Tensor = torch.randn(1, 12, 60)
+    torch.testing.assert_close(GRID.tokens_of(GRID.image(tokens)), tokens, rtol=0, atol=0)
