@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from wellposed.certification import lipschitz_lower_bound, perturbation_size, steepest_direction
-from wellposed.errors import ConvergenceError
+from wellposed.certification import (
+    Certificate,
+    LowerBound,
+    lipschitz_lower_bound,
+    perturbation_size,
+    steepest_direction,
+)
+from wellposed.errors import ConfigError, ConvergenceError
 
 
 class Recorded:
@@ -137,3 +143,14 @@ def test_directions_of_size_one() -> None:
     assert steepest_direction(torch.zeros(1, 2, 2), 2).abs().max() == 0
     sizes = {norm: perturbation_size(by_token, norm).tolist() for norm in ("tok", 2, "inf")}
     assert sizes == {"tok": [5.0], 2: [pytest.approx(math.sqrt(29))], "inf": [4.0]}
+
+
+@pytest.mark.parametrize(
+    ("value", "total", "ratio"),
+    [(0.25, 0.5, 0.5), (3.0, 2.0, 1.5), (0.5, 0.0, math.inf), (0.0, 0.0, 0.0), (0.0, 2.0, 0.0)],
+)
+def test_the_ratio_of_what_was_found_to_what_was_certified(value: float, total: float, ratio: float) -> None:
+    found = LowerBound(value, "tok", torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), 0)
+    assert found.ratio(Certificate(total, (), "certified", "tok", 2, 1, "full", "all inputs", "float64")) == ratio
+    with pytest.raises(ConfigError, match="the attack is in norm 'tok', the certificate in norm 2"):
+        found.ratio(Certificate(total, (), "certified", 2, 2, 1, "full", "all inputs", "float64"))
