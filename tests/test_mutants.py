@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tools.mutants.changes import mutants
 from tools.mutants.children import forked
+from tools.mutants.coverage_map import preload
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""A toy."""
@@ -118,3 +119,17 @@ def test_a_child_that_hangs_or_dies_has_no_answer() -> None:
     answers = {job: said for job, said, _ in forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2)}
     assert answers["hang"] is answers["die"] is None
     assert answers["live"] not in (None, os.getpid())
+
+
+def test_a_package_that_is_there_before_any_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/conftest.py").write_text("import toy_changed", encoding="utf-8")
+    (tmp_path / "toy_changed.py").write_text("", encoding="utf-8")
+    own = frozenset({"conftest", "toy_changed"})
+    # What lies beside the sources as conftest imports them, so it waits for the children, as they themselves do.
+    preload(["beside", "beside.conftest", "toy_changed"], own)
+    assert "toy_changed" not in sys.modules
+    monkeypatch.setitem(sys.modules, "toy_changed", sys)
+    with pytest.raises(RuntimeError, match="toy_changed imported before any change"):
+        preload([], own)
