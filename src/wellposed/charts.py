@@ -100,8 +100,10 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
             _finish(axes, panel)
         _add_legends(figure, pairs)
         note_image(path.stem, figure)
-        # A page of unknown colour may show the file, so it brings its own.
-        figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+        # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a panel may be longer
+        # than the place that the layout left.
+        whole: dict[str, Any] = {"bbox_inches": "tight", "metadata": {"Date": None, "Creator": None}}
+        figure.savefig(path, format="svg", facecolor="white", **whole)
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
