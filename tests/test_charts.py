@@ -60,6 +60,14 @@ def test_many_long_labels_leave_room_for_the_axes(tmp_path: Path) -> None:
         assert height > 3 * 72
 
 
+def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    curve = Series("a", [0.0, 0.005, 0.01, 0.2], [1.0, 0.9, 0.5, 0.1])
+    draw([Panel("p", "radius", "accuracy", [curve], x_scale="symlog")], tmp_path / "zero.svg")
+    shown = texts(tmp_path / "zero.svg")
+    assert {"0", "0.01", "0.1"} <= set(shown)
+    assert "0.001" not in shown
+
+
 def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path: Path) -> None:
     names = [f"model {number}" for number in range(9)]
     dots = [Series(name, [place], [place], "dots") for place, name in enumerate(names)]
