@@ -223,7 +223,7 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = dict(json.loads(path.read_bytes()))
+        values = json.loads(path.read_bytes())
         return {**values, "starts": list(values.get("starts", []))}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
