@@ -60,6 +60,27 @@ def test_many_long_labels_leave_room_for_the_axes(tmp_path: Path) -> None:
         assert height > 3 * 72
 
 
+def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    curve = Series("a", [0.0, 0.005, 0.01, 0.2], [1.0, 0.9, 0.5, 0.1])
+    draw([Panel("p", "radius", "accuracy", [curve], x_scale="symlog")], tmp_path / "zero.svg")
+    shown = texts(tmp_path / "zero.svg")
+    assert {"0", "0.01", "0.1"} <= set(shown)
+    assert "0.001" not in shown
+
+
+def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path: Path) -> None:
+    names = [f"model {number}" for number in range(9)]
+    dots = [Series(name, [place], [place], "dots") for place, name in enumerate(names)]
+    curves = [Series(name, [1, 2], [place, 0]) for place, name in enumerate(names)]
+    panels = [Panel("p", "model", "y", dots, names=names), Panel("q", "step", "z", curves)]
+    draw(panels, tmp_path / "two.svg")
+    drawn = (tmp_path / "two.svg").read_text(encoding="utf-8")
+    width, height = (float(each) for each in re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0])
+    places = [(float(x), float(y)) for x, y in re.findall(r'<text [^>]* x="([-0-9.]+)" y="([-0-9.]+)"', drawn)]
+    assert len(places) > 4 * len(names)
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+
+
 def test_boxes_of_two_models_stand_beside_each_other(tmp_path: Path) -> None:
     band, whiskers = ([1.0, 2.0], [3.0, 4.0]), ([0.0, 1.0], [5.0, 6.0])
     boxes = [Series(name, [1, 2], [2.0, 3.0], "boxes", band=band, whiskers=whiskers) for name in ("ours", "plain")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +101,10 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
             _finish(axes, panel)
         _add_legends(figure, pairs)
         note_image(path.stem, figure)
-        # A page of unknown colour may show the file, so it brings its own.
-        figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+        # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a panel may be longer
+        # than the place that the layout left.
+        whole: dict[str, Any] = {"bbox_inches": "tight", "metadata": {"Date": None, "Creator": None}}
+        figure.savefig(path, format="svg", facecolor="white", **whole)
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
@@ -238,10 +241,14 @@ def _finish(axes: Any, panel: Panel) -> None:
 
 def _label_powers(axis: Any, scale: str) -> None:
     """Write numbers at a logarithmic axis as plain text, between the powers of ten too where there are few of these."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
-    if scale == "log" and high < 3 * low:
+    if scale == "symlog":
+        # Powers below the smallest value would stand on the zero.
+        first = math.ceil(math.log10(axis.get_transform().linthresh) - 1e-9)
+        axis.set_major_locator(FixedLocator([0, *(10.0**k for k in range(first, math.floor(math.log10(high)) + 1))]))
+    elif scale == "log" and high < 3 * low:
         axis.set_major_locator(MaxNLocator(5))
         axis.set_minor_locator(NullLocator())
     elif scale == "log" and high < _FEW_POWERS * low:

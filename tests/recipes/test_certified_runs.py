@@ -298,6 +298,10 @@ def test_a_margin_is_trained_and_refused_where_nothing_has_one(
     assert first_losses[2] == first_losses[1]
     hinge = ["--margin-radius", "0.5", "--margin-loss", "hinge", "--out", str(tmp_path / "hinge")]
     assert main([*words, *hinge]) == 0
-    words = ["train", "char_lm", "--limit-chars", "20000", *SHORT, "--margin-radius", "0.1"]
-    assert main([*words, "--out", str(tmp_path / "lm")]) == 2
-    assert "margin_radius = 0.1 is for classifiers" in capsys.readouterr().err
+    texts = ["train", "char_lm", "--limit-chars", "20000", *SHORT, "--variant", "lipschitz", *hinge[:4]]
+    assert main([*texts, "--out", str(tmp_path / "lm")]) == 0
+    pairs = tmp_path / "train.tsv"
+    pairs.write_text("de\ten\n" + "ein Hund\ta dog\n" * 40)
+    words = ["train", "translation", "--data", str(pairs), "--src", "de", "--tgt", "en", "--vocab-size", "300", *SHORT]
+    assert main([*words, "--margin-radius", "0.1", "--out", str(tmp_path / "translation")]) == 2
+    assert "received an encoder-decoder" in capsys.readouterr().err

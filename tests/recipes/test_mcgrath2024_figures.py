@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,22 +105,24 @@ def test_verdicts_at_mini_scale(
 @pytest.mark.parametrize(
     ("key", "affinity", "verdict"),
     [
-        ((0.9, 0.92), (1.1, 1.2), True),
-        ((0.9, 0.92), (0.8, 0.82), False),
-        ((1.1, 1.12), (1.1, 1.2), False),
-        ((0.9, 1.12), (1.1, 1.2), None),
-        ((0.9, 0.92), (0.8, 1.3), None),
+        ((0.9, 0.92, 0.91), (1.1, 1.11, 1.12), True),
+        ((0.9, 0.92, 0.91), (0.8, 0.82, 0.81), False),
+        ((1.1, 1.12, 1.11), (1.1, 1.11, 1.12), False),
+        ((0.9, 1.12, 0.9), (1.1, 1.11, 1.12), None),
+        ((1.01, 1.03, 1.02), (1.1, 1.11, 1.12), None),  # two errors above 1, and p = 0.07 before Holm's correction
+        ((0.9, 0.92, 0.91), (0.8, 1.3, 0.8), None),
+        ((0.9, 0.92, 0.91), (1.1, 1.11, math.nan), None),
     ],
 )
 def test_the_drift_is_judged_by_every_weight_with_its_error(
     key: tuple[float, ...], affinity: tuple[float, ...], verdict: bool | None
 ) -> None:
-    unread = {"encoder.0.output": (2.0, 2.0)}
+    unread = {"encoder.0.output": (2.0, 2.0, 2.0)}
     rows = [
         {"seed": seed, "step": 9, "weight": weight, "error_over_initial": ratio}
         for weight, ratios in {
             "encoder.0.key": key,
-            "encoder.1.key": (0.9, 0.9),
+            "encoder.1.key": (0.9, 0.9, 0.9),
             "affinity.0": affinity,
             **unread,
         }.items()

@@ -37,6 +37,8 @@ family runs in `make test`.
   once.
 - Weights and records of a finished run, and every checkpoint, are checked against SHA-256 digests before they are used.
   A damaged file is named; a damaged newest checkpoint is passed over for the one before.
+- A run goes on with the data that it began with: digests of its files are kept at the start, and data that has changed
+  since is refused, by a finished run too where `compare` or `reproduce` would take its result.
 - A disk that is full ends a command with one line. What was whole stays whole.
 - A run folder has one writer. A second one is refused, and told who has it; a sweep is shared.
 - No code of a model folder runs, and no pickle is loaded.
@@ -45,8 +47,8 @@ family runs in `make test`.
 ## What is not promised
 
 - Digests find damage, not malice: who can change a file can change the manifest beside it.
-- Where nothing describes a file (a run in progress, the tables of sweeps and reproductions, your own data), a changed
-  digit cannot be told from a true one.
+- Where nothing describes a file (a run in progress, the tables of sweeps and reproductions), a changed digit cannot be
+  told from a true one.
 - Locks are those of the file system; on Windows and on some network disks there are none, and two writers can meet.
 - A power cut can take what the disk said it had written; only what the operating system was asked to sync is sure.
 - After a kill on a GPU the weights are the same up to the order of its sums.

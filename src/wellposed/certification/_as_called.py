@@ -127,7 +127,7 @@ def _replaced(module: nn.Module) -> str | None:
     """The first method that is not the class's own: put on the object, or put on the class by somebody else."""
     kind = type(module)
     for name in vars(module):
-        original = inspect.getattr_static(kind, name, None)
+        original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         if callable(original) or isinstance(original, (property, staticmethod, classmethod)):
             return name
     if kind.__call__ is not nn.Module.__call__:

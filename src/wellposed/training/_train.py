@@ -10,6 +10,7 @@ from accelerate.utils import set_seed
 from wellposed.errors import ConvergenceError
 from wellposed.tasks import build_task
 from wellposed.training import checkpoints, run_folder
+from wellposed.training._data_record import check_data
 from wellposed.training._result import RunResult, read_result
 from wellposed.training._started import describe_start
 from wellposed.training.average import weight_history
@@ -85,7 +86,7 @@ def train(
     Raises:
         ConfigError: ``out`` in use, or written by another process at this moment, a device that is not there, a resume
             into a changed configuration (every field listed), an unknown name, a tracker that is not installed.
-        DataError: the data cannot be read, or is too small for one batch.
+        DataError: the data cannot be read, is too small for one batch, or has changed since the run began.
         CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as they were.
         WellposedError: memory ended, or another process of the run did.
 
@@ -115,7 +116,7 @@ def train(
             config = with_warmup_begun(config, share, run_folder.read_config(out))
     if accelerator.is_main_process:
         run_folder.check_run_folder(out, config, resume, longer=longer)
-    if resume == "auto" and (finished := _finished_run(config, out, longer=longer)) is not None:
+    if resume == "auto" and (finished := _finished_run(config, out, task, longer=longer)) is not None:
         if accelerator.is_main_process and (history := weight_history(config, out)) is not None:
             history.remove()  # a kill after the last record leaves it
         return finished
@@ -124,6 +125,7 @@ def train(
     with one_line_failures(out, config.train, accelerator), only_writer(out, enabled=accelerator.is_main_process):
         if accelerator.is_main_process:  # again, as another process may have written between the two
             run_folder.check_run_folder(out, config, resume, longer=longer)
+            check_data(out, task)
         run = None
         try:
             if model is None:
@@ -158,12 +160,16 @@ def train(
                 run.close()
 
 
-def _finished_run(config: RunConfig, out: Path, *, longer: bool) -> RunResult | None:
+def _finished_run(config: RunConfig, out: Path, task: Task | None, *, longer: bool) -> RunResult | None:
     finished = read_result(out)
     if finished is None or finished.status != "success" or not (out / "final").is_dir():
         return None
     trained = finished.result["config"]["train"]["steps"]
-    return None if longer and trained != config.train.steps else finished
+    if longer and trained != config.train.steps:
+        return None
+    if task is not None:
+        check_data(out, task)
+    return finished
 
 
 def _train_to_the_end(run: Run) -> RunResult:

@@ -133,7 +133,7 @@ class TrainOptions:
     temperature: float = 1.0
     """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
     margin_radius: float = 0.0
-    """Train a classifier on the logits that the other classes could reach when its input moves by this much."""
+    """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
     margin_loss: Literal["ce", "certified", "hinge"] | None = None
     """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

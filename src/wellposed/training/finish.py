@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.training import _manifest, checkpoints, run_folder
+from wellposed.training._data_record import environment_of
 from wellposed.training._model_card import model_card
 from wellposed.training._result import RunResult, Status, describe_result, write_result
 from wellposed.training._save import save_final
@@ -78,7 +79,7 @@ def fail_before_start(
     write: bool,
 ) -> RunResult:
     """End a run whose model or constraint could not be made; one process of them writes the folder."""
-    environment = run_folder.environment(command)
+    environment = environment_of(task, command)
     values = describe_result(
         status="failed",
         config=config,

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from wellposed.training import _manifest, checkpoints, run_folder
+from wellposed.training._data_record import environment_of
 from wellposed.training._save import measure_model
 from wellposed.training._started import start_line
 from wellposed.training.average import weight_history
@@ -94,7 +95,7 @@ class Run:
             self.accelerator.wait_for_everyone()
             return run_folder.find_checkpoint(self.out, resume)
         checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
-        self.environment = run_folder.environment(command)
+        self.environment = environment_of(self.task, command)
         _manifest.remove(self.out)  # of an earlier start: what it describes grows again
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         run_folder.write_environment(self.out, self.environment, step)

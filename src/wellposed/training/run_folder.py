@@ -208,18 +208,28 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
     Raises:
         CheckpointError: the file of earlier starts is damaged.
     """
-    path = run_folder / ENVIRONMENT
-    starts: list[Any] = []
-    if path.is_file():
-        try:
-            starts = list(json.loads(path.read_bytes()).get("starts", []))
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore or remove it, "
-                "then continue with --resume auto"
-            ) from error
+    starts = read_environment(run_folder).get("starts", [])
     entry = {"from_step": step, "date": values["date"], "command": values["command"]}
-    durable_files.replace_file(path, to_json({**values, "starts": [*starts, entry]}, indent=2))
+    durable_files.replace_file(run_folder / ENVIRONMENT, to_json({**values, "starts": [*starts, entry]}, indent=2))
+
+
+def read_environment(run_folder: Path) -> dict[str, Any]:
+    """Return the content of ``env.json``, empty where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = run_folder / ENVIRONMENT
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+        return {**values, "starts": list(values.get("starts", []))}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore or remove it, "
+            "then continue with --resume auto"
+        ) from error
 
 
 def versions() -> dict[str, str]:

@@ -23,7 +23,7 @@ from wellposed.training.batches import (
     token_count,
 )
 from wellposed.training.config import TrainOptions
-from wellposed.training.margin import certified_logits, hinge_sum
+from wellposed.training.margin import certified_logits, hinge_sum, rows_of
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -110,12 +110,14 @@ def compute_gradients(
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
                 logits, auxiliary = forward_with_auxiliary(model, batch)
+                rows = None
                 if options.margin_radius:
+                    rows = rows_of(task.kind, batch["labels"])
                     whole = accelerator.unwrap_model(model)
-                    logits = certified_logits(logits, batch["labels"], whole, options.margin_radius)
+                    logits = certified_logits(logits, rows, whole, options.margin_radius)
                 logits = scaled(logits, options)
-                if options.margin_loss == "hinge":
-                    batch_sum, count = hinge_sum(logits, batch["labels"]), len(logits)
+                if rows is not None and options.margin_loss == "hinge":
+                    batch_sum, count = hinge_sum(logits, rows)
                 else:
                     batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
             loss = batch_sum * per_target

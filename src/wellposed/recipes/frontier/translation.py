@@ -235,7 +235,8 @@ def _bleu_panel(found: Mapping[str, Tuned]) -> Panel:
         Series(LABELS[name], [place], [mean], "dots", place, [0.0 if math.isnan(error) else error])
         for name, (place, mean, error) in zip(found, points, strict=True)
     ]
-    return Panel("translation", "model", "BLEU on test", series, names=[LABELS[name] for name in found])
+    names = [LABELS[name] for name in found]
+    return Panel("translation", "model", "BLEU on test", series, names=names, legend=False)
 
 
 def _loss_panel(found: Mapping[str, Tuned]) -> Panel:
