@@ -65,6 +65,7 @@ def test_softplus_jumps_at_its_threshold():
     below, above = torch.tensor([[2.0 - 1e-6]]), torch.tensor([[2.0 + 1e-6]])
     assert float((jump(above) - jump(below)).abs() / 2e-6) > 1e4
     assert "jumps" in certify(jump, seq_len=1).uncertified[0].reason
+    assert "jumps" in certify(nn.Softplus(threshold=-1000), seq_len=1).uncertified[0].reason
     assert certify(nn.Softplus(threshold=40), seq_len=1).total == 1.0
     # torch's own threshold, 20, jumps by 2e-9: float64 sees it, float32 does not.
     in_model = nn.Sequential(nn.Linear(2, 2), nn.Softplus())

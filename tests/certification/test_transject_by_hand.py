@@ -106,6 +106,8 @@ def test_the_room_that_tokens_need_grows_with_the_stack() -> None:
     by_path = {layer.path: layer for layer in certificate.layers}
     assert by_path["0"].lipschitz == pytest.approx(4.0, rel=1e-5)
     assert by_path["1"].radius == pytest.approx(2.0, rel=1e-5)
+    up = float(torch.linalg.matrix_norm(forward.up_proj.weight.detach(), 2))
+    assert by_path["0.down_proj"].radius == pytest.approx(0.5 * up, rel=1e-5)
 
 
 @pytest.mark.parametrize("follower", [0, 1])

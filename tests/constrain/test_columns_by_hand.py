@@ -34,16 +34,17 @@ def test_a_column_within_the_rounding_of_its_entries_is_not_touched(dtype: torch
     assert row.error_before == pytest.approx(error, rel=1e-3, abs=2e-15)
 
 
-def test_what_attaching_reports() -> None:
-    layer = nn.Linear(3, 2, bias=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_attaching_reports(dtype: torch.dtype) -> None:
+    layer = nn.Linear(3, 2, bias=False, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]]))
     handle = held(layer, 2.0)
     (row,) = handle.report.rows
-    expected = torch.tensor([[1.2, 0.0, 2.0], [1.6, 2.0, 0.0]])
+    expected = torch.tensor([[1.2, 0.0, 2.0], [1.6, 2.0, 0.0]], dtype=dtype)
     torch.testing.assert_close(layer.weight.detach(), expected)
-    moved = expected - torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]])
-    whole = torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]])
+    whole = torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]], dtype=dtype)
+    moved = expected - whole
     assert row.shape == (2, 3)
     assert row.gain == 2.0
     assert row.moved_frobenius == pytest.approx(float(moved.norm() / whole.norm()))

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wellposed.certification._bounds import LayerBound, product_of
+from wellposed.certification._bounds import LayerBound
 from wellposed.certification._rules import Site, refuse_deviations, register_rule
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
@@ -105,8 +105,7 @@ def _largest(stack: Stack) -> float:
 def _feedforward(module: OrthogonalFeedForward, site: Site) -> LayerBound:
     if module.training and module.dropout > 0:
         return site.refuse(f"dropout {module.dropout} is active; call eval()")
-    parts = [site.child(module.up_proj, "up_proj"), site.child(module.down_proj, "down_proj")]
-    return product_of(parts, radius=parts[0].lipschitz * parts[1].lipschitz * site.radius)
+    return site.chain([("up_proj", module.up_proj), ("down_proj", module.down_proj)])
 
 
 @register_rule(Stack)

@@ -45,7 +45,7 @@ class ProjectedWeight(Weight):
 
     def start(self, *, dry_run: bool) -> ConstrainedWeight:
         """Move the matrix into the set, unless it is there, and tell how far."""
-        whole = read(self.value).double()
+        whole = read(self.value).to(torch.float64, copy=True)
         inside, before = self.nearest()
         moved = inside.double() - whole
         if not dry_run and before > self.tolerance:
