@@ -51,6 +51,7 @@ RECIPES = (
         {"mini": 50, "medium": 210, "paper": 180},
         ("minbert",),
         takes_encoder=True,
+        measured=("mini",),
         power=_TWO_ALONE,
     ),
     Recipe(
@@ -61,6 +62,7 @@ RECIPES = (
         {"mini": 8, "medium": 200, "paper": 600},
         ("minbert",),
         takes_encoder=True,
+        measured=("mini",),
         power=_SHARES,
     ),
 )
