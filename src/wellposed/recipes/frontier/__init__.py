@@ -64,6 +64,7 @@ RECIPES = (
         "frontier.translation:translation",
         {"mini": 10, "medium": 100, "paper": 600},
         folders=("multi30k", "iwslt14_de_en", "tatoeba_en_fr"),
+        measured=("mini",),
         power=_TRANSLATION,
     ),
 )
