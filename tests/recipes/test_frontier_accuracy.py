@@ -17,7 +17,7 @@ from wellposed.recipes.frontier.accuracy import DRAWN, JUDGED, MODELS, PLAIN
 from wellposed.recipes.frontier.accuracy_verdict import Evidence, judge_accuracy
 from wellposed.recipes.frontier.curves import curves_panel
 from wellposed.recipes.frontier.texts import CORPORA, Sizes, find_texts, text_run
-from wellposed.recipes.frontier.tuning import FACTORS, Tuned, rates_about, tune
+from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.tasks import build_task
@@ -64,8 +64,26 @@ def test_the_plain_side_is_the_one_with_the_higher_mean() -> None:
     assert evidence(plain={"post_ln": [0.7, 0.7], "rezero": [0.71, 0.7]}).better_plain == "rezero"
 
 
-def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the_others(tmp_path: Path) -> None:
-    """Accuracy on valid peaks at a rate in the middle; one rate diverges."""
+@pytest.mark.parametrize(
+    ("accuracy", "widen", "first_seed", "kept"),
+    [
+        ({0.007: 0.7, 0.02: 0.9, 0.06: None}, False, [0.007, 0.02, 0.06], 0.02),
+        ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9}, False, [0.007, 0.02, 0.06], 0.06),
+        ({0.007: 0.7, 0.02: 0.9, 0.06: None}, True, [0.007, 0.02, 0.06], 0.02),
+        ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9, 0.2: None}, True, [0.007, 0.02, 0.06, 0.2], 0.06),
+        ({0.007: 0.9, 0.02: 0.8, 0.06: 0.7, 0.002: 0.95, 0.0007: 0.9}, True, [0.007, 0.02, 0.06, 0.002, 0.0007], 0.002),
+        (
+            {0.007: 0.1, 0.02: 0.2, 0.06: 0.3, 0.2: 0.4, 0.6: 0.5, 2.0: 0.6, 6.0: 0.7},
+            True,
+            [0.007, 0.02, 0.06, 0.2, 0.6, 2.0],
+            2.0,
+        ),
+    ],
+)
+def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the_others(
+    accuracy: dict[float, float | None], widen: bool, first_seed: list[float], kept: float, tmp_path: Path
+) -> None:
+    """A rate without accuracy diverges."""
     asked: list[tuple[float, int]] = []
 
     def plan(rate: float, seed: int) -> PlannedRun:
@@ -75,13 +93,14 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
     def trained(planned: list[PlannedRun]) -> list[FinishedRun]:
         options = [run.config.train for run in planned]
         asked.extend((o.learning_rate, o.seed) for o in options)
-        scores = {0.007: {"accuracy,valid": 0.7}, 0.02: {"accuracy,valid": 0.9}, 0.06: {}}
-        return [FinishedRun(run.config, run.folder, scores[run.config.train.learning_rate]) for run in planned]
+        found = [accuracy[run.config.train.learning_rate] for run in planned]
+        metrics = [{} if value is None else {"accuracy,valid": value} for value in found]
+        return [FinishedRun(run.config, run.folder, of) for run, of in zip(planned, metrics, strict=True)]
 
-    tuned = tune(trained, plan, rates_about(0.02), seeds=3)
-    assert asked == [(0.007, 0), (0.02, 0), (0.06, 0), (0.02, 1), (0.02, 2)]
-    assert (tuned.rate, [run.seed for run in tuned.runs]) == (0.02, [0, 1, 2])
-    assert len(tuned.trials) == len(FACTORS)
+    tuned = tune(trained, plan, rates_about(0.02), seeds=3, widen=widen)
+    assert asked == [*((rate, 0) for rate in first_seed), (kept, 1), (kept, 2)]
+    assert (tuned.rate, [run.seed for run in tuned.runs]) == (kept, [0, 1, 2])
+    assert len(tuned.trials) == len(first_seed)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +108,9 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
 )
 def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, settled: bool) -> None:
     def run(curve: Any, failure: str = "") -> FinishedRun:
-        return cast("FinishedRun", SimpleNamespace(failure=failure, curve=lambda _: list(enumerate(curve))))
+        run = SimpleNamespace(failure=failure, curve=lambda _: list(enumerate(curve)))
+        run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
+        return cast("FinishedRun", run)
 
     flat = run([1.0] * 8)
     assert Tuned([], [flat, run(losses)]).settled is settled

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wellposed.charts import Series
 from wellposed.recipes.recipe import Request, say_nothing
+from wellposed.recipes.verdicts import levelled_off
 from wellposed.recipes.workers import SPAWN, Workers, check_jobs
 from wellposed.statistics import mean_and_standard_error
 from wellposed.training.config import RunConfig
@@ -75,6 +76,11 @@ class FinishedRun:
     def metric(self, name: str, missing: float = math.nan) -> float:
         """Return a metric, or ``missing`` where training diverged."""
         return float(self.metrics[name]) if self.metrics else missing
+
+    @property
+    def settled(self) -> bool:
+        """Whether training did not fail and its loss on *valid* had levelled off."""
+        return not self.failure and levelled_off([loss for _, loss in self.curve("valid")])
 
     def losses(self) -> list[tuple[int, str, float]]:
         """Return (step, split, loss) of train and valid wherever a finite loss was logged, in the order of training."""

@@ -58,7 +58,7 @@ RECIPES = (
     ),
     Recipe(
         "frontier/translation",
-        "BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of three settings",
+        "BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of its settings",
         "a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus: T-Fixup, without warm-up "
         "and LayerNorm, is within half a BLEU of the better of post-LN and pre-LN with warm-up",
         "frontier.translation:translation",

@@ -1,7 +1,8 @@
-"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of three settings.
+"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of its settings.
 
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers try three learning
-rates, and the constraints, at the rate that post-LN kept, three strengths.
+rates, and further ones while the best is the least or the greatest; the constraints, at the rate that post-LN kept,
+three strengths.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def translation(request: Request) -> Reproduction:
         ),
         holds=None if request.data is None or not settled else judge(gains),
         notes=(
-            "the first seed tries three settings and keeps the one with the least loss on valid: Transformers learning "
-            f"rates, constraints strengths ({', '.join(f'{each:g}' for each in STRENGTHS)}) at the rate of post-LN",
+            "the first seed keeps the setting with the least loss on valid: Transformers of three learning rates, and "
+            "further ones while the best is the least or the greatest; constraints of the strengths "
+            f"{', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
             "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
             "translations",
             *((GENERATED_NOTE,) if request.data is None else ()),
@@ -160,6 +162,7 @@ class Study:
             rates_about(USUAL_RATE) if rate is None else STRENGTHS,
             self.sizes.seeds,
             score=lambda run: -run.metric("loss,valid", math.inf),
+            widen=rate is None,
         )
 
 

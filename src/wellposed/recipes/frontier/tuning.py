@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from wellposed.charts import Row
 from wellposed.recipes.runs import FinishedRun, PlannedRun
-from wellposed.recipes.verdicts import levelled_off
 
 Found = TypeVar("Found")
 CHOSEN_BY = "accuracy,valid"
@@ -43,7 +42,7 @@ class Tuned:
     @property
     def settled(self) -> bool:
         """Whether no seed failed and the loss on *valid* of every one had levelled off."""
-        return all(not run.failure and levelled_off([loss for _, loss in run.curve("valid")]) for run in self.runs)
+        return all(run.settled for run in self.runs)
 
     def rows(
         self,
@@ -93,9 +92,27 @@ def tune(
     seeds: int,
     *,
     score: Callable[[FinishedRun], float] = by_accuracy,
+    widen: bool = False,
 ) -> Tuned:
-    """Train the first seed of a model at every rate, and the other seeds at the best."""
-    trials = train([plan(rate, 0) for rate in rates])
-    rate = best_rate([(used, score(run)) for used, run in zip(rates, trials, strict=True)])
+    """Train the first seed of a model at every rate, and the other seeds at the best.
+
+    Args:
+        train: trains what is planned.
+        plan: the run of a rate and a seed.
+        rates: to try.
+        seeds: trainings at the best rate.
+        score: of a run, the greatest is the best.
+        widen: try further rates while the best is the least or the greatest, as many again at most.
+    """
+    tried = dict(zip(rates, train([plan(rate, 0) for rate in rates]), strict=True))
+    rate = _best_tried(tried, score)
+    while widen and rate in (min(tried), max(tried)) and len(tried) < 2 * len(rates):
+        (further,) = rates_about(rate, FACTORS[-1:] if rate == max(tried) else FACTORS[:1])
+        (tried[further],) = train([plan(further, 0)])
+        rate = _best_tried(tried, score)
     others = train([plan(rate, seed) for seed in range(1, seeds)])
-    return Tuned(trials, [trials[list(rates).index(rate)], *others])
+    return Tuned(list(tried.values()), [tried[rate], *others])
+
+
+def _best_tried(tried: Mapping[float, FinishedRun], score: Callable[[FinishedRun], float]) -> float:
+    return best_rate([(rate, score(run)) for rate, run in tried.items()])

@@ -5,7 +5,7 @@ from wellposed.recipes.recipe import Power, Recipe
 _TEXT = ("ptb/ptb.char.train.txt.gz", "ptb/ptb.char.train.txt", "ptb.char.train.txt.gz", "ptb.char.train.txt")
 
 _TUNED = "kim2021.language_models:tuned"
-_COSTS = Power(_TUNED, "best test NLL, in nats", 0.012, "dot product less L2 on PTB")
+_COSTS = Power(_TUNED, "best test NLL, in nats", 0.012, "dot product less L2 on PTB", levelled=True)
 _DEPTHS = Power("kim2021.language_models:fixed")
 _ONE_TRAINED = Power("kim2021.language_models:trained_once")
 

@@ -93,7 +93,7 @@ def tuned(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(16, 16, 4, 4, warmups=(2,), **_TOY),
         mini=Sizes(64, 64, 16, 300, (1, 2, 3), gammas=(0.5,), warmups=(100,), seeds=3, evaluations=5, **_MINI),
-        medium=Sizes(128, 288, 16, 3000, (2, 4, 8), gammas=(0.5,), warmups=(400,), init_scale=1.0, **_MEDIUM),
+        medium=Sizes(64, 288, 16, 3000, (2, 4, 8), gammas=(0.5,), warmups=(400,), init_scale=1.0, **_MEDIUM),
         paper=Sizes(
             512, 288, 64, 100 * _EPOCH, (1, 2, 3, 4, 5), (6, 8, 10, 12, 14), seeds=3, evaluations=100, **_PAPER, **grid
         ),

@@ -28,7 +28,7 @@ from wellposed.recipes.sengupta2023.trained import (
     train_study,
     trained_model,
 )
-from wellposed.recipes.verdicts import LEVEL, every, levelled_off
+from wellposed.recipes.verdicts import LEVELLED_OFF, every
 from wellposed.statistics import holm_correction, paired_comparison
 
 _PLAIN = ("post_ln", "rezero", "orthogonal")
@@ -52,7 +52,7 @@ Means = Mapping[str, float]
 _CRITERION = (
     "is better than Transformer, with ReZero and Orthogonal Transformer by a significant difference each, or is "
     f"against the claim where one of them is significantly better; not judged before every training has levelled off: "
-    f"the last quarter of its evaluations, of at least eight, improved the loss on valid by less than {LEVEL:.0%}"
+    f"{LEVELLED_OFF}"
 )
 _PAIRED = "paired t-tests over seeds, Holm-corrected over the three, at 5 %"
 
@@ -206,7 +206,7 @@ def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[l
             {variant: [scale * run.metric(f"{metric},{split}") for run in mine] for variant, mine in by_variant.items()}
             for split in ("test", "valid")
         )
-        found[study.name] = Scores(test, all(map(_has_levelled_off, runs)))
+        found[study.name] = Scores(test, all(run.settled for run in runs))
         for (variant, values), printed in zip(test.items(), PAPER[base_name(study.name)], strict=True):
             mean, error = mean_and_error(values)
             gain, gain_error = mean_and_error([a - b for a, b in zip(values, test["post_ln"], strict=True)])
@@ -233,10 +233,6 @@ def _quoted(task: str) -> list[dict[str, Any]]:
     """Return the baselines that the paper quotes for a task; ours has no such models."""
     quoted = QUOTED.get(task, {})
     return [{"task": task, "model": f"{model} (quoted)", "paper": value} for model, value in quoted.items()]
-
-
-def _has_levelled_off(run: FinishedRun) -> bool:
-    return levelled_off([loss for _, loss in run.curve("valid")])
 
 
 def _about_tokens(runs: Sequence[FinishedRun], batches: Sequence[Any]) -> dict[str, float]:
