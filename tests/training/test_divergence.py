@@ -99,6 +99,14 @@ def test_a_backward_pass_that_breaks() -> None:
     assert "backward pass" in found.reason
 
 
+def test_finite_gradients_whose_norm_overflows() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    found = find_blame(model, lambda: {"(the loss)": 1e25 * model(torch.ones(2, 4)).sum()})
+    assert found is not None
+    assert found.layer in ("0", "1")
+    assert "every gradient is finite, but the norm of all of them is more than float32 can hold" in found.reason
+
+
 def test_a_term_of_the_loss(tower: Tower) -> None:
     assert blame(tower, **{"(the penalty)": tower.embed.weight.sum() * float("inf")}).layer == "(the penalty)"
 

@@ -41,8 +41,8 @@ def find_blame(model: nn.Module, compute_losses: Callable[[], Mapping[str, torch
 
     Status: exact for the batch given, when ``compute_losses`` repeats the run (same weights, same random state). A
     layer that is fed non-finite values is not blamed; the block around it, which made them, is. When everything
-    forward is finite, the backward pass is searched the same way. Only tensors that carry gradients are looked at,
-    since masks hold -inf by right.
+    forward is finite, the backward pass is searched the same way, and then the norm of all gradients. Only tensors
+    that carry gradients are looked at, since masks hold -inf by right.
 
     Args:
         model: the model, with the weights from before the failed step.
@@ -97,7 +97,7 @@ class _FiniteWatcher:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and not _finite(parameter.grad):
                 return Blame(name.rpartition(".")[0] or ROOT, f"the gradient of {name} is not finite")
-        return None
+        return _overflow_of_norm(model)
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -135,6 +135,19 @@ class _FiniteWatcher:
                 self._gradient_blame = Blame(self._last_finite_gradient, reason)
 
         return hook
+
+
+def _overflow_of_norm(model: nn.Module) -> Blame | None:
+    """Blame the largest of finite gradients where the norm of all of them is infinite."""
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    if not gradients or _finite(torch.nn.utils.get_total_norm(gradients.values())):
+        return None
+    name, gradient = max(gradients.items(), key=lambda pair: float(pair[1].abs().max()))
+    reason = (
+        f"the gradient of {name} has an entry of size {float(gradient.abs().max()):.4g}: every gradient is finite, but "
+        f"the norm of all of them is more than {str(gradient.dtype).removeprefix('torch.')} can hold"
+    )
+    return Blame(name.rpartition(".")[0] or ROOT, reason)
 
 
 def _activations(value: Any) -> Iterator[torch.Tensor]:
