@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -239,6 +240,33 @@ def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path
     _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}
     assert math.isnan(broken.metric("accuracy,test"))
+
+
+def test_speed_is_measured_beside_both_kinds_of_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = []
+
+    def seconds(calls: Mapping[str, Callable[[], None]], repeats: int, *, warmup: int) -> dict[str, float]:
+        for name, call in calls.items():
+            with monkeypatch.context() as watched:
+                watched.setattr(
+                    torch.nn.functional,
+                    "scaled_dot_product_attention",
+                    lambda q, *args, name=name, **kwargs: (allowed.append((name, math_only())), q)[1],
+                )
+                call()
+        return {name: 20.0 if name == "Transformer, N x N" else 1.0 for name in calls}
+
+    monkeypatch.setattr(speed, "median_seconds", seconds)
+    found = reproduce("sengupta2023/table-4", scale="toy", out=tmp_path).result
+    assert allowed
+    assert all(math == name.endswith("N x N") for name, math in allowed)
+    assert not [name for name, _ in allowed if name.startswith("TransJect")]
+    ours = {row["attention"]: row["speedup"] for row in found.rows if row["model"] == "TransJect"}
+    assert ours == {"N x N": 20.0, "fused": 1.0}
+
+
+def math_only() -> bool:
+    return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_small_numbers() -> None:
