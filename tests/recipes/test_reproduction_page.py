@@ -96,7 +96,8 @@ def test_what_is_finished_at_a_larger_scale_is_kept(tmp_path: Path, monkeypatch:
     assert "## kim2021/figure-2 (medium)" in text
     section = text.partition("## kim2021/figure-4 (medium)")[2].partition("\n## ")[0]
     assert "| could be seen | a difference of" in section
-    assert "| levelled off | not asked |" in section
+    assert "| levelled off | nothing is judged before every training has levelled off" in section
+    assert "| levelled off | not asked |" in text.partition("## kim2021/figure-11 (medium)")[2].partition("\n## ")[0]
     assert "could be seen" not in text.partition("## kim2021/figure-2 ")[2].partition("\n## ")[0]
 
 

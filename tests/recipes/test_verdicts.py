@@ -37,7 +37,12 @@ def finished(task: str, variant: str, metrics: dict[str, float], *, depth: int =
 
 
 def language_models(
-    monkeypatch: pytest.MonkeyPatch, nll: dict[str, float], deep: dict[str, float], *, pairs: float = 2.5
+    monkeypatch: pytest.MonkeyPatch,
+    nll: dict[str, float],
+    deep: dict[str, float],
+    *,
+    pairs: float = 2.5,
+    level: bool = True,
 ) -> None:
     """Let the grid come out with these test NLL at one layer and at the deepest."""
 
@@ -53,6 +58,7 @@ def language_models(
 
     monkeypatch.setattr(kim, "train_models", trained)
     monkeypatch.setattr(kim, "pair_entropy", lambda run: pairs)
+    monkeypatch.setattr(FinishedRun, "settled", level)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,14 @@ def test_language_models_at_the_level_of_pairs_of_characters_cannot_say(
     assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is None
 
 
+@pytest.mark.parametrize("recipe", ["figure-4", "table-2", "figure-9"])
+def test_language_models_that_still_learn_cannot_say(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    language_models(monkeypatch, GOOD, GOOD | {PAPERS: 1.06}, level=False)
+    assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is None
+
+
 def five_models(
     monkeypatch: pytest.MonkeyPatch, metric: str, values: Mapping[str, float | None], *, level: bool = True
 ) -> None:
@@ -127,7 +141,7 @@ def five_models(
     monkeypatch.setattr(sengupta, "train_study", trained)
     monkeypatch.setattr(sengupta, "probe_batches", lambda request, task: [])
     monkeypatch.setattr(sengupta, "_about_tokens", lambda runs, batches: {})
-    monkeypatch.setattr(sengupta, "_has_levelled_off", lambda run: level)
+    monkeypatch.setattr(FinishedRun, "settled", level)
     monkeypatch.setattr(sengupta, "ablations", lambda request, study: [])
 
 
