@@ -109,10 +109,14 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
     monkeypatch.setattr(trained_models, "train_grid", trained)
     tuned = trained_models.tuned_study(request, study, None, tuple(best))
     assert {variant: tuned.sizes.rates[variant] for variant in best} == best
-    assert [run.config.train.seed for run in planned] == [trained_models.TUNING_SEED] * 6
-    assert len({run.folder for run in planned}) == 6
+    rates = [(run.config.variant, run.config.train.learning_rate) for run in planned]
+    three = [("post_ln", 1e-3), ("post_ln", 3e-3), ("post_ln", 9e-3)]
+    three += [("transject", 3e-2), ("transject", 1e-1), ("transject", 3e-1)]
+    assert rates == [*three, ("post_ln", 3e-2), ("transject", 1e-2)], "both best rates were at an end"
+    assert {run.config.train.seed for run in planned} == {trained_models.TUNING_SEED}
+    assert len({run.folder for run in planned}) == 8
     assert trained_models.tuned_study(request, tuned, None, tuple(best)) == tuned
-    assert len(planned) == 6, "a study is tuned once"
+    assert len(planned) == 8, "a study is tuned once"
     one = trained_models.at_one_rate(study)
     rates = {run_config(one, {}, variant, 0).train.learning_rate for variant in VARIANTS}
     assert rates == {5e-4}, "the paper's"

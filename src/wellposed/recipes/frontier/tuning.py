@@ -78,6 +78,9 @@ def best_rate(scores: Sequence[tuple[float, float]]) -> float:
 
 
 Train = Callable[[list[PlannedRun]], list[FinishedRun]]
+Score = Callable[[FinishedRun], float]
+Tried = Mapping[float, FinishedRun]
+"""The run of every rate that was tried."""
 
 
 def by_accuracy(run: FinishedRun) -> float:
@@ -91,7 +94,7 @@ def tune(
     rates: Sequence[float],
     seeds: int,
     *,
-    score: Callable[[FinishedRun], float] = by_accuracy,
+    score: Score = by_accuracy,
     widen: bool = False,
 ) -> Tuned:
     """Train the first seed of a model at every rate, and the other seeds at the best.
@@ -104,15 +107,49 @@ def tune(
         score: of a run, the greatest is the best.
         widen: try further rates while the best is the least or the greatest, as many again at most.
     """
-    tried = dict(zip(rates, train([plan(rate, 0) for rate in rates]), strict=True))
-    rate = _best_tried(tried, score)
-    while widen and rate in (min(tried), max(tried)) and len(tried) < 2 * len(rates):
-        (further,) = rates_about(rate, FACTORS[-1:] if rate == max(tried) else FACTORS[:1])
-        (tried[further],) = train([plan(further, 0)])
-        rate = _best_tried(tried, score)
+    (tried,) = try_rates(
+        train, lambda _, rate: plan(rate, 0), {"model": rates}, score=score, most=2 * len(rates) if widen else 0
+    ).values()
+    rate = best_tried(tried, score)
     others = train([plan(rate, seed) for seed in range(1, seeds)])
     return Tuned(list(tried.values()), [tried[rate], *others])
 
 
-def _best_tried(tried: Mapping[float, FinishedRun], score: Callable[[FinishedRun], float]) -> float:
+def try_rates(
+    train: Train,
+    plan: Callable[[str, float], PlannedRun],
+    rates: Mapping[str, Sequence[float]],
+    *,
+    score: Score = by_accuracy,
+    most: int = 0,
+) -> dict[str, Tried]:
+    """Train every model at every one of its rates, then at further ones while its best is the least or the greatest.
+
+    Args:
+        train: trains what is planned, all models together.
+        plan: the run of a model and a rate.
+        rates: to try, by model.
+        score: of a run, the greatest is the best.
+        most: rates that a model tries at most.
+    """
+    tried: dict[str, dict[float, FinishedRun]] = {model: {} for model in rates}
+    wanted = [(model, rate) for model, those in rates.items() for rate in those]
+    while wanted:
+        for (model, rate), run in zip(wanted, train([plan(*each) for each in wanted]), strict=True):
+            tried[model][rate] = run
+        unfinished = [model for model, found in tried.items() if len(found) < most]
+        wanted = [(model, rate) for model in unfinished for rate in _further(tried[model], score)]
+    return dict(tried)
+
+
+def _further(tried: Tried, score: Score) -> list[float]:
+    """Return the rate after the best where that is the least or the greatest."""
+    rate = best_tried(tried, score)
+    if rate not in (min(tried), max(tried)):
+        return []
+    return rates_about(rate, FACTORS[-1:] if rate == max(tried) else FACTORS[:1])
+
+
+def best_tried(tried: Tried, score: Score) -> float:
+    """Return the rate with the best score."""
     return best_rate([(rate, score(run)) for rate, run in tried.items()])

@@ -41,8 +41,8 @@ _NOTES = {
     ),
     "medium": (
         "small models and short texts, the same for all five",
-        "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 of three about it the best on "
-        "valid with one more seed",
+        "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 the best on valid, with one "
+        "more seed, of three about it and of those further on where that is the first or the last",
     ),
     "paper": ("8 heads and, for the Long Range Arena, the learning rate are not printed",),
 }

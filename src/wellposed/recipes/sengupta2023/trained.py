@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.frontier.tuning import best_rate, rates_about
+from wellposed.recipes.frontier.tuning import best_tried, rates_about, try_rates
 from wellposed.recipes.recipe import Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, train_grid
 from wellposed.recipes.variants import apply_variant, variant_folder
@@ -57,7 +57,8 @@ class Sizes:
     rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rates of variants that do not take `learning_rate`."""
     factors: Sequence[float] = ()
-    """Every variant tries its rate times these and takes the best on valid; its rate as it is where empty."""
+    """Every variant tries its rate times these and takes the best on valid, further ones where that is the first or
+    the last; its rate as it is where empty."""
 
 
 @dataclass(frozen=True)
@@ -197,22 +198,27 @@ def train_study(
 def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[str]) -> Study:
     """Return the study with the rate of each variant that is best on valid, by a seed that nothing reports.
 
-    A study without factors is returned as it is.
+    A best rate at an end of those tried is followed further. A study without factors is returned as it is.
     """
     sizes, options = study.sizes, study.options(request)
-    chosen = {}
-    for variant in variants if sizes.factors else ():
-        rates = rates_about(sizes.rates.get(variant, sizes.learning_rate), sizes.factors)
-        planned = [
-            PlannedRun(
-                request.runs(study.group(variant)) / variant_folder(variant) / f"rate-{rate:g}",
-                f"{study.name}, {LABELS.get(variant, variant)}, rate {rate:g}",
-                run_config(replace(study, sizes=replace(sizes, rates={variant: rate})), options, variant, TUNING_SEED),
-            )
-            for rate in rates
-        ]
-        runs = train_grid(request, planned, task=task, test_batches=1)
-        chosen[variant] = best_rate([(rate, _score(run)) for rate, run in zip(rates, runs, strict=True)])
+    if not sizes.factors:
+        return study
+
+    def plan(variant: str, rate: float) -> PlannedRun:
+        return PlannedRun(
+            request.runs(study.group(variant)) / variant_folder(variant) / f"rate-{rate:g}",
+            f"{study.name}, {LABELS.get(variant, variant)}, rate {rate:g}",
+            run_config(replace(study, sizes=replace(sizes, rates={variant: rate})), options, variant, TUNING_SEED),
+        )
+
+    tried = try_rates(
+        lambda planned: train_grid(request, planned, task=task, test_batches=1),
+        plan,
+        {variant: rates_about(sizes.rates.get(variant, sizes.learning_rate), sizes.factors) for variant in variants},
+        score=_score,
+        most=2 * len(sizes.factors),
+    )
+    chosen = {variant: best_tried(runs, _score) for variant, runs in tried.items()}
     return replace(study, sizes=replace(sizes, rates={**sizes.rates, **chosen}, factors=()))
 
 
