@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +77,25 @@ def lines(
     for row in rows:
         groups.setdefault(by(row) if callable(by) else str(row[by]), []).append(row)
     return [Series(label, [row[x] for row in mine], [row[y] for row in mine], style) for label, mine in groups.items()]
+
+
+def medians(
+    rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
+) -> list[Series]:
+    """Return what `lines` does of the median over rows that share ``x``, as seeds do, shaded from least to greatest.
+
+    >>> rows = [{"model": "a", "layer": 1, "loss": value} for value in (0.5, 0.4, 0.9)]
+    >>> [(line.x, line.y, line.band) for line in medians(rows, "layer", "loss", by="model")]
+    [([1], [0.5], ([0.4], [0.9]))]
+    """
+    found = []
+    for line in lines(rows, x, y, by=by, style=style):
+        values: dict[float, list[float]] = {}
+        for at, value in zip(line.x, line.y, strict=True):
+            values.setdefault(at, []).append(value)
+        middle, least, greatest = (list(map(of, values.values())) for of in (statistics.median, min, max))
+        found.append(replace(line, x=list(values), y=middle, band=(least, greatest)))
+    return found
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> None:

@@ -66,7 +66,15 @@ def opposite(measured: float) -> list[dict[str, Any]]:
 
 
 STEEP = {"upper": 1.0, "lower": 0.9}
-SPLIT = {"l2_tied": [True, False], "dot_product": [False, False], "l2_contractive": [True]}
+
+
+def errors_at_the_end(
+    tied: Sequence[float] = (1e-6, 1.0), dot: Sequence[float] = (9.0, 9.0), contractive: Sequence[float] = (1e-6,)
+) -> list[dict[str, Any]]:
+    found = {"tied L2": tied, "dot product": dot, "contractive L2, sharp bound": contractive}
+    return [{"attention": kind, "max_error": error} for kind, errors in found.items() for error in errors]
+
+
 TRAINS, STALLS = {"valid_loss": 1.0, "unigram_loss": 2.0}, {"valid_loss": math.inf, "unigram_loss": 2.0}
 
 CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
@@ -78,10 +86,11 @@ CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
     (bounds.judge_figure_7, True, (lower_bounds(math.log),)),
     (bounds.judge_figure_7, False, (lower_bounds(math.sqrt),)),
     (bounds.judge_figure_7, False, (lower_bounds(math.log, upper=1.0),)),
-    (inverse.judge_inverses, True, (SPLIT,)),
-    (inverse.judge_inverses, False, ({**SPLIT, "dot_product": [True, False]},)),
-    (inverse.judge_inverses, False, ({**SPLIT, "l2_tied": [False]},)),
-    (inverse.judge_inverses, False, ({**SPLIT, "l2_contractive": [False]},)),
+    (inverse.judge_inverses, True, (errors_at_the_end(),)),
+    (inverse.judge_inverses, True, (errors_at_the_end(contractive=()),)),
+    (inverse.judge_inverses, False, (errors_at_the_end(dot=(1e-6, 9.0)),)),
+    (inverse.judge_inverses, False, (errors_at_the_end(tied=(1.0, 1.0)),)),
+    (inverse.judge_inverses, False, (errors_at_the_end(contractive=(1.0,)),)),
     (inverse.judge_figure_10, True, ({"dot_product": 5.0, "l2_tied": 1.0},)),
     (inverse.judge_figure_10, False, ({"dot_product": 1.5, "l2_tied": 1.0},)),
     (bound_ratio.judge_ratio, True, ([1.0, 1250.0],)),

@@ -107,7 +107,7 @@ def test_a_contraction_is_inverted_at_its_rate_and_an_expansion_is_not() -> None
 
 def test_random_layers_show_what_figure_3_shows() -> None:
     torch.manual_seed(0)
-    x = inverse.probe_inputs(4, 24, 32, 10.0)
+    x = inverse.probe_inputs(4, 24, 32, 10.0, 0)
     assert bool((x[:, 0] == 0).all())
     ends = {
         kind: inverse.reconstruction_errors(inverse.random_layer(kind, 32, 24), x, 0.5, 20)[-1]

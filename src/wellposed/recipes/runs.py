@@ -233,6 +233,16 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.nan if error is None else error
 
 
+def spanned(values: Sequence[float]) -> str:
+    """Return the least and the greatest value as text, or the one there is.
+
+    >>> spanned([2.345, 1.0, 120.4]), spanned([0.5])
+    ('1 to 120', '0.5')
+    """
+    ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
 def plus_minus(value: tuple[float, float | None], digits: int = 2) -> str:
     """Return mean and standard error as text, the mean alone where there is no error.
 

@@ -10,6 +10,7 @@ from wellposed.statistics import mean_and_standard_error
 ERRORS = 2
 """Standard errors on either side of a mean that a verdict allows for."""
 UNCERTAINTY = f"{ERRORS} standard errors over seeds"
+AGREED = "every seed must agree"
 LEVEL = 0.01
 _LEAST_EVALUATIONS = 8
 LEVELLED_OFF = (
@@ -54,6 +55,16 @@ def every(parts: Iterable[bool | None]) -> bool | None:
     if False in found:
         return False
     return None if None in found else True
+
+
+def agreed(of_seeds: Sequence[bool]) -> bool | None:
+    """Return what every seed says; None where they differ.
+
+    >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
+    (True, False, None)
+    """
+    (found, *others) = set(of_seeds)
+    return None if others else found
 
 
 def levelled_off(losses: Sequence[float]) -> bool:

@@ -12,6 +12,7 @@ from wellposed.recipes.frontier.accuracy import Model
 from wellposed.recipes.frontier.texts import Sizes, find_texts, text_run
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, depths_trained, train_grid
+from wellposed.recipes.verdicts import AGREED
 
 MODELS = {"plain, no norm": Model("post_ln", norm="none"), "rezero": Model("rezero"), "lipschitz": Model("lipschitz")}
 
@@ -29,7 +30,7 @@ def sizes_of(request: Request) -> Sizes:
     """Return what is trained at each depth."""
     return request.pick(
         toy=Sizes(3, 1, width=8, batch_size=4, examples=4, options={"max_words": 50}),
-        mini=Sizes(100, 1, width=32),
+        mini=Sizes(100, 3, width=32),
         medium=Sizes(300, 3, width=64),
         paper=Sizes(3000, 3, width=128, heads=4, batch_size=64),
     )
@@ -64,9 +65,7 @@ def depth(request: Request) -> Reproduction:
         got=f"{'; '.join(said)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds",
         holds=judge_depth(trained["lipschitz"], depths, largest["lipschitz"]),
         notes=("a depth trains where every seed's accuracy on valid is above that of the most frequent label",),
-        criterion=Criterion(
-            "`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, "every seed must agree"
-        ),
+        criterion=Criterion("`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, AGREED),
     )
 
 

@@ -19,6 +19,7 @@ from wellposed.recipes.frontier.tuning import tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, depths_trained, train_grid
 from wellposed.recipes.variants import apply_variant
+from wellposed.recipes.verdicts import AGREED
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 LABELS = {"t_fixup": "T-Fixup", "post_ln": "post-LN"}
@@ -159,7 +160,7 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
             "at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the unigram model's, "
             "and no seed of post-LN does",
             seeds=sizes.seeds,
-            uncertainty="every seed must agree",
+            uncertainty=AGREED,
         ),
     )
 

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from wellposed.charts import Panel, Row, Style, lines, where
+from wellposed.charts import Panel, Row, Style, medians, where
 from wellposed.errors import ConvergenceError
 from wellposed.initialize import signal_propagation
 from wellposed.models import build_model
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.recipes.runs import spanned
+from wellposed.recipes.verdicts import AGREED, agreed
 
 INITS = {"xavier": "Xavier", "t_fixup": "T-Fixup"}
 STACKS = ("encoder", "decoder")
 _LOW, _HIGH = 0.95, 1.15
+_DRAWS = 3
 _SHOWN = 1e12
 """What is larger is left out of the figure."""
 
@@ -28,12 +31,18 @@ def signal(request: Request) -> Reproduction:
     width = request.pick(toy=16, mini=64, medium=128, paper=512)
     depths = request.pick(toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100))
     rows: list[dict[str, Any]] = []
-    for depth, (init, label) in itertools.product(depths, INITS.items()):
-        request.announce(f"{label}, {depth}+{depth} layers of width {width}")
-        rows += _measure(init, depth, width)
+    for depth, (init, label), seed in itertools.product(depths, INITS.items(), range(_DRAWS)):
+        request.announce(f"{label}, {depth}+{depth} layers of width {width}, seed {seed}")
+        rows += _measure(init, depth, width, seed)
     last = [row for row in rows if row["layer"] == row["depth"]]
-    ours, plain = ([row["ratio"] for row in where(last, init=i, stack="encoder")] for i in ("T-Fixup", "Xavier"))
-    decoders = [row["ratio"] for row in where(last, init="T-Fixup", stack="decoder")]
+    by_seed = [
+        judge_signal(*(_ratios(last, init=init, stack="encoder", seed=seed) for init in ("T-Fixup", "Xavier")))
+        for seed in range(_DRAWS)
+    ]
+    said = {
+        (init, stack): ", ".join(spanned(_ratios(last, init=init, stack=stack, depth=depth)) for depth in depths)
+        for init, stack in itertools.product(INITS.values(), STACKS)
+    }
     panels = [
         *(_beside_xavier(rows, stack) for stack in STACKS),
         *(
@@ -41,7 +50,7 @@ def signal(request: Request) -> Reproduction:
                 f"{stack}, T-Fixup alone",
                 "layer",
                 "|out| / |in|",
-                lines(where(rows, init="T-Fixup", stack=stack), "layer", "ratio", by=_name),
+                medians(where(rows, init="T-Fixup", stack=stack), "layer", "ratio", by=_name),
                 x_scale="log",
                 y_limits=(0.9, 1.2),
             )
@@ -51,16 +60,14 @@ def signal(request: Request) -> Reproduction:
     return Reproduction(
         rows,
         panels,
-        got=f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup "
-        f"{', '.join(f'{value:.3f}' for value in ours)}, Xavier "
-        f"{', '.join(f'{value:.3g}' if math.isfinite(value) else 'overflow' for value in plain)}; of decoders: T-Fixup "
-        f"{', '.join(f'{value:.3f}' for value in decoders)}",
-        holds=judge_signal(ours, plain),
+        got=f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup {said['T-Fixup', 'encoder']}; "
+        f"Xavier {said['Xavier', 'encoder']}; of decoders: T-Fixup {said['T-Fixup', 'decoder']}",
+        holds=agreed(by_seed),
         criterion=Criterion(
             f"|out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth, that of Xavier's "
             f"deepest above {10 * _HIGH:g}",
-            seeds=1,
-            uncertainty="one draw of the weights; a ratio is a mean over all tokens",
+            seeds=_DRAWS,
+            uncertainty=f"{AGREED}; a ratio is a mean over all tokens",
         ),
         notes=(
             "root mean square norms of tokens in a forward pass of random tokens, float64, no LayerNorm on either side",
@@ -80,24 +87,28 @@ def _beside_xavier(rows: Sequence[Row], stack: str) -> Panel:
     series = [
         replace(each, colour=number)
         for init, style in styles.items()
-        for number, each in enumerate(lines(where(shown, init=init), "layer", "ratio", by=_name, style=style))
+        for number, each in enumerate(medians(where(shown, init=init), "layer", "ratio", by=_name, style=style))
     ]
     return Panel(stack, "layer", "|out| / |in|", series, x_scale="log", y_scale="log")
+
+
+def _ratios(rows: Sequence[Row], **of: Any) -> list[float]:
+    return [row["ratio"] for row in where(rows, **of)]
 
 
 def _name(row: Row) -> str:
     return f"{row['init']}, {row['depth']} layers"
 
 
-def _measure(init: str, depth: int, width: int) -> list[dict[str, Any]]:
+def _measure(init: str, depth: int, width: int, seed: int) -> list[dict[str, Any]]:
     options = {"vocab_size": 100, "max_position_embeddings": 32, "activation": "relu", "norm": "none", "init": init}
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
     sizes = {"hidden_size": width, "num_attention_heads": max(4, width // 64), "intermediate_size": 2 * width}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = build_model("wellposed", "seq2seq_lm", num_hidden_layers=depth, **sizes, **options, **special).double()
-    tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(seed))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens.flip(1)}
-    common = {"init": INITS[init], "depth": depth}
+    common = {"init": INITS[init], "depth": depth, "seed": seed}
     try:
         found = signal_propagation(model, batch)
     except ConvergenceError:

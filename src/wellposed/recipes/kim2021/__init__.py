@@ -7,7 +7,7 @@ _TEXT = ("ptb/ptb.char.train.txt.gz", "ptb/ptb.char.train.txt", "ptb.char.train.
 _TUNED = "kim2021.language_models:tuned"
 _COSTS = Power(_TUNED, "best test NLL, in nats", 0.012, "dot product less L2 on PTB", levelled=True)
 _DEPTHS = Power("kim2021.language_models:fixed")
-_ONE_TRAINED = Power("kim2021.language_models:trained_once")
+_ONE_LAYER = Power("kim2021.language_models:one_layer")
 
 RECIPES = (
     Recipe(
@@ -70,7 +70,7 @@ RECIPES = (
         {"mini": 0.4, "medium": 12, "paper": 120},
         _TEXT,
         measured=("mini",),
-        power=_ONE_TRAINED,
+        power=_ONE_LAYER,
     ),
     Recipe(
         "kim2021/figure-6",
@@ -96,7 +96,7 @@ RECIPES = (
         {"mini": 0.6, "medium": 15, "paper": 120},
         _TEXT,
         measured=("mini",),
-        power=_ONE_TRAINED,
+        power=_ONE_LAYER,
     ),
     Recipe(
         "kim2021/figure-9",
@@ -114,7 +114,7 @@ RECIPES = (
         "kim2021.figures_3_5_6_10_inverse:figure_10",
         {"mini": 3, "medium": 12, "paper": 120},
         _TEXT,
-        power=_ONE_TRAINED,
+        power=_ONE_LAYER,
     ),
     Recipe(
         "kim2021/figure-11",

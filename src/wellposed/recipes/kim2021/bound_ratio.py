@@ -11,6 +11,7 @@ from wellposed.charts import Panel, lines, where
 from wellposed.linalg import kim2021_bound
 from wellposed.nn import L2SelfAttention
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.recipes.verdicts import AGREED
 
 NORMS: tuple[Literal["inf", 2], ...] = ("inf", 2)
 _CONTRACTIVE = 0.999
@@ -64,7 +65,7 @@ def bound_ratio(request: Request) -> Reproduction:
         criterion=Criterion(
             "the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well",
             seeds,
-            "every seed must agree",
+            AGREED,
         ),
     )
 

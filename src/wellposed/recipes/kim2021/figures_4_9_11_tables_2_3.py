@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from torch import nn
-
 from wellposed.charts import Panel, Series
 from wellposed.recipes.kim2021.language_models import (
     CONTRACTIVE,
@@ -17,15 +15,15 @@ from wellposed.recipes.kim2021.language_models import (
     character_entropy,
     fixed,
     nll,
+    one_layer,
     pair_entropy,
     train_models,
-    trained_once,
     tuned,
 )
 from wellposed.recipes.kim2021.printed import TABLE_2, TABLE_3
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, depths_trained, plus_minus
-from wellposed.recipes.verdicts import LEVELLED_OFF, UNCERTAINTY, every, within
+from wellposed.recipes.verdicts import AGREED, LEVELLED_OFF, UNCERTAINTY, every, within
 from wellposed.statistics import mean_and_standard_error
 
 _LEARNED = 0.95
@@ -124,14 +122,13 @@ def table_3(request: Request) -> Reproduction:
     return _table(runs, sizes, TABLE_3, holds=holds, criterion=_depth_criterion(sizes))
 
 
-def trained_attention(request: Request, kind: str) -> Any:
-    """Return the attention of a one-layer language model trained for a while; the run is kept for the next recipe."""
+def trained_attentions(request: Request, kind: str) -> list[Any]:
+    """Return of each seed the attention of a one-layer language model; the runs are kept for the next recipe."""
     from wellposed.training import load_run_model
 
-    (run,) = train_models(request, "trained", (kind,), trained_once(request))
-    model, _ = load_run_model(run.folder)
-    attention: nn.Module = model.base_model.layers[0].attention  # pyright: ignore
-    return attention.eval().requires_grad_(False)
+    runs = train_models(request, "trained", (kind,), one_layer(request))
+    models: list[Any] = [load_run_model(run.folder)[0] for run in runs]
+    return [model.base_model.layers[0].attention.eval().requires_grad_(False) for model in models]
 
 
 def depths_learned(runs: Sequence[FinishedRun], kind: str) -> list[int]:
@@ -210,7 +207,7 @@ def _depth_criterion(sizes: Sizes) -> Criterion:
         "at the greatest depth dot product does not train and the others do; a depth trains where every seed's test "
         f"NLL ends below {_LEARNED:g} of the entropy of single characters",
         sizes.seeds,
-        "every seed must agree",
+        AGREED,
     )
 
 

@@ -110,11 +110,11 @@ def fixed(request: Request) -> Sizes:
     )
 
 
-def trained_once(request: Request) -> Sizes:
-    """One layer, one setting, one seed: the middle of each grid of `tuned`."""
+def one_layer(request: Request) -> Sizes:
+    """One layer, one setting: the middle of each grid of `tuned`."""
     sizes = tuned(request)
     middle = {name: (values[len(values) // 2],) for name in ("gammas", "warmups") if (values := getattr(sizes, name))}
-    return replace(sizes, depths=(1,), deeper=(), dropouts=sizes.dropouts[:1], seeds=1, **middle)
+    return replace(sizes, depths=(1,), deeper=(), dropouts=sizes.dropouts[:1], **middle)
 
 
 def run_config(

@@ -11,6 +11,7 @@ from wellposed.recipes.sengupta2023.measured import figure_studies
 from wellposed.recipes.sengupta2023.printed import LARGEST_WEIGHT
 from wellposed.recipes.sengupta2023.states import residual_weights
 from wellposed.recipes.sengupta2023.trained import train_study, trained_model
+from wellposed.recipes.verdicts import AGREED
 
 
 def figure_5(request: Request) -> Reproduction:
@@ -44,7 +45,7 @@ def figure_5(request: Request) -> Reproduction:
         criterion=Criterion(
             f"|alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed",
             len({row["seed"] for row in rows}),
-            "every seed must agree",
+            AGREED,
         ),
         notes=(
             "alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid starts at one half",

@@ -15,6 +15,7 @@ from wellposed.recipes.sengupta2023.measured import figure_studies
 from wellposed.recipes.sengupta2023.printed import GATE_MODE
 from wellposed.recipes.sengupta2023.states import gate_weights, probe_batches, quantile
 from wellposed.recipes.sengupta2023.trained import train_study, trained_model
+from wellposed.recipes.verdicts import AGREED
 
 _TAIL = 0.005
 
@@ -59,7 +60,7 @@ def figure_7(request: Request) -> Reproduction:
         criterion=Criterion(
             "the mean weight of every expert, in every layer of every seed, is within a factor 2 of even",
             len({row["seed"] for row in rows}),
-            "every seed must agree",
+            AGREED,
         ),
         notes=(f"drawn: all but the {_TAIL:.1%} of weights at either end",),
     )
