@@ -198,9 +198,11 @@ def _draw_series(axes: Any, panel: Panel) -> None:
         marker = "o" if len(series.x) <= 40 else None
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
         dash: Any = _DASHES["dotted" if again else series.style]
+        # Full marks hide the gaps of a short dashed line.
+        filling = colour if series.style in ("solid", "dots") else "none"
         axes.plot(
             series.x, series.y, color=colour, linestyle=dash or "none", linewidth=1.5, marker=marker, markersize=3,
-            label=series.label, gid=f"variant-{number}",
+            markerfacecolor=filling, label=series.label, gid=f"variant-{number}",
         )  # fmt: skip
         if series.band:
             axes.fill_between(series.x, *series.band, color=colour, alpha=0.18, linewidth=0, gid=f"variant-{number}")
@@ -225,7 +227,8 @@ def _draw_boxes(axes: Any, series: Series, colour: str, rivals: Sequence[Series]
 
 
 def _label(axes: Any, panel: Panel, title_width: int = 52) -> None:
-    axes.set_title(textwrap.fill(panel.title, title_width), loc="left")
+    title = "\n".join(textwrap.fill(line, title_width) for line in panel.title.splitlines())
+    axes.set_title(title, loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     if panel.x_scale == "symlog":

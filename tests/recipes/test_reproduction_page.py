@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from wellposed.charts import Panel
 from wellposed.cli import main
@@ -58,8 +59,11 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path: Path, monkey
         f"| paper | {RECIPES.get('kim2021/figure-2').says} |", "| ours | got mini |", "| verdict | confirmed |",
         "| test | a \\| b |", "| seeds | 3 |", "| uncertainty | two errors |", "| minutes | 0.0 |",
         "| command | `wellposed reproduce kim2021/figure-2 --scale mini` |",
+        f", torch {torch.__version__.partition('+')[0]}",
     ):  # fmt: skip
         assert row in section
+    summary = RECIPES.get("kim2021/figure-2").summary
+    assert f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
     assert "| verdict | contradicted |" in text.partition("## kim2021/figure-7 ")[2].partition("\n## ")[0]
     assert (
         "| verdict | not comparable at this scale |" in text.partition("## kim2021/figure-3 ")[2].partition("\n## ")[0]

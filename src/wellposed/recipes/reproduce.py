@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from wellposed.charts import draw
@@ -76,6 +77,16 @@ def check_data(data: str | None) -> None:
             f"--data {data}: {host.hostname} cannot be reached ({error}); go online, give a local folder, or set "
             "HF_HUB_OFFLINE=1 to read what is already cached"
         ) from error
+
+
+def _made_with() -> dict[str, Any]:
+    """Return date, versions and machine; not the words of the command, whose paths are this machine's."""
+    from wellposed.training.run_folder import environment
+
+    found = environment([])
+    packages = {name: found["packages"][name] for name in ("wellposed", "torch")}
+    machine = ", ".join(found["gpus"]) or found["cpu"]
+    return {"date": found["date"][:10], **packages, "machine": machine, "source": found["git_hash"]}
 
 
 def _refuse_unread(name: str, **given: str | None) -> None:
@@ -178,6 +189,7 @@ def reproduce(
         f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}",
         **({} if encoder is None else {"encoder": Path(encoder).name}),
         **({} if vectors is None else {"vectors": Path(vectors).name}),
+        "made_with": _made_with(),
     }
     with replace_files(out) as there:
         write_csv(there / table.name, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,31 +63,64 @@ def reproduction_page(folder: Path) -> str:
     ]
     if missing:
         lines.append(f"\nNot run: {', '.join(missing)}.")
-    return "\n".join([*lines, *map(_section, found)]) + "\n"
+    return "\n".join([*lines, _overview(found), *map(_section, found)]) + "\n"
+
+
+def _overview(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a line for each artefact, which leads to its section."""
+    lines = [
+        f"| [{values['recipe']}](#{_anchor(_title(values))}) | {_cell(RECIPES.get(values['recipe']).summary)} "
+        f"| {values['scale']} | {_seeds(values)} | {VERDICTS[values['holds']]} |"
+        for values in found
+    ]
+    return "\n".join(["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|", *lines])
+
+
+def _title(values: Mapping[str, Any]) -> str:
+    return f"{values['recipe']} ({values['scale']})"
+
+
+def _anchor(title: str) -> str:
+    """Return where a page has a heading, by the rule of GitHub and of Python-Markdown."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _seeds(values: Mapping[str, Any]) -> object:
+    return (values["criterion"] or {}).get("seeds") or "none drawn"
 
 
 def _section(values: Mapping[str, Any]) -> str:
-    criterion = values["criterion"] or {"test": "none", "seeds": 0, "uncertainty": "none"}
+    criterion = values["criterion"] or {"test": "none", "uncertainty": "none"}
     rows = {
         "paper": values["paper_says"],
         "ours": values["we_got"],
         "verdict": VERDICTS[values["holds"]],
         "test": criterion["test"],
-        "seeds": criterion["seeds"] or "none drawn",
+        "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],
         **_power_rows(values.get("power")),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
         "notes": "; ".join(map(str, values["notes"])) or "none",
+        **_origin_row(values.get("made_with")),
     }
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
-    return "\n".join([f"\n## {values['recipe']} ({values['scale']})\n", "| | |", "|---|---|", *table])
+    return "\n".join([f"\n## {_title(values)}\n", "| | |", "|---|---|", *table])
 
 
 def _power_rows(power: Mapping[str, Any] | None) -> dict[str, str]:
     """Return what could be seen, as stated beforehand; nothing where nothing is trained or no statement was kept."""
     return {} if power is None else {"could be seen": power["words"], "levelled off": power["levelled_off"]}
+
+
+def _origin_row(made_with: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return date, versions and machine; nothing where the file is of before these were kept."""
+    if made_with is None:
+        return {}
+    source = f" at {str(made_with['source'])[:7]}" if made_with["source"] else ""
+    versions = f"wellposed {made_with['wellposed']}{source}, torch {made_with['torch']}"
+    return {"made": f"{made_with['date']}, {versions}, {made_with['machine']}"}
 
 
 def _cell(value: object) -> str:

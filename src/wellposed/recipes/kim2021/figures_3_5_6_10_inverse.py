@@ -186,24 +186,27 @@ def figure_10(request: Request) -> Reproduction:
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attentions
 
     tokens, batch, bins = request.pick(toy=(6, 2, 11), mini=(64, 32, 61), medium=(64, 128, 101), paper=(64, 128, 101))
-    rows, panels, deviations, ranges = [], [], {}, {}
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for kind in ("l2_tied", "dot_product"):
-        name, layers = LABELS[kind], trained_attentions(request, kind)
+        layers = trained_attentions(request, kind)
         inputs = [probe_inputs(batch, tokens, _width(layer), SPREADS[-1], seed) for seed, layer in enumerate(layers)]
         with torch.no_grad():
-            outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-        pairs = list(zip(inputs, outputs, strict=True))
-        deviations[kind] = [float(y.std() / x.std()) for x, y in pairs]
-        ranges[kind] = [float(y.abs().max() / x.abs().max()) for x, y in pairs]
-        limit = max(float(values.abs().max()) for values in (*inputs, *outputs))
-        centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
+            pairs[kind] = [(x, layer(x)) for layer, x in zip(layers, inputs, strict=True)]
+    deviations = {kind: [float(y.std() / x.std()) for x, y in of_seeds] for kind, of_seeds in pairs.items()}
+    ranges = {kind: [float(y.abs().max() / x.abs().max()) for x, y in of_seeds] for kind, of_seeds in pairs.items()}
+    limit = max(float(values.abs().max()) for values in itertools.chain(*itertools.chain(*pairs.values())))
+    centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
+    rows, panels = [], []
+    for kind, of_seeds in pairs.items():
         series = []
-        for label, values in (("input", torch.stack(inputs)), ("output", torch.stack(outputs))):
+        for label, values in zip(("input", "output"), map(torch.stack, zip(*of_seeds, strict=True)), strict=True):
             shares = (torch.histc(values.double(), bins, -limit, limit) / values.numel()).tolist()
             series.append(Series(label, centres, shares, "bars"))
             bars = zip(centres, shares, strict=True)
-            rows += [{"attention": name, "values": label, "bin_centre": at, "share": share} for at, share in bars]
-        panels.append(Panel(name, "value", "share", series))
+            rows += [
+                {"attention": LABELS[kind], "values": label, "bin_centre": at, "share": share} for at, share in bars
+            ]
+        panels.append(Panel(LABELS[kind], "value", "share", series))
     got = "; ".join(
         f"{LABELS[kind]}: standard deviation of outputs {spanned(deviations[kind])} and range "
         f"{spanned(ranges[kind])} times that of inputs"
