@@ -88,7 +88,7 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     assert "test:       it is larger" in captured.out
     assert "seeds:      3; uncertainty: none" in captured.out
     assert "kim2021/figure-2: 0.2 min" in captured.err
-    assert "kim2021/figure-10: ~3 min" in captured.err
+    assert "kim2021/figure-9: ~9 min" in captured.err
     assert "half way" in captured.err
     assert main(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]) == 0
     assert "DOES NOT HOLD" in capsys.readouterr().out
