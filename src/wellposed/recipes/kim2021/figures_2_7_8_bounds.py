@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -236,54 +236,66 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
     return torch.linalg.matrix_norm(jacobian(inputs), 2)
 
 
+@dataclass(frozen=True)
+class Climbs:
+    """|J|_inf of one trained model of each kind after each round of ascent, alone and with the proof's input."""
+
+    alone: Sequence[float]
+    helped: Sequence[float]
+    tied_alone: Sequence[float]
+    tied_helped: Sequence[float]
+    bound: float
+    """Certified, of tied L2."""
+    unbounded: bool
+    """Whether dot product has no certificate."""
+
+    @property
+    def largest_tied(self) -> float:
+        """What ascent found for tied L2."""
+        return max(self.tied_alone[-1], self.tied_helped[-1])
+
+    def curves(self) -> dict[str, Sequence[float]]:
+        """Return what the figure shows, by label."""
+        return {
+            "dot product, ascent alone": self.alone,
+            "dot product, ascent and the proof's input": self.helped,
+            "tied L2, ascent alone": self.tied_alone,
+            "tied L2, ascent and the proof's input": self.tied_helped,
+            _BOUND: [self.bound] * len(self.alone),
+        }
+
+
 def figure_8(request: Request) -> Reproduction:
     """The Jacobian norm of trained dot-product attention while its input is ascended."""
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attentions
 
     tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 12, 20), medium=(16, 16, 50), paper=(64, 20, 200))
     of_seeds = zip(trained_attentions(request, "dot_product"), trained_attentions(request, "l2_tied"), strict=True)
-    rows: list[dict[str, Any]] = []
-    found: dict[str, list[float]] = {}
-    by_seed = []
-    for seed, (dot, tied) in enumerate(of_seeds):
-        bound = certify(tied, seq_len=tokens, norm="inf").total
-        curves = {
-            f"{name}, {how}": list(_climb(request, layer, f"{name}, {how}", tokens, (rounds, steps), widen=widen))
-            for name, layer in (("dot product", dot), ("tied L2", tied))
-            for how, widen in (("ascent alone", False), ("ascent and the proof's input", True))
-        }
-        alone, helped, tied_alone, tied_helped = curves.values()
-        rows += [
-            {"attention": label, "seed": seed, "step": steps * number, "jacobian_inf_norm": value}
-            for label, values in (*curves.items(), (_BOUND, [bound] * rounds))
-            for number, value in enumerate(values, start=1)
-        ]
-        said = {
-            "first": alone[0],
-            "alone": alone[-1],
-            "helped": helped[-1],
-            # How many times larger the last value is than the one in the middle.
-            "alone grew": alone[-1] / alone[len(alone) // 2],
-            "helped grew": helped[-1] / helped[len(helped) // 2],
-            "tied": max(tied_alone[-1], tied_helped[-1]),
-            "bound": bound,
-        }
-        for name, value in said.items():
-            found.setdefault(name, []).append(value)
-        unbounded = math.isinf(certify(dot, seq_len=tokens, norm="inf").total)
-        by_seed.append(judge_figure_8(alone, helped, largest_tied=said["tied"], bound=bound) and unbounded)
+    found = [_climb_both(request, dot, tied, tokens, (rounds, steps)) for dot, tied in of_seeds]
+    rows = [
+        {"attention": label, "seed": seed, "step": steps * number, "jacobian_inf_norm": value}
+        for seed, climbs in enumerate(found)
+        for label, values in climbs.curves().items()
+        for number, value in enumerate(values, start=1)
+    ]
+    by_seed = [
+        judge_figure_8(each.alone, each.helped, largest_tied=each.largest_tied, bound=each.bound) and each.unbounded
+        for each in found
+    ]
     series = [
         replace(line, style="dashed" if line.label == _BOUND else "solid")
         for line in medians(rows, "step", "jacobian_inf_norm", by="attention")
     ]
-    text = {name: spanned(values) for name, values in found.items()}
     return Reproduction(
         rows,
         [Panel("|J|_inf while the input is ascended", "step", "|J|_inf", series, y_scale="log")],
-        got=f"dot product by plain ascent: {text['first']} after {steps} steps, {text['alone']} after "
-        f"{steps * rounds} ({text['alone grew']} times more in the second half); with the input of Theorem 3.1's proof "
-        f"{text['helped']} ({text['helped grew']} times more); tied L2 stays at {text['tied']}, below its certified "
-        f"{text['bound']}; dot product has no certificate",
+        got=f"dot product by plain ascent: {spanned([each.alone[0] for each in found])} after {steps} steps, "
+        f"{spanned([each.alone[-1] for each in found])} after {steps * rounds} "
+        f"({spanned([_late_growth(each.alone) for each in found])} times more in the second half); with the input of "
+        f"Theorem 3.1's proof {spanned([each.helped[-1] for each in found])} "
+        f"({spanned([_late_growth(each.helped) for each in found])} times more); tied L2 stays at "
+        f"{spanned([each.largest_tied for each in found])}, below its certified "
+        f"{spanned([each.bound for each in found])}; dot product has no certificate",
         holds=agreed(by_seed),
         criterion=Criterion(
             "the Jacobian of dot product grows in plain ascent, by more than 1.5 times in the second half with the "
@@ -301,8 +313,22 @@ def figure_8(request: Request) -> Reproduction:
 
 def judge_figure_8(alone: Sequence[float], helped: Sequence[float], *, largest_tied: float, bound: float) -> bool:
     """Say whether the Jacobian of dot product keeps growing and that of tied L2 stays below its bound."""
-    grows = alone[-1] > alone[0] and helped[-1] > 1.5 * helped[len(helped) // 2]
-    return grows and largest_tied <= bound
+    return alone[-1] > alone[0] and _late_growth(helped) > 1.5 and largest_tied <= bound
+
+
+def _late_growth(values: Sequence[float]) -> float:
+    """Return how many times larger the last value is than the one in the middle."""
+    return values[-1] / values[len(values) // 2]
+
+
+def _climb_both(request: Request, dot: Any, tied: Any, tokens: int, effort: tuple[int, int]) -> Climbs:
+    curves = [
+        list(_climb(request, layer, name, tokens, effort, widen=widen))
+        for name, layer in (("dot product", dot), ("tied L2", tied))
+        for widen in (False, True)
+    ]
+    bound, none = (certify(layer, seq_len=tokens, norm="inf").total for layer in (tied, dot))
+    return Climbs(*curves, bound=bound, unbounded=math.isinf(none))
 
 
 def _climb(
