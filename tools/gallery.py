@@ -1,11 +1,12 @@
 """Make docs/gallery.md and its pictures in docs/assets/gallery, which are read on a light page and on a dark one.
 
-python tools/gallery.py            # all; the runs take about half a minute of one core
+python tools/gallery.py            # all; the runs take about a minute and a half of one core
 python tools/gallery.py --drawn    # the page, and the pictures that are drawn from committed rows
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
 import sys
@@ -206,16 +207,22 @@ def page() -> str:
     return "\n".join([HEAD, *parts])
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """Write the page and the pictures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="pictures; all where none is named")
+    parser.add_argument("--drawn", action="store_true", help="only the pictures that are drawn from committed rows")
+    words = parser.parse_args()
+    if unknown := set(words.names) - {entry.name for entry in ENTRIES}:
+        parser.error(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(entry.name for entry in ENTRIES)}")
     PAGE.write_text(page(), "utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
     for entry in ENTRIES:
-        if not words or entry.name in words:
+        if (not words.names or entry.name in words.names) and (entry.is_drawn or not words.drawn):
             (PICTURES / f"{entry.name}.svg").write_text(picture(entry), "utf-8")
             sys.stdout.write(f"{entry.name}\n")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -20,6 +20,7 @@ from wellposed.recipes.sengupta2023.states import measure_layers, probe_batches
 from wellposed.recipes.sengupta2023.studies import arena_studies, text_study, words_study
 from wellposed.recipes.sengupta2023.trained import (
     LABELS,
+    PAPER_WIDTH,
     VARIANTS,
     Study,
     at_one_rate,
@@ -99,7 +100,9 @@ def table_1(request: Request) -> Reproduction:
     rows, scores = _compare(request, [*found, *plain], "accuracy")
     verdicts = {name: judge(of, winners[base_name(name)]) for name, of in scores.items()}
     notes += [
-        f"{study.name}, the paper's {study.sizes.learning_rate:g} for all: {_WORDS[verdicts[study.name]]}"
+        f"{study.name}, the paper's {study.sizes.learning_rate:g} for all: {_WORDS[verdicts[study.name]]} at this "
+        "width, which says nothing about the paper: a step of Adam moves an orthogonal weight by up to rate x D "
+        f"(spectral), {PAPER_WIDTH // study.sizes.width} times as far at its D = {PAPER_WIDTH}"
         for study in plain
     ]
     without = [ablation for study in found for ablation in ablations(request, study)]

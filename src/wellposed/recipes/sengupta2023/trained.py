@@ -28,6 +28,7 @@ SCALE_NOTE = (
     "sqrt(D), as ours do by default"
 )
 TUNING_SEED = 1000
+PAPER_WIDTH = 512
 PAPER_HEADS = 8
 """Not printed; 8 as in Vaswani et al. (2017)."""
 
