@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +16,13 @@ from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16, transla
 from wellposed.recipes.huang2020 import theorem_3_1
 from wellposed.recipes.huang2020.depth import Sizes, summarise, train_depths
 from wellposed.recipes.named import NAMED
-from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed.recipes.reproduce import RECIPES, Request, Scale, reproduce
 from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.zhang2021 import printed as values
 from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed.training.run_folder import read_config
 
 OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]
 
@@ -143,6 +145,35 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) ->
     (tmp_path / "train.fr.gz").unlink()
     with pytest.raises(ConfigError, match="no aligned train files of two languages"):
         translation_data(Request("toy", tmp_path, str(tmp_path)))
+
+
+def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path: Path) -> None:
+    lines = [f"{'one two three'[: i % 13 + 1]} {i}\t{'un deux trois'[: i % 13 + 1]} {i}" for i in range(60)]
+    (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
+        reproduce("zhang2021/table-2", scale="toy", out=tmp_path / "out", data=str(tmp_path))
+    done = reproduce("zhang2021/table-2", scale="toy", out=tmp_path / "out", data=str(tmp_path), languages="en,fr")
+    command = json.loads(done.files[-1].read_text())["command"]
+    assert command == "wellposed reproduce zhang2021/table-2 --scale toy --data DATA --languages en,fr"
+    options = read_config(next((tmp_path / "out").rglob("config.toml")).parent).task_options
+    assert [options[name] for name in ("src", "tgt", "columns")] == ["en", "fr", "en,fr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "languages", "says"),
+    [
+        ("zhang2021/table-1", "toy", "en", "expected source and target, two names as en,fr"),
+        ("zhang2021/table-1", "toy", "en,en", "expected source and target"),
+        ("huang2020/depth", "toy", "en,fr", "without data: the generated corpus has none"),
+        ("huang2020/table-1", "paper", "en,fr", "at paper scale: each corpus has its own"),
+        ("kim2021/table-2", "toy", "en,fr", "kim2021/table-2: reads no languages"),
+    ],
+)
+def test_languages_that_cannot_be_used_are_refused(
+    tmp_path: Path, name: str, scale: Scale, languages: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        reproduce(name, scale=scale, out=tmp_path, languages=languages)
 
 
 def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Path) -> None:

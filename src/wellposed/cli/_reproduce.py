@@ -44,6 +44,9 @@ class ReproduceArguments:
     the scale, or that score replies with it (zhang2021/table-4)."""
     vectors: str | None = None
     """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
+    languages: str | None = None
+    """Source and target, as en,fr, for recipes that translate the data given; in this order they also name the columns
+    of a tsv without a header. Where not given: the recipe's own, or the first two of a folder that has others."""
     jobs: int | None = None
     """Processes that train independent runs at the same time; one where not given, but as many as there are cores for
     mcgrath2024."""
@@ -78,8 +81,10 @@ def run(words: Sequence[str]) -> int:
 
 def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
-    if options.encoder is not None or options.vectors is not None:
-        raise ConfigError('--encoder or --vectors with "all": name the recipes that read one, for instance mcgrath2024')
+    if any(given is not None for given in (options.encoder, options.vectors, options.languages)):
+        raise ConfigError(
+            '--encoder, --vectors or --languages with "all": name the recipes that read it, for instance mcgrath2024'
+        )
     check_data(options.data)
     held = True
     for name in RECIPES:
@@ -110,6 +115,7 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
         announce=announce,
         encoder=options.encoder,
         vectors=options.vectors,
+        languages=options.languages,
         jobs=options.jobs,
     )
     print(done.row())

@@ -199,8 +199,10 @@ def paper_runs(request: Request, corpora: Sequence[Corpus]) -> list[RunConfig]:
     """Return the paper's run of each corpus; one without an ``hf:`` id is read from the folder of its name in the data.
 
     Raises:
-        ConfigError: such a folder is missing; all are named.
+        ConfigError: such a folder is missing; all are named. Or languages are given, which the paper fixes.
     """
+    if request.languages is not None:
+        raise ConfigError(f"languages = {request.languages!r} at paper scale: each corpus has its own; leave them out")
     configs, missing = [], []
     for corpus in corpora:
         config = corpus.run_config()
@@ -238,14 +240,18 @@ def translation_data(
     """Return the options of the task `translation` that say where its data is: the user's, or generated in ``out``.
 
     Args:
-        request: its ``data`` is a folder of aligned files; where None the corpus is generated.
-        wanted: source and target language; where the folder has other ones, the first two it has, in order of name.
+        request: its ``data`` is a folder of aligned files, or where it names ``languages`` anything that the task
+            reads; where None the corpus is generated.
+        wanted: source and target language where the request names none; where the folder has other ones, the first two
+            it has, in order of name.
         pairs: generated train pairs.
         words: separate the letters of the generated language by spaces, so that BLEU has words to count.
 
     Raises:
-        ConfigError: a folder with fewer than two languages.
+        ConfigError: a folder with fewer than two languages, or languages that are not two names or go with no data.
     """
+    if request.languages is not None:
+        return _named_languages(request.data, request.languages)
     if request.data is None:
         return {"data": str(_generate(request.out / "corpus", pairs, words)), "src": SOURCE, "tgt": TARGET}
     if request.data.startswith("hf:"):
@@ -256,11 +262,21 @@ def translation_data(
         if len(names) < 2:
             raise ConfigError(
                 f"{root}: no aligned train files of two languages (train.{wanted[0]}, train.{wanted[1]}); found "
-                f"{', '.join(sorted(names)) or 'none'}"
+                f"{', '.join(sorted(names)) or 'none'}; where a file holds both languages, give --languages SRC,TGT"
             )
         first, second = sorted(names)[:2]
         wanted = (first, second)
     return {"data": request.data, "src": wanted[0], "tgt": wanted[1]}
+
+
+def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
+    """Return the options for languages that the user named, which are the columns of a tsv without a header too."""
+    names = [name.strip() for name in languages.split(",")]
+    if len(names) != 2 or not all(names) or names[0] == names[1]:
+        raise ConfigError(f"languages = {languages!r}: expected source and target, two names as en,fr")
+    if data is None:
+        raise ConfigError(f"languages = {languages!r} without data: the generated corpus has none; give --data")
+    return {"data": data, "src": names[0], "tgt": names[1], "columns": ",".join(names)}
 
 
 def _generate(folder: Path, pairs: int, words: bool) -> Path:

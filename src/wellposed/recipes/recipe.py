@@ -41,6 +41,8 @@ class Request:
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences with it."""
     vectors: str | None = None
     """File of word vectors, for recipes that score words with them."""
+    languages: str | None = None
+    """Source and target, as ``en,fr``, for recipes that translate ``data``; the recipe's own where not given."""
     jobs: int | None = None
     """Processes that train independent runs at the same time; where not given one, or as many as a recipe takes."""
 
@@ -160,10 +162,8 @@ class Recipe:
     """Minutes it takes by scale: mini and medium on two CPU cores, paper on one large GPU."""
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
-    takes_encoder: bool = False
-    """Whether it reads the pretrained encoder of a request."""
-    takes_vectors: bool = False
-    """Whether it reads the word vectors of a request."""
+    takes: tuple[Literal["encoder", "vectors", "languages"], ...] = ()
+    """What it reads of a request besides ``data``."""
     measured: tuple[Scale, ...] = ()
     """The scales whose minutes were measured; the others are estimates, from updates times what one costs at mini."""
     power: Power | None = None

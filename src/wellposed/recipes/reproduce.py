@@ -92,8 +92,8 @@ def _made_with() -> dict[str, Any]:
 def _refuse_unread(name: str, **given: str | None) -> None:
     """Raise `ConfigError` where a recipe would not read what it is given."""
     for option, value in given.items():
-        if value is not None and not getattr(RECIPES.get(name), f"takes_{option}"):
-            able = ", ".join(other for other in RECIPES if getattr(RECIPES.get(other), f"takes_{option}"))
+        if value is not None and option not in RECIPES.get(name).takes:
+            able = ", ".join(other for other in RECIPES if option in RECIPES.get(other).takes)
             raise ConfigError(f"{name}: reads no {option}, received {option}={value!r}; these do: {able}")
 
 
@@ -129,6 +129,7 @@ def reproduce(
     announce: Callable[[str], None] = say_nothing,
     encoder: str | None = None,
     vectors: str | None = None,
+    languages: str | None = None,
     jobs: int | None = None,
 ) -> Reproduced:
     """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
@@ -146,11 +147,13 @@ def reproduce(
         encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) or score
             replies with it (zhang2021/table-4).
         vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4).
+        languages: source and target, as ``"en,fr"``, for recipes that translate ``data``; in this order they also name
+            the columns of a tsv without a header.
         jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder or vectors for a recipe that reads
-            none.
+        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder, vectors or languages for a recipe
+            that reads none.
         DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
@@ -158,12 +161,12 @@ def reproduce(
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
-    _refuse_unread(name, encoder=encoder, vectors=vectors)
+    _refuse_unread(name, encoder=encoder, vectors=vectors, languages=languages)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     check_data(data)
-    request = Request(scale, out, data, announce, encoder, vectors, jobs)
+    request = Request(scale, out, data, announce, encoder, vectors, languages, jobs)
     power = None if recipe.power is None else recipe.power.plan(request)
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
     try:
@@ -186,7 +189,8 @@ def reproduce(
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,
         "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
-        f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}",
+        f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}"
+        f"{'' if languages is None else f' --languages {languages}'}",
         **({} if encoder is None else {"encoder": Path(encoder).name}),
         **({} if vectors is None else {"vectors": Path(vectors).name}),
         "made_with": _made_with(),

@@ -15,6 +15,7 @@ RECIPES = (
         "huang2020.table_1:table_1",
         {"mini": 4.6, "medium": 480, "paper": 150_000},
         ("multi30k", "iwslt14_de_en"),
+        takes=("languages",),
         measured=("mini",),
         power=_SETTINGS,
     ),
@@ -25,6 +26,7 @@ RECIPES = (
         "huang2020.depth:depth",
         {"mini": 28, "medium": 420, "paper": 1000},
         ("multi30k", "iwslt14_de_en"),
+        takes=("languages",),
         power=_DEPTHS,
     ),
     Recipe(
