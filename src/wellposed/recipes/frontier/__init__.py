@@ -21,7 +21,8 @@ RECIPES = (
         "and ReZero, its certified accuracy is at least 0.50 at 0.1 of a token's norm on AG News and 0.60 at 0.03 on "
         "IMDb, and no certified example falls to an attack; what its blocks add to the control is in the table",
         "frontier.accuracy:accuracy",
-        {"mini": 30, "medium": 360, "paper": 600},
+        {"mini": 33, "medium": 360, "paper": 600},
+        measured=("mini",),
         power=_ACCURACY,
     ),
     Recipe(
