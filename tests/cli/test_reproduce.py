@@ -35,7 +35,13 @@ def test_a_plan_says_what_could_be_seen(capsys: pytest.CaptureFixture[str]) -> N
     assert "improved the loss on valid by less than 1%" in table
     assert "every seed has to agree: what fails in 42% of trainings fails here in 80%" in figure
     assert main(["reproduce", "kim2021/figure-2", "--plan"]) == 0
-    assert "nothing is trained" in capsys.readouterr().out
+    plan = capsys.readouterr().out
+    assert "nothing is trained" in plan
+    assert "--data" not in plan
+    assert main(["reproduce", "kim2021/figure-4", "mcgrath2024/qr", "--plan"]) == 0
+    plan = capsys.readouterr().out
+    assert "data:         --data, or English prose that ships with Python" in plan
+    assert "data:         --data is needed" in plan
 
 
 def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,10 +94,31 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     assert "test:       it is larger" in captured.out
     assert "seeds:      3; uncertainty: none" in captured.out
     assert "kim2021/figure-2: 0.2 min" in captured.err
-    assert "kim2021/figure-9: ~9 min" in captured.err
+    assert f"kim2021/figure-4: {RECIPES.get('kim2021/figure-4').time('mini')}" in captured.err
     assert "half way" in captured.err
     assert main(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]) == 0
     assert "DOES NOT HOLD" in capsys.readouterr().out
+
+
+def test_a_papers_name_gives_each_recipe_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, tuple[str | None, ...]] = {}
+
+    def made(recipe: Recipe, request: Request) -> Reproduction:
+        seen[recipe.name] = (request.data, request.vectors, request.languages)
+        return Reproduction([{"a": 1}], [Panel("t", "x", "y")], "nothing", None)
+
+    monkeypatch.setattr(Recipe, "__call__", made)
+    (tmp_path / "data").mkdir()
+    data, out = str(tmp_path / "data"), str(tmp_path / "out")
+    words = ["reproduce", "zhang2021", "--out", out, "--data", data, "--languages", "en,fr", "--vectors", "glove.txt"]
+    assert main(words) == 0
+    assert seen["zhang2021/theorem-2.1"] == (None, None, None)
+    assert seen["zhang2021/table-1"] == (data, None, "en,fr")
+    assert seen["zhang2021/table-4"] == (data, "glove.txt", None)
+    assert main(["reproduce", "kim2021", "--out", out, "--encoder", "e", "--languages", "en,fr"]) == 2
+    assert "kim2021: none of its recipes reads --encoder, --languages; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
     reasons = {json.loads(file.read_text())["train_info"]["reason"] for file in tmp_path.rglob("result.json")}
     assert {fixup.failure, post_ln.failure} == reasons
     assert "" not in reasons
-    rows = summarise(request, sizes, [fixup, post_ln]).rows
+    rows = summarise(sizes, [fixup, post_ln]).rows
     assert [row["error"] for row in rows] == [fixup.failure, post_ln.failure]
     assert not any(row["trains"] for row in rows)
 

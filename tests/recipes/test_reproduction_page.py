@@ -13,14 +13,20 @@ import torch
 from wellposed.charts import Panel
 from wellposed.cli import main
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request, data_of, file_stem, reproduce
+from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request, file_stem, reproduce
 from wellposed.recipes.reproduction_page import reproduction_page
 
 ROOT = Path(__file__).parents[2]
 
 
-def make(monkeypatch: pytest.MonkeyPatch, *, stops_at: str = "", lacks_data: str = "") -> list[str]:
-    """Let every recipe finish at once with a made-up row; return the list of those that ran."""
+def make(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    stops_at: str = "",
+    lacks_data: str = "",
+    read: dict[str, str | None] | None = None,
+) -> list[str]:
+    """Let every recipe finish at once with a made-up row; return the list of those that ran, and what they ``read``."""
     ran: list[str] = []
 
     def made(recipe: Recipe, request: Request) -> Reproduction:
@@ -29,6 +35,8 @@ def make(monkeypatch: pytest.MonkeyPatch, *, stops_at: str = "", lacks_data: str
         if recipe.name == lacks_data:
             raise ConfigError("give --data FOLDER")
         ran.append(recipe.name)
+        if read is not None:
+            read[recipe.name] = request.data
         holds = {"figure-2": True, "figure-7": False}.get(recipe.name.removeprefix("kim2021/"))
         criterion = Criterion("a | b", seeds=3, uncertainty="two errors")
         return Reproduction([{"a": 1}], [Panel("t", "x", "y")], f"got {request.scale}", holds, criterion=criterion)
@@ -117,16 +125,56 @@ def test_files_of_an_earlier_form_are_made_again(tmp_path: Path, monkeypatch: py
     assert ran == ["kim2021/figure-2"]
 
 
-def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path: Path) -> None:
+def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = tmp_path / "sets"
     for name in ("ptb", "minbert", "multi30k"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "ptb" / "ptb.char.train.txt.gz").touch()
-    assert data_of("kim2021/figure-4", str(tmp_path)) == str(tmp_path / "ptb" / "ptb.char.train.txt.gz")
-    assert data_of("mcgrath2024/qr", str(tmp_path)) == str(tmp_path / "minbert")
-    assert data_of("zhang2021/table-1", str(tmp_path)) == str(tmp_path / "multi30k")
-    assert data_of("sengupta2023/table-1", str(tmp_path)) == str(tmp_path)
-    assert data_of("kim2021/figure-4", "hf:ptb") == "hf:ptb"
-    assert data_of("kim2021/figure-4", None) is None
+        (sets / name).mkdir(parents=True)
+    (sets / "ptb" / "ptb.char.train.txt.gz").touch()
+    read: dict[str, str | None] = {}
+    make(monkeypatch, read=read)
+    assert run_all(tmp_path, "--data", str(sets))[0] == 0
+    assert read["kim2021/figure-4"] == str(sets / "ptb" / "ptb.char.train.txt.gz")
+    assert read["mcgrath2024/qr"] == str(sets / "minbert")
+    assert read["zhang2021/table-1"] == str(sets / "multi30k")
+    assert read["sengupta2023/table-1"] == str(sets)
+    assert read["kim2021/figure-2"] is None, "it reads none"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for data in ("hf:ptb", None, str(sets)):
+        reproduce("kim2021/figure-4", out=tmp_path, data=data)
+        expected = str(sets / "ptb" / "ptb.char.train.txt.gz") if data == str(sets) else data
+        assert read["kim2021/figure-4"] == expected, "one recipe finds its own too"
+
+
+def test_a_result_says_what_was_read_where_no_data_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch)
+    said: list[str] = []
+    without = reproduce("kim2021/figure-4", out=tmp_path, announce=said.append)
+    assert said == ["no data given: English prose that ships with Python"]
+    assert without.result.notes == ("no data given: English prose that ships with Python",)
+    assert "no data given: English prose" in reproduction_page(tmp_path)
+    (tmp_path / "text.txt").write_text("words")
+    given = reproduce("kim2021/figure-4", out=tmp_path, data=str(tmp_path / "text.txt"), announce=said.append)
+    assert given.result.notes == ()
+    assert len(said) == 1
+
+
+def test_whatever_goes_with_data_takes_data() -> None:
+    for name in RECIPES:
+        recipe = RECIPES.get(name)
+        if recipe.folders or recipe.builtin or recipe.takes:
+            assert "data" in recipe.takes, name
+
+
+@pytest.mark.parametrize("name", ["kim2021/figure-2", "huang2020/signal", "sengupta2023/table-5", "frontier/order"])
+def test_data_for_a_recipe_that_reads_none_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = make(monkeypatch)
+    with pytest.raises(ConfigError, match=rf"{name}: reads no data, received data='text.txt'; leave it out; these do"):
+        reproduce(name, out=tmp_path, data="text.txt")
+    assert ran == []
 
 
 def test_data_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +198,11 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pyt
 
 def test_the_committed_page_is_that_of_the_committed_results() -> None:
     assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction_page(ROOT / "benchmarks" / "reproduction")
+
+
+def test_committed_results_name_the_data_that_their_recipes_read() -> None:
+    for path in sorted((ROOT / "benchmarks" / "reproduction").glob("*.json")):
+        values = json.loads(path.read_text())
+        recipe = RECIPES.get(values["recipe"])
+        assert values["data"] is None or "data" in recipe.takes, path.name
+        assert values["data"] is not None or "data" not in recipe.takes or recipe.builtin, path.name

@@ -189,12 +189,12 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Pa
         ("post_ln", 100): (2.1, 1e9),
     }
     runs = [run(*key, seed, value) for key, pair in losses.items() for seed, value in enumerate(pair)]
-    found = summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), runs)
+    found = summarise(Sizes((6, 100), 2, 2), runs)
     assert found.holds
     assert "T-Fixup trains at 6, 100" in found.got
     assert "post-LN trains at no layers" in found.got
     diverged = [run("t_fixup", 100, 0, None) if (r.variant, r.depth) == ("t_fixup", 100) else r for r in runs]
-    assert not summarise(Request("mini", tmp_path), Sizes((6, 100), 2, 2), diverged).holds
+    assert not summarise(Sizes((6, 100), 2, 2), diverged).holds
 
 
 def test_each_side_keeps_its_best_rate_of_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
 from wellposed.cli.parser import parse_words
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, data_of, reproduce
+from wellposed.recipes.recipe import Given
+from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.recipes.workers import check_jobs
 from wellposed.training.durable_files import replace_file
@@ -23,9 +24,9 @@ class ReproduceArguments:
     """Make tables and figures of the papers: CSV, SVG and a row "paper says / we got" each."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes, and "all" every one:
-    those that are finished in --out, at this scale or a larger one, are kept, and those whose data is missing are named
-    and left out."""
+    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes, each with what it
+    reads of --data, --encoder, --vectors and --languages; and "all" every one: those that are finished in --out, at
+    this scale or a larger one, are kept, and those whose data is missing are named and left out."""
     list: bool = False
     """List every recipe with the minutes it takes, and stop."""
     plan: bool = False
@@ -37,8 +38,8 @@ class ReproduceArguments:
     out: Path = Path("runs/reproduce")
     """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
     data: str | None = None
-    """Data of recipes that train: a text file, a folder or hf:name; English prose that ships with Python otherwise.
-    With "all" a folder of data sets, in which each recipe finds its own."""
+    """Data of recipes that read some: a file, a folder, a folder of data sets in which each recipe finds its own, or
+    hf:name. --plan says which do, and what is read otherwise."""
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
     the scale, or that score replies with it (zhang2021/table-4)."""
@@ -69,14 +70,37 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all")
     if "all" in options.names and not options.plan:
         return _run_all(options)
-    names = [recipe for name in options.names for recipe in _expand(name)]
-    for name in names:
-        RECIPES.get(name)
     if options.plan:
-        print("\n".join(_plan(name, options) for name in names))
+        print("\n".join(_plan(recipe, options) for name in options.names for recipe in _expand(name)))
         return 0
-    held = [_make(name, options, options.data) for name in names]
+    held = [_make(name, options, given) for name, given in _requested(options)]
     return 0 if all(held) or not options.strict else 1
+
+
+def _given(options: ReproduceArguments) -> dict[str, str]:
+    """Return what the user gives for recipes to read."""
+    return {option: value for option in get_args(Given) if (value := getattr(options, option)) is not None}
+
+
+def _read_by(name: str, given: Mapping[str, str]) -> dict[str, str]:
+    return {option: value for option, value in given.items() if option in RECIPES.get(name).takes}
+
+
+def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
+    """Return the named recipes with what each is given: those of a paper what they read, and another one everything."""
+    given = _given(options)
+    requested = []
+    for name in options.names:
+        recipes = _expand(name)
+        if recipes == [name]:
+            RECIPES.get(name)
+            requested.append((name, given))
+            continue
+        some = [(recipe, _read_by(recipe, given)) for recipe in recipes]
+        if unread := [option for option in given if not any(option in read for _, read in some)]:
+            raise ConfigError(f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out")
+        requested += some
+    return requested
 
 
 def _run_all(options: ReproduceArguments) -> int:
@@ -93,7 +117,7 @@ def _run_all(options: ReproduceArguments) -> int:
             held = held and done["holds"] is not False
             continue
         try:
-            held = _make(name, options, data_of(name, options.data)) and held
+            held = _make(name, options, _read_by(name, _given(options))) and held
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
@@ -102,22 +126,12 @@ def _run_all(options: ReproduceArguments) -> int:
     return 0 if held or not options.strict else 1
 
 
-def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
+def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> bool:
     """Make one recipe and print its row; return whether nothing was contradicted."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     announce = _ignore if options.quiet else _announce
-    done = reproduce(
-        name,
-        scale=options.scale,
-        out=options.out,
-        data=data,
-        announce=announce,
-        encoder=options.encoder,
-        vectors=options.vectors,
-        languages=options.languages,
-        jobs=options.jobs,
-    )
+    done = reproduce(name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **given)
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
     return done.result.holds is not False
@@ -126,6 +140,8 @@ def _make(name: str, options: ReproduceArguments, data: str | None) -> bool:
 def _plan(name: str, options: ReproduceArguments) -> str:
     recipe = RECIPES.get(name)
     lines = [f"{name} (scale {options.scale}): {recipe.time(options.scale)}", f"  claim:        {recipe.says}"]
+    if "data" in recipe.takes:
+        lines.append(f"  data:         --data{f', or {recipe.builtin}' if recipe.builtin else ' is needed'}")
     if recipe.power is None:
         return "\n".join([*lines, "  nothing is trained, so no seeds are compared"])
     plan = recipe.power.plan(Request(options.scale, options.out))

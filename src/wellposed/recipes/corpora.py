@@ -189,10 +189,7 @@ PRESETS |= {f"huang2020-{corpus.name}": corpus for corpus in HUANG}
 SOURCE, TARGET = "source", "target"
 _LETTERS = "abcdefgh"
 _NOT_LANGUAGES = {"tsv", "csv", "jsonl", "txt", "md"}
-GENERATED_NOTE = (
-    "generated corpus: walks over eight letters that mostly step by one, to be written backwards; give --data for "
-    "sentences"
-)
+GENERATED = "below paper scale, walks over eight letters that mostly step by one, to be written backwards"
 
 
 def paper_runs(request: Request, corpora: Sequence[Corpus]) -> list[RunConfig]:

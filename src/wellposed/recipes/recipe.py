@@ -16,6 +16,8 @@ from wellposed.statistics import SIGNIFICANCE, detectable_difference
 Scale = Literal["toy", "mini", "medium", "paper"]
 """mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so that the claim can
 be seen or refuted; paper: the paper's sizes; toy: seconds, for tests, too small to show anything."""
+Given = Literal["data", "encoder", "vectors", "languages"]
+"""What a user may give a recipe."""
 CHANCE = 0.8
 """Chance with which a difference is to be seen."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -162,8 +164,10 @@ class Recipe:
     """Minutes it takes by scale: mini and medium on two CPU cores, paper on one large GPU."""
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
-    takes: tuple[Literal["encoder", "vectors", "languages"], ...] = ()
-    """What it reads of a request besides ``data``."""
+    takes: tuple[Given, ...] = ()
+    """What it reads of a request; anything else given is refused."""
+    builtin: str = ""
+    """What it reads where no data is given; empty where it reads none, or cannot do without."""
     measured: tuple[Scale, ...] = ()
     """The scales whose minutes were measured; the others are estimates, from updates times what one costs at mini."""
     power: Power | None = None

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wellposed.charts import draw
-from wellposed.errors import ConfigError, DataError, unknown_name
+from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
 from wellposed.recipes.clock import Clock, Ticking
@@ -52,11 +52,11 @@ def file_stem(name: str) -> str:
     return name.replace("/", "-")
 
 
-def data_of(name: str, data: str | None) -> str | None:
-    """Return the data of one recipe in a folder of many data sets, or what was given where it is no such folder."""
+def _data_of(recipe: Recipe, data: str | None) -> str | None:
+    """Return the recipe's data in a folder of many data sets, or what was given where it is no such folder."""
     if data is None or not Path(data).is_dir():
         return data
-    return next((str(Path(data) / item) for item in RECIPES.get(name).folders if (Path(data) / item).exists()), data)
+    return next((str(Path(data) / item) for item in recipe.folders if (Path(data) / item).exists()), data)
 
 
 def check_data(data: str | None) -> None:
@@ -93,8 +93,8 @@ def _refuse_unread(name: str, **given: str | None) -> None:
     """Raise `ConfigError` where a recipe would not read what it is given."""
     for option, value in given.items():
         if value is not None and option not in RECIPES.get(name).takes:
-            able = ", ".join(other for other in RECIPES if option in RECIPES.get(other).takes)
-            raise ConfigError(f"{name}: reads no {option}, received {option}={value!r}; these do: {able}")
+            able = shortened([other for other in RECIPES if option in RECIPES.get(other).takes])
+            raise ConfigError(f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do: {able}")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ def reproduce(
             ten hours on two cores or 45 minutes on one large GPU) or ``"paper"``; ``"toy"`` is for tests and never says
             whether a claim holds.
         out: folder; created. Training recipes keep their runs inside and go on with them when called again.
-        data: data of the recipe's task, for recipes that train.
+        data: data of the recipe's task, for recipes that read some, or a folder of data sets that holds it; where not
+            given, ``RECIPES.get(name).builtin`` says what is read.
         announce: called with one line of progress now and then.
         encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) or score
             replies with it (zhang2021/table-4).
@@ -152,8 +153,8 @@ def reproduce(
         jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale, or an encoder, vectors or languages for a recipe
-            that reads none.
+        ConfigError: an unknown recipe (nearest three named) or scale, or data, an encoder, vectors or languages for a
+            recipe that reads none.
         DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
@@ -161,11 +162,15 @@ def reproduce(
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
-    _refuse_unread(name, encoder=encoder, vectors=vectors, languages=languages)
+    _refuse_unread(name, data=data, encoder=encoder, vectors=vectors, languages=languages)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
-    out.mkdir(parents=True, exist_ok=True)
     check_data(data)
+    out.mkdir(parents=True, exist_ok=True)
+    data = _data_of(recipe, data)
+    builtin = f"no data given: {recipe.builtin}" if data is None and recipe.builtin else None
+    if builtin is not None:
+        announce(builtin)
     request = Request(scale, out, data, announce, encoder, vectors, languages, jobs)
     power = None if recipe.power is None else recipe.power.plan(request)
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
@@ -175,6 +180,8 @@ def reproduce(
         seconds = clock.tick()
     if scale == "toy":
         result = replace(result, holds=None)
+    if builtin is not None:
+        result = replace(result, notes=(*result.notes, builtin))
     table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.says, result, seconds, (table, figure, claim))
     values = {

@@ -1,5 +1,6 @@
 """Studies of our own: what certificates, depth without normalisation and budgets cost and buy; free of torch."""
 
+from wellposed.recipes.corpora import GENERATED
 from wellposed.recipes.recipe import Power, Recipe
 
 _ACCURACY = Power(
@@ -22,6 +23,7 @@ RECIPES = (
         "IMDb, and no certified example falls to an attack; what its blocks add to the control is in the table",
         "frontier.accuracy:accuracy",
         {"mini": 33, "medium": 360, "paper": 600},
+        takes=("data",),
         measured=("mini",),
         power=_ACCURACY,
     ),
@@ -32,6 +34,7 @@ RECIPES = (
         "total of at most 1",
         "frontier.depth:depth",
         {"mini": 10, "medium": 270, "paper": 300},
+        takes=("data",),
         measured=("mini",),
         power=_DEPTH,
     ),
@@ -43,6 +46,7 @@ RECIPES = (
         "frontier.characters:characters",
         {"mini": 8, "medium": 360, "paper": 300},
         folders=("text/tinyshakespeare.txt.gz",),
+        takes=("data",),
         measured=("mini",),
         power=_CHARACTERS,
     ),
@@ -65,7 +69,8 @@ RECIPES = (
         "frontier.translation:translation",
         {"mini": 10, "medium": 138, "paper": 600},
         folders=("multi30k", "iwslt14_de_en"),
-        takes=("languages",),
+        takes=("data", "languages"),
+        builtin=GENERATED,
         measured=("mini", "medium"),
         power=_TRANSLATION,
     ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
-from wellposed.recipes.corpora import GENERATED_NOTE, translation_data
+from wellposed.recipes.corpora import translation_data
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, mean_and_error, plus_minus, train_grid
@@ -97,7 +97,6 @@ def translation(request: Request) -> Reproduction:
             f"{', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
             "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
             "translations",
-            *((GENERATED_NOTE,) if request.data is None else ()),
         ),
         criterion=Criterion(TEST, sizes.seeds, UNCERTAINTY),
     )

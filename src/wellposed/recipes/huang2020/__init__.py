@@ -1,5 +1,6 @@
 """Tables and figures of Huang, Pérez, Ba, Volkovs (2020), "Improving Transformer Optimization"; free of torch."""
 
+from wellposed.recipes.corpora import GENERATED
 from wellposed.recipes.recipe import Power, Recipe
 
 _DEPTHS = Power("huang2020.depth:sizes_of")
@@ -15,7 +16,8 @@ RECIPES = (
         "huang2020.table_1:table_1",
         {"mini": 4.6, "medium": 480, "paper": 150_000},
         ("multi30k", "iwslt14_de_en"),
-        takes=("languages",),
+        takes=("data", "languages"),
+        builtin=GENERATED,
         measured=("mini",),
         power=_SETTINGS,
     ),
@@ -26,7 +28,8 @@ RECIPES = (
         "huang2020.depth:depth",
         {"mini": 28, "medium": 420, "paper": 1000},
         ("multi30k", "iwslt14_de_en"),
-        takes=("languages",),
+        takes=("data", "languages"),
+        builtin=GENERATED,
         power=_DEPTHS,
     ),
     Recipe(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from wellposed.charts import Panel, Row, lines
-from wellposed.recipes.corpora import GENERATED_NOTE, translation_data
+from wellposed.recipes.corpora import translation_data
 from wellposed.recipes.frontier.tuning import tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, depths_trained, train_grid
@@ -41,7 +41,7 @@ class Sizes:
 def depth(request: Request) -> Reproduction:
     """Loss against depth with T-Fixup and with post-LN, neither with warm-up."""
     sizes = sizes_of(request)
-    return summarise(request, sizes, train_depths(request, sizes))
+    return summarise(sizes, train_depths(request, sizes))
 
 
 def sizes_of(request: Request) -> Sizes:
@@ -110,7 +110,7 @@ def _base_config(request: Request, sizes: Sizes) -> RunConfig:
     )
 
 
-def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
+def summarise(sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
     """Return rows, figure and verdict of finished runs."""
     unigram = runs[0].reference["loss"]
 
@@ -154,7 +154,6 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         notes=(
             "no warm-up on either side; at every depth each side at its best of the rates "
             f"{', '.join(f'{rate:g}' for rate in sizes.learning_rates)} by the loss on valid of the first seed",
-            *((GENERATED_NOTE,) if request.data is None else ()),
         ),
         criterion=Criterion(
             "at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the unigram model's, "

@@ -3,6 +3,7 @@
 from wellposed.recipes.recipe import Power, Recipe
 
 _TEXT = ("ptb/ptb.char.train.txt.gz", "ptb/ptb.char.train.txt", "ptb.char.train.txt.gz", "ptb.char.train.txt")
+_PROSE = "English prose that ships with Python"
 
 _TUNED = "kim2021.language_models:tuned"
 _COSTS = Power(_TUNED, "best test NLL, in nats", 0.012, "dot product less L2 on PTB", levelled=True)
@@ -42,6 +43,8 @@ RECIPES = (
         "kim2021.figures_4_9_11_tables_2_3:figure_4",
         {"mini": 10, "medium": 206, "paper": 2_600_000},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini", "medium"),
         power=_COSTS,
     ),
@@ -61,6 +64,8 @@ RECIPES = (
         "kim2021.figures_4_9_11_tables_2_3:table_2",
         {"mini": 4.3, "medium": 195, "paper": 2_400_000},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini", "medium"),
         power=_COSTS,
     ),
@@ -71,6 +76,8 @@ RECIPES = (
         "kim2021.figures_3_5_6_10_inverse:figure_5",
         {"mini": 0.8, "medium": 12, "paper": 360},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini",),
         power=_ONE_LAYER,
     ),
@@ -97,6 +104,8 @@ RECIPES = (
         "kim2021.figures_2_7_8_bounds:figure_8",
         {"mini": 0.9, "medium": 15, "paper": 360},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini",),
         power=_ONE_LAYER,
     ),
@@ -107,6 +116,8 @@ RECIPES = (
         "kim2021.figures_4_9_11_tables_2_3:figure_9",
         {"mini": 9, "medium": 180, "paper": 1_500_000},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         power=_COSTS,
     ),
     Recipe(
@@ -116,6 +127,8 @@ RECIPES = (
         "kim2021.figures_3_5_6_10_inverse:figure_10",
         {"mini": 0.6, "medium": 12, "paper": 360},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini",),
         power=_ONE_LAYER,
     ),
@@ -126,6 +139,8 @@ RECIPES = (
         "kim2021.figures_4_9_11_tables_2_3:figure_11",
         {"mini": 14, "medium": 270, "paper": 2000},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini",),
         power=_DEPTHS,
     ),
@@ -136,6 +151,8 @@ RECIPES = (
         "kim2021.figures_4_9_11_tables_2_3:table_3",
         {"mini": 14, "medium": 270, "paper": 2000},
         _TEXT,
+        takes=("data",),
+        builtin=_PROSE,
         measured=("mini",),
         power=_DEPTHS,
     ),

@@ -4,6 +4,8 @@ from wellposed.recipes.recipe import Power, Recipe
 
 _TEXTS, _ARENAS = "sengupta2023.studies:seeds_of_texts", "sengupta2023.studies:seeds_of_arena"
 _WORDS = "sengupta2023.studies:seeds_of_words"
+_ARENA_TASKS = "four of the five tasks, drawn or generated here; text is left out"
+_DOCUMENTATION = "words of English prose that ships with Python"
 _OURS = "TransJect less Transformer"
 _ACCURACY = Power(_TEXTS, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, levelled=True)
 _ARENA = Power(_ARENAS, "mean test accuracy, in points", 2.0, f"{_OURS} on ListOps", tests=3, levelled=True)
@@ -21,6 +23,7 @@ RECIPES = (
         "the Euclidean distance between tokens increases in the upper layers, the cosine distance is preserved",
         "sengupta2023.figures_1_4:figure_1",
         {"mini": 11, "medium": 120, "paper": 600},
+        takes=("data",),
         measured=("mini",),
         power=_DISTANCES,
     ),
@@ -31,6 +34,7 @@ RECIPES = (
         "88.8; on IMDb one head costs the Transformer 2.1 points, and one expert TransJect 4.7",
         "sengupta2023.tables_1_2_3:table_1",
         {"mini": 12, "medium": 154, "paper": 20_000},
+        takes=("data",),
         measured=("mini", "medium"),
         power=_ACCURACY,
     ),
@@ -40,6 +44,8 @@ RECIPES = (
         "average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with ReZero 56.7",
         "sengupta2023.tables_1_2_3:table_2",
         {"mini": 26, "medium": 460, "paper": 60_000},
+        takes=("data",),
+        builtin=_ARENA_TASKS,
         measured=("mini",),
         power=_ARENA,
     ),
@@ -49,6 +55,8 @@ RECIPES = (
         "test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7, Transformer 598.9",
         "sengupta2023.tables_1_2_3:table_3",
         {"mini": 15, "medium": 500, "paper": 2000},
+        takes=("data",),
+        builtin=_DOCUMENTATION,
         power=_PERPLEXITY,
     ),
     Recipe(
@@ -74,6 +82,7 @@ RECIPES = (
         "5.8",
         "sengupta2023.figure_3a:figure_3a",
         {"mini": 19, "medium": 470, "paper": 20_000},
+        takes=("data",),
         measured=("mini",),
         power=_FACTORS,
     ),
@@ -83,6 +92,7 @@ RECIPES = (
         "the mean entropy of experts is -2.2, that of attention heads 0.67",
         "sengupta2023.figure_3b:figure_3b",
         {"mini": 1.5, "medium": 90, "paper": 2000},
+        takes=("data",),
         measured=("mini",),
         power=_ENTROPIES,
     ),
@@ -92,6 +102,7 @@ RECIPES = (
         "TransJect keeps the relative distances between tokens through the layers; Transformer spreads them",
         "sengupta2023.figures_1_4:figure_4",
         {"mini": 2, "medium": 90, "paper": 1200},
+        takes=("data",),
         power=_CORRELATIONS,
     ),
     Recipe(
@@ -100,6 +111,7 @@ RECIPES = (
         "residual weights alpha/L remain below 0.33",
         "sengupta2023.figure_5:figure_5",
         {"mini": 3, "medium": 70, "paper": 4000},
+        takes=("data",),
         power=_EVERY_SEED,
     ),
     Recipe(
@@ -109,6 +121,7 @@ RECIPES = (
         "TransJect; more dropout lowers activation and entropy of Transformer",
         "sengupta2023.figure_6:figure_6",
         {"mini": 27, "medium": 520, "paper": 15_000},
+        takes=("data",),
         measured=("mini",),
         power=_FACTORS,
     ),
@@ -118,6 +131,7 @@ RECIPES = (
         "experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4",
         "sengupta2023.figure_7:figure_7",
         {"mini": 3, "medium": 70, "paper": 4000},
+        takes=("data",),
         power=_EVERY_SEED,
     ),
 )

@@ -26,6 +26,7 @@ from wellposed.recipes.sengupta2023.trained import (
     at_one_rate,
     base_name,
     find_data,
+    refuse_other_data,
     train_study,
     trained_model,
 )
@@ -125,6 +126,7 @@ def table_1(request: Request) -> Reproduction:
 def table_2(request: Request) -> Reproduction:
     """Test accuracy on the five tasks of the Long Range Arena."""
     studies, notes, builtin = [], [], []
+    refuse_other_data(request.data, arena_studies(request))
     for study in arena_studies(request):
         given = find_data(request.data, study.folders) is not None
         if study.needs_data and not given:
@@ -157,6 +159,7 @@ def table_2(request: Request) -> Reproduction:
 def table_3(request: Request) -> Reproduction:
     """Validation and test perplexity on the words of the Penn Treebank."""
     study = words_study(request)
+    refuse_other_data(request.data, [study])
     rows, scores = _compare(request, [study], "perplexity")
     for row, printed in zip(rows, PAPER_VALID_PERPLEXITY, strict=True):
         row["paper_valid"] = printed
@@ -166,8 +169,6 @@ def table_3(request: Request) -> Reproduction:
         "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the perplexity of ours on valid "
         "from 178.0 to 275.8 (Transformer), so one rate for all explains part of the printed 598.9",
     ]
-    if find_data(request.data, study.folders) is None:
-        notes.append("words of CPython's documentation in place of the Penn Treebank")
     holds = judge(scores[study.name], "transject", higher_is_better=False)
     criterion = Criterion(f"the perplexity of TransJect {_CRITERION}", study.sizes.seeds, _PAIRED)
     return _reproduction(request, rows, [study], _means(scores), holds=holds, notes=notes, criterion=criterion)

@@ -127,6 +127,13 @@ def find_data(data: str | None, folders: Sequence[str]) -> str | None:
     return None
 
 
+def refuse_other_data(data: str | None, studies: Sequence[Study]) -> None:
+    """Raise `DataError` where data is given and none of the studies, which have builtin sources, would read it."""
+    if data is not None and not any(find_data(data, study.folders) for study in studies):
+        wanted = ", ".join(folder for study in studies for folder in study.folders)
+        raise DataError(f"{data}: is none of {wanted} and holds none; give one, or leave --data out")
+
+
 def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int) -> RunConfig:
     """Return the run of one variant: Adam (0.9, 0.98), the paper's, and the sizes of the study."""
     sizes = study.sizes

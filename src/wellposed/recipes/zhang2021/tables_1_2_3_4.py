@@ -14,7 +14,6 @@ from wellposed.errors import ConfigError
 from wellposed.recipes.compare import compare
 from wellposed.recipes.corpora import (
     CHARACTERS,
-    GENERATED_NOTE,
     SUBWORD,
     T2T_BEAMS,
     WMT16,
@@ -269,7 +268,6 @@ def _reproduce(
             NORM_NOTE,
             *([EMBEDDINGS_NOTE] if len(studies[0].metrics) > 1 and len(_scorers(request)) < 2 else []),
             *((MINI_NOTE,) if small else ()),
-            *((GENERATED_NOTE,) if generated else ()),
         ),
     )
 
