@@ -19,7 +19,7 @@ def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in lines[1:-1]] == list(RECIPES)
     assert all(" min" in line or " h" in line for line in lines[1:-1])
     figure_2 = next(line for line in lines if line.startswith("kim2021/figure-2"))
-    assert figure_2.split()[1:7] == ["0.2", "min", "~2", "min", "~5", "min"], "measured, and estimates with a ~"
+    assert figure_2.split()[1:7] == ["0.2", "min", "0.2", "min", "~5", "min"], "measured, and estimates with a ~"
 
 
 def test_every_recipe_has_a_medium_scale_of_at_most_ten_hours() -> None:

@@ -22,6 +22,7 @@ from wellposed.recipes.recipe import Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.tasks import build_task
 from wellposed.training import train
+from wellposed.training.config import RunConfig, TrainOptions
 
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 
@@ -104,11 +105,21 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
 
 
 @pytest.mark.parametrize(
-    ("losses", "settled"), [([4, 3, 2.5, 2.1, 2.1, 2.1, 2.1, 2.09], True), (range(8, 0, -1), False)]
+    ("losses", "schedule", "settled"),
+    [
+        ([4, 3, 2.5, 2.1, 2.1, 2.1, 2.1, 2.09], "constant", True),
+        (range(8, 0, -1), "constant", False),
+        # A rate that falls to 0 flattens the curve of a training that goes on learning.
+        ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "constant", True),
+        ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "cosine", False),
+        ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
+    ],
 )
-def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, settled: bool) -> None:
+def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, schedule: str, settled: bool) -> None:
     def run(curve: Any, failure: str = "") -> FinishedRun:
-        run = SimpleNamespace(failure=failure, curve=lambda _: list(enumerate(curve)))
+        config = RunConfig("text_classification", train=TrainOptions(steps=8, schedule=schedule, learning_rate=0.1))
+        points = list(enumerate(curve, start=1))
+        run = SimpleNamespace(failure=failure, config=config, curve=lambda _: points)
         run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
         return cast("FinishedRun", run)
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,7 +81,14 @@ class FinishedRun:
     @property
     def settled(self) -> bool:
         """Whether training did not fail and its loss on *valid* had levelled off."""
-        return not self.failure and levelled_off([loss for _, loss in self.curve("valid")])
+        from wellposed.training import learning_rate
+
+        if self.failure:
+            return False
+        train, width = self.config.train, self.config.model.hidden_size
+        spent = [0.0, *accumulate(learning_rate(step, train, width) for step in range(1, train.steps + 1))]
+        curve = self.curve("valid")
+        return levelled_off([loss for _, loss in curve], [spent[step] / spent[-1] for step, _ in curve])
 
     def losses(self) -> list[tuple[int, str, float]]:
         """Return (step, split, loss) of train and valid wherever a finite loss was logged, in the order of training."""

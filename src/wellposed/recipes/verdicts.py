@@ -13,9 +13,10 @@ UNCERTAINTY = f"{ERRORS} standard errors over seeds"
 AGREED = "every seed must agree"
 LEVEL = 0.01
 _LEAST_EVALUATIONS = 8
+_BEFORE_THE_END = 0.75
 LEVELLED_OFF = (
-    f"the last quarter of its evaluations, of at least {_LEAST_EVALUATIONS}, improved the loss on valid by less than "
-    f"{LEVEL:.0%}"
+    f"the last quarter of its training, counted by the learning rate summed over its steps, improved the loss on valid "
+    f"by less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS} evaluations"
 )
 
 
@@ -67,13 +68,21 @@ def agreed(of_seeds: Sequence[bool]) -> bool | None:
     return None if others else found
 
 
-def levelled_off(losses: Sequence[float]) -> bool:
-    """Return whether the last quarter of the evaluations improved the best loss by less than `LEVEL` of it.
+def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
+    """Return whether the last quarter of training improved the best loss by less than `LEVEL` of it.
 
-    >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09]), levelled_off([8, 7, 6, 5, 4, 3, 2, 1])
+    Training is counted by the learning rate summed over its steps: a rate that falls to 0 flattens every curve, however
+    much there is left to learn.
+
+    Args:
+        losses: of each evaluation.
+        spent: the share of the summed rate that was spent by then, 0 to 1.
+
+    >>> even = [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
+    >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09], even), levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even)
     (True, False)
     """
-    if len(losses) < _LEAST_EVALUATIONS:
+    before = [loss for loss, share in zip(losses, spent, strict=True) if share <= _BEFORE_THE_END]
+    if len(losses) < _LEAST_EVALUATIONS or not before:
         return False
-    before = min(losses[: -(len(losses) // 4)])
-    return before - min(losses) < LEVEL * before
+    return min(before) - min(losses) < LEVEL * min(before)
