@@ -115,7 +115,7 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
     ],
 )
-def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, schedule: str, settled: bool) -> None:
+def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, schedule: Any, settled: bool) -> None:
     def run(curve: Any, failure: str = "") -> FinishedRun:
         config = RunConfig("text_classification", train=TrainOptions(steps=8, schedule=schedule, learning_rate=0.1))
         points = list(enumerate(curve, start=1))
