@@ -40,7 +40,8 @@ def test_the_better_normalised_model_is_the_one_with_the_higher_mean() -> None:
 def test_every_model_tries_its_settings_and_finished_runs_are_kept(tmp_path: Path) -> None:
     done = reproduce("frontier/translation", scale="toy", out=tmp_path)
     assert done.result.holds is None
-    rows = list(csv.DictReader((tmp_path / "frontier-translation.csv").read_text().splitlines()))
+    every = list(csv.DictReader((tmp_path / "frontier-translation.csv").read_text().splitlines()))
+    rows, longer = ([row for row in every if (row["steps"] == "3") is short] for short in (True, False))
     settings = {label: [row["setting"] for row in rows if row["model"] == label] for label in LABELS.values()}
     tried = {label: len(set(settings[label])) for label in LABELS.values()}
     assert all(tried[label] == len(STRENGTHS) for label in CONSTRAINTS.values())
@@ -53,7 +54,9 @@ def test_every_model_tries_its_settings_and_finished_runs_are_kept(tmp_path: Pat
     for label in LABELS.values():
         losses = [float(row["valid_loss"]) for row in rows if row["model"] == label]
         assert float(kept[label]["valid_loss"]) == min(losses)
+    assert {(row["model"], row["steps"]) for row in longer} == {(label, "6") for label in TRANSFORMERS.values()}
+    assert all(row["learning_rate"] == kept[row["model"]]["learning_rate"] for row in longer)
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert len(finished) == sum(tried.values())
+    assert len(finished) == sum(tried.values()) + len(TRANSFORMERS)
     reproduce("frontier/translation", scale="toy", out=tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished

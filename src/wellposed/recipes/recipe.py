@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from wellposed.charts import Panel
 from wellposed.errors import ConfigError
-from wellposed.recipes.verdicts import ERRORS, LEVELLED_OFF
+from wellposed.recipes.verdicts import ERRORS
 from wellposed.statistics import SIGNIFICANCE, detectable_difference
 
 Scale = Literal["toy", "mini", "medium", "paper"]
@@ -106,8 +106,8 @@ class Power:
     """Where that deviation was measured."""
     tests: int | None = None
     """Tests between which Holm's correction shares the level; None where two standard errors decide."""
-    levelled: bool = False
-    """Whether nothing is judged before every training has levelled off."""
+    ended: str = ""
+    """What must be so before anything is judged, `LEVELLED_OFF` or `PLATEAU`; empty where nothing is asked."""
 
     def plan(self, request: Request) -> dict[str, Any]:
         """Return seeds, smallest difference that would be seen, and what levelled off means, as numbers and words.
@@ -122,11 +122,8 @@ class Power:
 
     @property
     def _end(self) -> str:
-        return (
-            f"nothing is judged before every training has levelled off: {LEVELLED_OFF}"
-            if self.levelled
-            else "not asked"
-        )
+        asked = f"nothing is judged before every training has levelled off: {self.ended}"
+        return asked if self.ended else "not asked"
 
     def _smallest(self, seeds: int) -> tuple[float | None, str]:
         if seeds < 2:

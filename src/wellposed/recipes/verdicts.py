@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from wellposed.statistics import mean_and_standard_error
 
@@ -17,6 +18,11 @@ _BEFORE_THE_END = 0.75
 LEVELLED_OFF = (
     f"the last quarter of its training, counted by the learning rate summed over its steps, improved the loss on valid "
     f"by less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS} evaluations"
+)
+
+PLATEAU = (
+    f"training for twice as many steps, the schedule stretched with them, improved the mean loss on valid of none by "
+    f"{LEVEL:.0%} or more"
 )
 
 
@@ -86,3 +92,15 @@ def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
     if len(losses) < _LEAST_EVALUATIONS or not before:
         return False
     return min(before) - min(losses) < LEVEL * min(before)
+
+
+def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
+    """Return whether twice the steps improved the mean loss over seeds by less than `LEVEL` of it.
+
+    It asks more than `levelled_off`, which looks at one training, and costs another of twice the length.
+
+    >>> plateau([2.00, 2.02], [1.99, 2.01]), plateau([2.00, 2.02], [1.90, 1.92]), plateau([2.0], [math.inf])
+    (True, False, False)
+    """
+    before, after = fmean(losses), fmean(doubled)
+    return math.isfinite(after) and before - after < LEVEL * before

@@ -2,15 +2,16 @@
 
 from wellposed.recipes.corpora import GENERATED
 from wellposed.recipes.recipe import Power, Recipe
+from wellposed.recipes.verdicts import LEVELLED_OFF, PLATEAU
 
 _ACCURACY = Power(
-    "frontier.accuracy:sizes_of", "test accuracy", 0.02, "lipschitz less ReZero on SST, the widest", levelled=True
+    "frontier.accuracy:sizes_of", "test accuracy", 0.02, "lipschitz less ReZero on SST, the widest", ended=LEVELLED_OFF
 )
 _DEPTH = Power("frontier.depth:sizes_of")
 _CHARACTERS = Power("frontier.characters:sizes_of", "certified accuracy", 0.014, "lipschitz:1 at the radius 0.03")
 _ORDER = Power("frontier.order:sizes_of", "certified accuracy", 0.17, "controls on order at the radius 0.01")
 _TRANSLATION = Power(
-    "frontier.translation:sizes_of", "BLEU on test", 1.0, "VAR-III less Transformer on Multi30k", levelled=True
+    "frontier.translation:sizes_of", "BLEU on test", 1.0, "VAR-III less Transformer on Multi30k", ended=PLATEAU
 )
 
 RECIPES = (
@@ -67,11 +68,11 @@ RECIPES = (
         "a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus: T-Fixup, without warm-up "
         "and LayerNorm, is within half a BLEU of the better of post-LN and pre-LN with warm-up",
         "frontier.translation:translation",
-        {"mini": 10, "medium": 138, "paper": 600},
+        {"mini": 10, "medium": 280, "paper": 1800},
         folders=("multi30k", "iwslt14_de_en"),
         takes=("data", "languages"),
         builtin=GENERATED,
-        measured=("mini", "medium"),
+        measured=("mini",),
         power=_TRANSLATION,
     ),
 )

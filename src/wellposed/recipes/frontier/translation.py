@@ -2,7 +2,8 @@
 
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers try three learning
 rates, and further ones while the best is the least or the greatest; the constraints, at the rate that post-LN kept,
-three strengths.
+three strengths. Then the Transformers train for twice as many steps, and twice as many again, until none gains: the
+verdict is about the longest.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
 from wellposed.recipes.corpora import translation_data
+from wellposed.recipes.frontier.doubling import Trained, at_plateau, double_until_plateau
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, mean_and_error, plus_minus, train_grid
 from wellposed.recipes.variants import apply_variant
-from wellposed.recipes.verdicts import LEVELLED_OFF, UNCERTAINTY, within
+from wellposed.recipes.verdicts import PLATEAU, UNCERTAINTY, within
 from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
@@ -34,7 +36,7 @@ USUAL_RATE = 3e-3
 BLEU = "bleu,test"
 TEST = (
     f"BLEU on test of T-Fixup less that of the better of post-LN and pre-LN is above -{MARGIN:g} by {UNCERTAINTY}, and "
-    f"every training of the three has levelled off: {LEVELLED_OFF}"
+    f"the three are at a plateau: {PLATEAU}"
 )
 
 
@@ -56,16 +58,20 @@ class Sizes:
     translated: int | None = None
     """Sentences of test behind BLEU; all where not given."""
     evaluations: int = 10
+    doublings: int = 0
+    """How often the steps of the Transformers are doubled at most, in search of a plateau."""
 
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
     return request.pick(
-        toy=Sizes(3, 1, width=8, batch_size=4, layers=1, heads=2, pairs=60, translated=4, evaluations=1),
+        toy=Sizes(3, 1, width=8, batch_size=4, layers=1, heads=2, pairs=60, translated=4, evaluations=1, doublings=1),
         mini=Sizes(300, 3, batch_size=64, limit=6000, translated=200),
-        # 8 epochs of the 29000 pairs of Multi30k.
-        medium=Sizes(1816, 3, pairs=20_000),
-        paper=Sizes(12_000, 5, width=256, layers=4, heads=4, vocab_size=8000, pairs=20_000, evaluations=20),
+        # 8 epochs of the 29000 pairs of Multi30k, up to 32 for the Transformers.
+        medium=Sizes(1816, 3, pairs=20_000, doublings=2),
+        paper=Sizes(
+            12_000, 5, width=256, layers=4, heads=4, vocab_size=8000, pairs=20_000, evaluations=20, doublings=2
+        ),
     )
 
 
@@ -74,27 +80,36 @@ def translation(request: Request) -> Reproduction:
     study = Study.of(request, sizes_of(request))
     found = {name: study.tune(name) for name in TRANSFORMERS}
     found |= {name: study.tune(name, found[CONSTRAINED].rate) for name in CONSTRAINTS}
+    lengths = double_until_plateau(
+        {name: found[name].runs for name in TRANSFORMERS},
+        lambda times: study.lengthen({name: found[name].rate for name in TRANSFORMERS}, times),
+        study.sizes.doublings,
+    )
     sizes = study.sizes
-    settled = all(found[name].settled for name in TRANSFORMERS)
-    gains = gains_over_norms({name: _column(found[name].runs) for name in TRANSFORMERS})
+    settled = at_plateau(lengths)
     return Reproduction(
-        [row for name, tuned in found.items() for row in _rows(name, tuned)],
-        [_bleu_panel(found), _loss_panel(found)],
+        [
+            *(row for name, tuned in found.items() for row in _rows(name, tuned.runs, tuned.trials)),
+            *(row for runs in lengths[1:] for name in TRANSFORMERS for row in _rows(name, runs[name])),
+        ],
+        [_bleu_panel(found), _length_panel(lengths), _loss_panel(found)],
         got="; ".join(
             [
-                *(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned)}" for name, tuned in found.items()),
-                f"T-Fixup less the better with LayerNorm {plus_minus(mean_and_error(gains))}",
+                *(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}" for name, tuned in found.items()),
                 *about_constraints(found),
-                *(() if settled else ("not every training had levelled off",)),
-                f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width}, "
-                f"{sizes.layers}+{sizes.layers} layers",
+                *map(about_length, lengths),
+                *(() if settled else ("not yet at a plateau",)),
+                f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} where not said, width "
+                f"{sizes.width}, {sizes.layers}+{sizes.layers} layers",
             ]
         ),
-        holds=None if request.data is None or not settled else judge(gains),
+        holds=None if request.data is None or not settled else judge(gains_over_norms(_bleu_by_model(lengths[-1]))),
         notes=(
             "the first seed keeps the setting with the least loss on valid: Transformers of three learning rates, and "
             "further ones while the best is the least or the greatest; constraints of the strengths "
             f"{', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
+            f"the Transformers then train for twice the steps at the rate they kept, {sizes.doublings} times at most, "
+            "until that gains none of them 1 % of the loss on valid",
             "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
             "translations",
         ),
@@ -115,6 +130,13 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
     """
     better = max((bleu[name] for name in NORMALISED), key=fmean)
     return [mine - theirs for mine, theirs in zip(bleu[JUDGED], better, strict=True)]
+
+
+def about_length(runs: Trained) -> str:
+    """Return what the three Transformers have after so many steps, and the difference that is judged."""
+    told = ", ".join(f"{LABELS[name]} {_said(those)}" for name, those in runs.items())
+    gains = mean_and_error(gains_over_norms(_bleu_by_model(runs)))
+    return f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm {plus_minus(gains)}"
 
 
 def about_constraints(found: Mapping[str, Tuned]) -> list[str]:
@@ -149,20 +171,39 @@ class Study:
         """Train a model at three learning rates, or at three strengths where a rate is given, and keep the best."""
 
         def plan(tried: float, seed: int) -> PlannedRun:
-            variant = name if rate is None else f"{name}:{tried:g}"
+            variant, setting = (name, "rate") if rate is None else (f"{name}:{tried:g}", "strength")
             train = replace(self.base.train, learning_rate=tried if rate is None else rate, seed=seed)
-            folder = self.request.runs("frontier-translation") / f"{name}-{tried:g}-seed{seed}"
-            label = f"{LABELS[name]}, {'rate' if rate is None else 'strength'} {tried:g}, seed {seed}"
-            return PlannedRun(folder, label, apply_variant(variant, replace(self.base, train=train)))
+            return self._plan(f"{name}-{tried:g}", f"{LABELS[name]}, {setting} {tried:g}", variant, train)
 
         return tune(
-            lambda planned: train_grid(self.request, planned, task=self.task),
+            self._train,
             plan,
             rates_about(USUAL_RATE) if rate is None else STRENGTHS,
             self.sizes.seeds,
             score=lambda run: -run.metric("loss,valid", math.inf),
             widen=rate is None,
         )
+
+    def lengthen(self, rates: Mapping[str, float], times: int) -> Trained:
+        """Train every seed of models for so many times the steps, with warm-up and cosine stretched as much."""
+        seeds = range(self.sizes.seeds)
+        train = _schedule(self.sizes, times)
+
+        def plan(name: str, rate: float, seed: int) -> PlannedRun:
+            stem, label = f"{name}-{rate:g}-steps{train.steps}", f"{LABELS[name]}, rate {rate:g}, {train.steps} steps"
+            return self._plan(stem, label, name, replace(train, learning_rate=rate, seed=seed))
+
+        runs = iter(self._train([plan(name, rate, seed) for name, rate in rates.items() for seed in seeds]))
+        return {name: [next(runs) for _ in seeds] for name in rates}
+
+    def _plan(self, stem: str, label: str, variant: str, train: TrainOptions) -> PlannedRun:
+        folder = self.request.runs("frontier-translation") / f"{stem}-seed{train.seed}"
+        return PlannedRun(
+            folder, f"{label}, seed {train.seed}", apply_variant(variant, replace(self.base, train=train))
+        )
+
+    def _train(self, planned: Sequence[PlannedRun]) -> list[FinishedRun]:
+        return train_grid(self.request, planned, task=self.task)
 
 
 def _base(request: Request, sizes: Sizes) -> RunConfig:
@@ -185,15 +226,20 @@ def _base(request: Request, sizes: Sizes) -> RunConfig:
             intermediate_size=2 * sizes.width,
             activation="relu",
         ),
-        train=TrainOptions(
-            steps=sizes.steps,
-            batch_size=sizes.batch_size,
-            warmup_steps=sizes.steps // 10,
-            label_smoothing=0.1,
-            eval_every=max(1, sizes.steps // sizes.evaluations),
-            checkpoint_every=sizes.steps,
-            log_every=max(1, sizes.steps // 20),
-        ),
+        train=_schedule(sizes),
+    )
+
+
+def _schedule(sizes: Sizes, times: int = 1) -> TrainOptions:
+    steps = times * sizes.steps
+    return TrainOptions(
+        steps=steps,
+        batch_size=sizes.batch_size,
+        warmup_steps=steps // 10,
+        label_smoothing=0.1,
+        eval_every=max(1, steps // sizes.evaluations),
+        checkpoint_every=steps,
+        log_every=max(1, steps // 20),
     )
 
 
@@ -209,25 +255,34 @@ def _by_seed(name: str, runs: Sequence[FinishedRun]) -> SeedResults:
     )
 
 
-def _said(tuned: Tuned) -> str:
-    return plus_minus(mean_and_error(_column(tuned.runs)))
+def _bleu_by_model(runs: Trained) -> dict[str, list[float]]:
+    return {name: _column(those) for name, those in runs.items()}
 
 
-def _rows(name: str, tuned: Tuned) -> list[Row]:
-    others = [run for run in tuned.trials if run not in tuned.runs]
+def _steps(runs: Trained) -> int:
+    return runs[JUDGED][0].config.train.steps
+
+
+def _said(runs: Sequence[FinishedRun]) -> str:
+    return plus_minus(mean_and_error(_column(runs)))
+
+
+def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:
+    others = [run for run in trials if run not in kept]
     return [
         {
             "model": LABELS[name],
             "learning_rate": run.config.train.learning_rate,
             "setting": setting_of(run),
-            "kept": run in tuned.runs,
+            "steps": run.config.train.steps,
+            "kept": run in kept,
             "seed": run.seed,
             "valid_loss": run.metric("loss,valid", math.inf),
             "bleu_test": run.metrics.get(BLEU),
             "chrf_test": run.metrics.get("chrf,test"),
             "error": run.failure,
         }
-        for run in [*tuned.runs, *others]
+        for run in [*kept, *others]
     ]
 
 
@@ -239,6 +294,16 @@ def _bleu_panel(found: Mapping[str, Tuned]) -> Panel:
     ]
     names = [LABELS[name] for name in found]
     return Panel("translation", "model", "BLEU on test", series, names=names, legend=False)
+
+
+def _length_panel(lengths: Sequence[Trained]) -> Panel:
+    steps = [_steps(runs) for runs in lengths]
+    series = []
+    for place, (name, label) in enumerate(TRANSFORMERS.items()):
+        means, errors = zip(*(mean_and_error(_column(runs[name])) for runs in lengths), strict=True)
+        bars = [0.0 if math.isnan(error) else error for error in errors]
+        series.append(Series(label, steps, list(means), "solid", place, bars))
+    return Panel("ever longer", "steps", "BLEU on test", series, x_scale="log")
 
 
 def _loss_panel(found: Mapping[str, Tuned]) -> Panel:

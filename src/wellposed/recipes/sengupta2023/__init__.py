@@ -1,15 +1,16 @@
 """Tables and figures of Sengupta et al. (2023), "Manifold-Preserving Transformers" (TransJect); free of torch."""
 
 from wellposed.recipes.recipe import Power, Recipe
+from wellposed.recipes.verdicts import LEVELLED_OFF
 
 _TEXTS, _ARENAS = "sengupta2023.studies:seeds_of_texts", "sengupta2023.studies:seeds_of_arena"
 _WORDS = "sengupta2023.studies:seeds_of_words"
 _ARENA_TASKS = "four of the five tasks, drawn or generated here; text is left out"
 _DOCUMENTATION = "words of English prose that ships with Python"
 _OURS = "TransJect less Transformer"
-_ACCURACY = Power(_TEXTS, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, levelled=True)
-_ARENA = Power(_ARENAS, "mean test accuracy, in points", 2.0, f"{_OURS} on ListOps", tests=3, levelled=True)
-_PERPLEXITY = Power(_WORDS, "test perplexity", 3.5, _OURS, tests=3, levelled=True)
+_ACCURACY = Power(_TEXTS, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, ended=LEVELLED_OFF)
+_ARENA = Power(_ARENAS, "mean test accuracy, in points", 2.0, f"{_OURS} on ListOps", tests=3, ended=LEVELLED_OFF)
+_PERPLEXITY = Power(_WORDS, "test perplexity", 3.5, _OURS, tests=3, ended=LEVELLED_OFF)
 _DISTANCES = Power(_TEXTS, "distances, last layer over embedding", 0.05, "scaled Transformer on IMDb")
 _FACTORS = Power(_TEXTS, "median activation factors", 0.12, "Transformer by dropout on IMDb")
 _ENTROPIES = Power(_TEXTS, "mean entropy of heads and experts, in nats", 0.025, "experts less heads on IMDb")
