@@ -67,8 +67,8 @@ def sizes_of(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(3, 1, width=8, batch_size=4, layers=1, heads=2, pairs=60, translated=4, evaluations=1, doublings=1),
         mini=Sizes(300, 3, batch_size=64, limit=6000, translated=200),
-        # 8 epochs of the 29000 pairs of Multi30k, up to 32 for the Transformers.
-        medium=Sizes(1816, 3, pairs=20_000, doublings=2),
+        # 8 epochs of the 29000 pairs of Multi30k, up to 64 for the Transformers.
+        medium=Sizes(7264, 3, batch_size=32, pairs=20_000, doublings=3),
         paper=Sizes(
             12_000, 5, width=256, layers=4, heads=4, vocab_size=8000, pairs=20_000, evaluations=20, doublings=2
         ),
@@ -238,7 +238,7 @@ def _schedule(sizes: Sizes, times: int = 1) -> TrainOptions:
         warmup_steps=steps // 10,
         label_smoothing=0.1,
         eval_every=max(1, steps // sizes.evaluations),
-        checkpoint_every=steps,
+        checkpoint_every=sizes.steps,
         log_every=max(1, steps // 20),
     )
 
