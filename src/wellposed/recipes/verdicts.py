@@ -21,8 +21,8 @@ LEVELLED_OFF = (
 )
 
 PLATEAU = (
-    f"training for twice as many steps, the schedule stretched with them, improved the mean loss on valid of none by "
-    f"{LEVEL:.0%} or more"
+    f"of each, training for twice as many steps, the schedule stretched with them, improved the mean loss on valid by "
+    f"less than {LEVEL:.0%}, or overfits in every seed: its last loss on valid is {LEVEL:.0%} above its least or more"
 )
 
 
@@ -104,3 +104,12 @@ def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
     """
     before, after = fmean(losses), fmean(doubled)
     return math.isfinite(after) and before - after < LEVEL * before
+
+
+def overfits(losses: Sequence[float]) -> bool:
+    """Return whether the last loss on *valid* is `LEVEL` above the least, or more.
+
+    >>> overfits([2.0, 1.8, 1.9]), overfits([2.0, 1.8, 1.81]), overfits([])
+    (True, False, False)
+    """
+    return bool(losses) and losses[-1] - min(losses) >= LEVEL * min(losses)

@@ -2,8 +2,8 @@
 
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers try three learning
 rates, and further ones while the best is the least or the greatest; the constraints, at the rate that post-LN kept,
-three strengths. Then the Transformers train for twice as many steps, and twice as many again, until none gains: the
-verdict is about the longest.
+three strengths. Then the Transformers train for twice as many steps, and twice as many again, until each gains
+nothing by it or overfits: the verdict is about the longest.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def translation(request: Request) -> Reproduction:
             "further ones while the best is the least or the greatest; constraints of the strengths "
             f"{', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
             f"the Transformers then train for twice the steps at the rate they kept, {sizes.doublings} times at most, "
-            "until that gains none of them 1 % of the loss on valid",
+            "until each gains less than 1 % of its loss on valid by that, or overfits",
             "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
             "translations",
         ),
