@@ -21,8 +21,8 @@ LEVELLED_OFF = (
 )
 
 PLATEAU = (
-    f"of each, training for twice as many steps, the schedule stretched with them, improved the mean loss on valid by "
-    f"less than {LEVEL:.0%}, or overfits in every seed: its last loss on valid is {LEVEL:.0%} above its least or more"
+    f"for each, twice the steps, the schedule stretched with them, improve the mean loss on valid by less than "
+    f"{LEVEL:.0%}, or it overfits in every seed: its last loss on valid is {LEVEL:.0%} above its least or more"
 )
 
 
