@@ -54,9 +54,9 @@ def test_every_model_tries_its_settings_and_finished_runs_are_kept(tmp_path: Pat
     for label in LABELS.values():
         losses = [float(row["valid_loss"]) for row in rows if row["model"] == label]
         assert float(kept[label]["valid_loss"]) == min(losses)
-    assert {(row["model"], row["steps"]) for row in longer} == {(label, "6") for label in TRANSFORMERS.values()}
-    assert all(row["learning_rate"] == kept[row["model"]]["learning_rate"] for row in longer)
+    assert {(row["model"], row["steps"]) for row in longer} == {(label, "6") for label in LABELS.values()}
+    assert all(row[part] == kept[row["model"]][part] for row in longer for part in ("learning_rate", "setting"))
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert len(finished) == sum(tried.values()) + len(TRANSFORMERS)
+    assert len(finished) == sum(tried.values()) + len(LABELS)
     reproduce("frontier/translation", scale="toy", out=tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished

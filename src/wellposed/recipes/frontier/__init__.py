@@ -68,7 +68,7 @@ RECIPES = (
         "a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus: T-Fixup, without warm-up "
         "and LayerNorm, is within half a BLEU of the better of post-LN and pre-LN with warm-up",
         "frontier.translation:translation",
-        {"mini": 10, "medium": 260, "paper": 1800},
+        {"mini": 10, "medium": 380, "paper": 2600},
         folders=("multi30k", "iwslt14_de_en"),
         takes=("data", "languages"),
         builtin=GENERATED,

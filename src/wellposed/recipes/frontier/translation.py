@@ -3,7 +3,7 @@
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers try three learning
 rates, and further ones while the best is the least or the greatest; the constraints, at the rate that post-LN kept,
 three strengths. Then the Transformers train for twice as many steps, and twice as many again, until each gains
-nothing by it or overfits: the verdict is about the longest.
+nothing by it or overfits: the verdict is about the longest, for which the constraints train too.
 """
 
 from __future__ import annotations
@@ -80,36 +80,40 @@ def translation(request: Request) -> Reproduction:
     study = Study.of(request, sizes_of(request))
     found = {name: study.tune(name) for name in TRANSFORMERS}
     found |= {name: study.tune(name, found[CONSTRAINED].rate) for name in CONSTRAINTS}
+    transformers = {name: found[name].runs for name in TRANSFORMERS}
+    constrained = {name: found[name].runs for name in CONSTRAINTS}
     lengths = double_until_plateau(
-        {name: found[name].runs for name in TRANSFORMERS},
-        lambda times: study.lengthen({name: found[name].rate for name in TRANSFORMERS}, times),
-        study.sizes.doublings,
+        transformers, lambda times: study.lengthen(transformers, times), study.sizes.doublings
     )
-    sizes = study.sizes
     settled = at_plateau(lengths)
+    if len(lengths) > 1:
+        constrained = study.lengthen(constrained, 2 ** (len(lengths) - 1))
+    longest = lengths[-1] = {**lengths[-1], **constrained}
+    sizes = study.sizes
     return Reproduction(
         [
             *(row for name, tuned in found.items() for row in _rows(name, tuned.runs, tuned.trials)),
-            *(row for runs in lengths[1:] for name in TRANSFORMERS for row in _rows(name, runs[name])),
+            *(row for runs in lengths[1:] for name, those in runs.items() for row in _rows(name, those)),
         ],
-        [_bleu_panel(found), _length_panel(lengths), _loss_panel(found)],
+        [_bleu_panel(longest), _length_panel(lengths), _loss_panel(found)],
         got="; ".join(
             [
                 *(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}" for name, tuned in found.items()),
-                *about_constraints(found),
                 *map(about_length, lengths),
+                *about_constraints(longest),
                 *(() if settled else ("not yet at a plateau",)),
                 f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} where not said, width "
                 f"{sizes.width}, {sizes.layers}+{sizes.layers} layers",
             ]
         ),
-        holds=None if request.data is None or not settled else judge(gains_over_norms(_bleu_by_model(lengths[-1]))),
+        holds=None if request.data is None or not settled else judge(gains_over_norms(_bleu_by_model(longest))),
         notes=(
             "the first seed keeps the setting with the least loss on valid: Transformers of three learning rates, and "
             "further ones while the best is the least or the greatest; constraints of the strengths "
             f"{', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
             f"the Transformers then train for twice the steps at the rate they kept, {sizes.doublings} times at most, "
-            "until each gains less than 1 % of its loss on valid by that, or overfits",
+            "until each gains less than 1 % of its loss on valid by that, or overfits; the constraints, at their "
+            "strengths, for as many steps as the longest",
             "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
             "translations",
         ),
@@ -134,16 +138,19 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
 
 def about_length(runs: Trained) -> str:
     """Return what the three Transformers have after so many steps, and the difference that is judged."""
-    told = ", ".join(f"{LABELS[name]} {_said(those)}" for name, those in runs.items())
+    told = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
     gains = mean_and_error(gains_over_norms(_bleu_by_model(runs)))
     return f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm {plus_minus(gains)}"
 
 
-def about_constraints(found: Mapping[str, Tuned]) -> list[str]:
-    """Return the test of each constraint against the Transformer that it is added to, Holm-corrected."""
-    baseline = _by_seed(CONSTRAINED, found[CONSTRAINED].runs)
-    tests = holm_correction([compare_seeds(_by_seed(name, found[name].runs), baseline) for name in CONSTRAINTS])
-    return [f"{label} beside post-LN: {test.verdict}" for label, test in zip(CONSTRAINTS.values(), tests, strict=True)]
+def about_constraints(runs: Trained) -> list[str]:
+    """Return what each constraint has, and its test against the Transformer that it is added to, Holm-corrected."""
+    baseline = _by_seed(CONSTRAINED, runs[CONSTRAINED])
+    tests = holm_correction([compare_seeds(_by_seed(name, runs[name]), baseline) for name in CONSTRAINTS])
+    return [
+        f"after {_steps(runs)} steps {LABELS[name]} {_said(runs[name])}, beside post-LN: {test.verdict}"
+        for name, test in zip(CONSTRAINTS, tests, strict=True)
+    ]
 
 
 def setting_of(run: FinishedRun) -> str:
@@ -184,17 +191,17 @@ class Study:
             widen=rate is None,
         )
 
-    def lengthen(self, rates: Mapping[str, float], times: int) -> Trained:
-        """Train every seed of models for so many times the steps, with warm-up and cosine stretched as much."""
-        seeds = range(self.sizes.seeds)
-        train = _schedule(self.sizes, times)
+    def lengthen(self, kept: Trained, times: int) -> Trained:
+        """Train models as they were kept for so many times the steps, with warm-up and cosine stretched as much."""
+        planned = [self._longer(name, run, times) for name, runs in kept.items() for run in runs]
+        done = iter(self._train(planned))
+        return {name: [next(done) for _ in runs] for name, runs in kept.items()}
 
-        def plan(name: str, rate: float, seed: int) -> PlannedRun:
-            stem, label = f"{name}-{rate:g}-steps{train.steps}", f"{LABELS[name]}, rate {rate:g}, {train.steps} steps"
-            return self._plan(stem, label, name, replace(train, learning_rate=rate, seed=seed))
-
-        runs = iter(self._train([plan(name, rate, seed) for name, rate in rates.items() for seed in seeds]))
-        return {name: [next(runs) for _ in seeds] for name in rates}
+    def _longer(self, name: str, run: FinishedRun, times: int) -> PlannedRun:
+        train = replace(_schedule(self.sizes, times), learning_rate=run.config.train.learning_rate, seed=run.seed)
+        setting = setting_of(run)
+        stem = f"{name}-{setting.split()[-1]}-steps{train.steps}"
+        return self._plan(stem, f"{LABELS[name]}, {setting}, {train.steps} steps", run.variant, train)
 
     def _plan(self, stem: str, label: str, variant: str, train: TrainOptions) -> PlannedRun:
         folder = self.request.runs("frontier-translation") / f"{stem}-seed{train.seed}"
@@ -286,14 +293,14 @@ def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
     ]
 
 
-def _bleu_panel(found: Mapping[str, Tuned]) -> Panel:
-    points = [(place, *mean_and_error(_column(tuned.runs))) for place, tuned in enumerate(found.values())]
+def _bleu_panel(longest: Trained) -> Panel:
+    points = [(place, *mean_and_error(_column(runs))) for place, runs in enumerate(longest.values())]
     series = [
         Series(LABELS[name], [place], [mean], "dots", place, [0.0 if math.isnan(error) else error])
-        for name, (place, mean, error) in zip(found, points, strict=True)
+        for name, (place, mean, error) in zip(longest, points, strict=True)
     ]
-    names = [LABELS[name] for name in found]
-    return Panel("translation", "model", "BLEU on test", series, names=names, legend=False)
+    names = [LABELS[name] for name in longest]
+    return Panel(f"after {_steps(longest)} steps", "model", "BLEU on test", series, names=names, legend=False)
 
 
 def _length_panel(lengths: Sequence[Trained]) -> Panel:
