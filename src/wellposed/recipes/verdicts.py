@@ -64,8 +64,8 @@ def every(parts: Iterable[bool | None]) -> bool | None:
     return None if None in found else True
 
 
-def agreed(of_seeds: Sequence[bool | None]) -> bool | None:
-    """Return what every seed says; None where they differ or say nothing.
+def agreed(of_seeds: Sequence[bool]) -> bool | None:
+    """Return what every seed says; None where they differ.
 
     >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
     (True, False, None)
