@@ -1,1 +1,2 @@
-"""Measured rows: ours beside others, turn by turn in one process. `python -m benchmarks --list` names them."""
+"""Measured rows: ours beside others, turn by turn in one process. `python -m benchmarks --list`
+names them."""

@@ -7,8 +7,9 @@ python -m benchmarks --device cuda                  those that run on a GPU
 python -m benchmarks predict --model runs/de-en --data lines.txt
 python -m benchmarks ball --quick --out /tmp/tried  tiny sizes: does the code run
 
-Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md, and each row is
-compared with the same row of the last run on the same machine. Run it from the repository, on a machine at rest.
+Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md,
+and each row is compared with the same row of the last run on the same machine. Run it from the
+repository, on a machine at rest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ HERE = Path(__file__).parent
 def benchmarks() -> Iterator[tuple[str, Benchmark]]:
     """Return every module that has rows."""
     for module in pkgutil.iter_modules([str(HERE)]):
-        found = None if module.name == "__main__" else importlib.import_module(f"benchmarks.{module.name}")
+        found = (
+            None
+            if module.name == "__main__"
+            else importlib.import_module(f"benchmarks.{module.name}")
+        )
         if hasattr(found, "BENCHMARK"):
             yield module.name, getattr(found, "BENCHMARK")  # noqa: B009
 
@@ -55,8 +60,12 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name them and end")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, help="rounds that count, in place of each row's own number")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, without goals; kept only with --out")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds that count, in place of each row's own number"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, without goals; kept only with --out"
+    )
     parser.add_argument("--out", type=Path, help="folder of SPEED.md and results/")
     parser.add_argument("--model", help="a model folder, for benchmarks that need one")
     parser.add_argument("--data", help="a data file, for benchmarks that need one")
@@ -92,13 +101,19 @@ def main(words: list[str] | None = None) -> int:
     if unknown:
         near = {name: difflib.get_close_matches(name, known, 3) for name in unknown}
         print(
-            "; ".join(f"no benchmark {name!r}; near: {near[name] or list(known)}" for name in unknown), file=sys.stderr
+            "; ".join(
+                f"no benchmark {name!r}; near: {near[name] or list(known)}" for name in unknown
+            ),
+            file=sys.stderr,
         )
         return 2
     if given.list:
         print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
         for name, one in known.items():
-            print(f"| {name} | {cell(one.measures)} | {one.minutes:g} | {cell(one.goal)} | {', '.join(one.devices)} |")
+            print(
+                f"| {name} | {cell(one.measures)} | {one.minutes:g} | {cell(one.goal)} |"
+                f" {', '.join(one.devices)} |"
+            )
         return 0
     if given.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here")

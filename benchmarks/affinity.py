@@ -1,8 +1,9 @@
-"""Cost of the affinity penalty against one attention, forward and backward; memory against tokens; quality of probes.
+"""Cost of the affinity penalty against one attention, forward and backward; memory against tokens;
+quality of probes.
 
-Ratios are to `scaled_dot_product_attention` forward + backward on the same query and key. Memory is the growth of peak
-memory in a fresh process, which is where N x N tensors show. Quality is the cosine between the mean gradient of draws
-and the exact gradient.
+Ratios are to `scaled_dot_product_attention` forward + backward on the same query and key. Memory is
+the growth of peak memory in a fresh process, which is where N x N tensors show. Quality is the
+cosine between the mean gradient of draws and the exact gradient.
 """
 
 from __future__ import annotations
@@ -44,13 +45,20 @@ def probes(query: Tensor, key: Tensor) -> Tensor:
     return affinity_penalty(query, key, estimator="probes").sum()
 
 
-COSTS: dict[str, Cost] = {"attention": attention, "A^T A, autograd": by_autograd, "exact": exact, "probes": probes}
+COSTS: dict[str, Cost] = {
+    "attention": attention,
+    "A^T A, autograd": by_autograd,
+    "exact": exact,
+    "probes": probes,
+}
 
 
 def tensors(heads: int, tokens: int, device: str) -> tuple[Tensor, Tensor]:
     """Query and key of one sequence."""
     torch.manual_seed(0)
-    query, key = (torch.randn(1, heads, tokens, WIDTH, device=device, requires_grad=True) for _ in range(2))
+    query, key = (
+        torch.randn(1, heads, tokens, WIDTH, device=device, requires_grad=True) for _ in range(2)
+    )
     return query, key
 
 
@@ -67,7 +75,9 @@ def peaks(lengths: list[int], device: str) -> dict[tuple[str, int], float]:
         gradients(cost, *tensors(1, 128, device))
         for tokens in lengths:
             if tokens <= 4096 or name != "A^T A, autograd":
-                found[name, tokens] = peak_mib(partial(gradients, cost, *tensors(1, tokens, device)), device)
+                found[name, tokens] = peak_mib(
+                    partial(gradients, cost, *tensors(1, tokens, device)), device
+                )
     return found
 
 
@@ -76,10 +86,14 @@ def rows(setup: Setup) -> Iterator[Row]:
     heads = setup.size(4, 1)
     for tokens in setup.size([512, 1024, 2048], [64]):
         query, key = tensors(heads, tokens, setup.device)
-        times = setup.interleave({name: partial(gradients, cost, query, key) for name, cost in COSTS.items()}, 5)
+        times = setup.interleave(
+            {name: partial(gradients, cost, query, key) for name, cost in COSTS.items()}, 5
+        )
         for name in list(COSTS)[1:]:
             goal = "<= 2.2" if name == "probes" else None
-            yield ratio_row(f"{name} / attention, {heads} heads, N = {tokens}", times, name, "attention", goal)
+            yield ratio_row(
+                f"{name} / attention, {heads} heads, N = {tokens}", times, name, "attention", goal
+            )
     found = in_fresh_process(peaks, setup.size([2048, 4096, 8192], [64]), setup.device)
     for (name, tokens), mib in found.items():
         plain = found["attention", tokens]

@@ -1,7 +1,9 @@
-"""Forward + backward time of Hugging Face models with our attention implementations against ``sdpa``.
+"""Forward + backward time of Hugging Face models with our attention implementations against
+``sdpa``.
 
-``attention`` times the attention functions alone on one layer's queries, keys and values, ``model`` two layers of BERT
-(no mask), the same with a quarter of padding, GPT-2 (causal) and Llama (causal, four query heads on one key head).
+``attention`` times the attention functions alone on one layer's queries, keys and values, ``model``
+two layers of BERT (no mask), the same with a quarter of padding, GPT-2 (causal) and Llama (causal,
+four query heads on one key head).
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ SIZES: dict[str, Any] = {
 
 def bert() -> Any:
     """Two layers, no dropout."""
-    return hf.BertModel(hf.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return hf.BertModel(
+        hf.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def gpt2() -> Any:
     """Two layers, no dropout."""
-    special = {"bos_token_id": 1, "eos_token_id": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    special = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    }
     sizes = {"vocab_size": 100, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 4096}
     return hf.GPT2Model(hf.GPT2Config(**sizes, **special))
 
@@ -44,22 +54,35 @@ def llama() -> Any:
     return hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=HEADS // 4))
 
 
-MODELS: dict[str, Callable[[], Any]] = {"bert": bert, "bert padded": bert, "gpt2": gpt2, "llama": llama}
+MODELS: dict[str, Callable[[], Any]] = {
+    "bert": bert,
+    "bert padded": bert,
+    "gpt2": gpt2,
+    "llama": llama,
+}
 
 
 def attention_call(kind: str, tokens: int, device: str) -> Callable[[str], None]:
     """One layer's attention, forward and backward, from tensors laid out as the models do."""
     grouped = kind == "llama"
-    module = SimpleNamespace(num_key_value_groups=4 if grouped else 1, is_causal=not kind.startswith("bert"))
-    shapes = [(1, tokens, HEADS // 4 if grouped and index else HEADS, HEAD_DIM) for index in range(3)]
+    module = SimpleNamespace(
+        num_key_value_groups=4 if grouped else 1, is_causal=not kind.startswith("bert")
+    )
+    shapes = [
+        (1, tokens, HEADS // 4 if grouped and index else HEADS, HEAD_DIM) for index in range(3)
+    ]
     leaves = [torch.randn(shape, requires_grad=True, device=device) for shape in shapes]
     weight = torch.randn(1, tokens, HEADS, HEAD_DIM, device=device)
     is_padded = kind == "bert padded"
-    mask = padding(tokens, device)[:, None, None].expand(1, 1, tokens, tokens) if is_padded else None
+    mask = (
+        padding(tokens, device)[:, None, None].expand(1, 1, tokens, tokens) if is_padded else None
+    )
 
     def run(name: str) -> None:
         query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
-        joined, _ = AttentionInterface()[name](module, query, key, value, mask, scaling=HEAD_DIM**-0.5, dropout=0.0)
+        joined, _ = AttentionInterface()[name](
+            module, query, key, value, mask, scaling=HEAD_DIM**-0.5, dropout=0.0
+        )
         torch.autograd.grad(joined, leaves, weight)
 
     return run
@@ -94,7 +117,13 @@ def rows(setup: Setup) -> Iterator[Row]:
                 call = make(kind, tokens, setup.device)
                 times = setup.interleave({name: partial(call, name) for name in ("sdpa", *ours)}, 7)
                 for name in ours:
-                    yield ratio_row(f"{name} / sdpa, {part}, {kind}, N = {tokens}", times, name, "sdpa", "<= 1.25")
+                    yield ratio_row(
+                        f"{name} / sdpa, {part}, {kind}, N = {tokens}",
+                        times,
+                        name,
+                        "sdpa",
+                        "<= 1.25",
+                    )
 
 
 BENCHMARK = Benchmark(

@@ -1,7 +1,8 @@
-"""Forward + backward time of one ball block against the house pre-LN block, at equal width, heads and length.
+"""Forward + backward time of one ball block against the house pre-LN block, at equal width, heads
+and length.
 
-The ball block is ball attention and the sorted-pairs feed-forward, each in a convex residual, without LayerNorm; both
-blocks have the same matrices.
+The ball block is ball attention and the sorted-pairs feed-forward, each in a convex residual,
+without LayerNorm; both blocks have the same matrices.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def pre_ln(width: int) -> Block:
 def ball(width: int) -> Block:
     """The same block with the 1-Lipschitz parts."""
     block = pre_ln(width)
-    block.attention, block.feedforward = BallAttention(width, width // HEAD_DIM), MaxMinFeedForward(width, 4 * width)
+    block.attention, block.feedforward = (
+        BallAttention(width, width // HEAD_DIM),
+        MaxMinFeedForward(width, 4 * width),
+    )
     block.attention_residual, block.feedforward_residual = ConvexResidual(), ConvexResidual()
     block.attention_norm = block.feedforward_norm = NORMS.get("none")(None)
     return block
@@ -49,9 +53,13 @@ def rows(setup: Setup) -> Iterator[Row]:
     for width, is_causal in setup.size([(256, False), (512, False), (256, True)], [(64, False)]):
         x = torch.randn(batch, tokens, width, device=setup.device, requires_grad=True)
         sides = {
-            build.__name__: partial(both_ways, build(width).to(setup.device), x, is_causal) for build in (pre_ln, ball)
+            build.__name__: partial(both_ways, build(width).to(setup.device), x, is_causal)
+            for build in (pre_ln, ball)
         }
-        name = f"ball block / pre-LN block, width {width}{', causal' * is_causal}, {batch} x {tokens} tokens"
+        name = (
+            f"ball block / pre-LN block, width {width}{', causal' * is_causal}, {batch} x {tokens}"
+            " tokens"
+        )
         yield ratio_row(name, setup.interleave(sides, 15), "ball", "pre_ln", "<= 1.3")
 
 

@@ -36,7 +36,11 @@ def modules(setup: Setup) -> Iterator[tuple[str, nn.Module, float | None]]:
         heads = width // 64
         yield f"nn.Linear, D = {width}", nn.Linear(width, width), None
         yield f"L2 attention, D = {width}", L2SelfAttention(width, heads), None
-        yield f"contractive L2, D = {width}", L2SelfAttention(width, heads, contractive=0.9, max_tokens=128), None
+        yield (
+            f"contractive L2, D = {width}",
+            L2SelfAttention(width, heads, contractive=0.9, max_tokens=128),
+            None,
+        )
         yield f"dot product on a ball, D = {width}", DotProductAttention(width, heads), 1.0
     for width, layers in setup.size(((64, 2), (128, 4), (256, 6)), ()):
         for attention in ("l2_tied", "l2_contractive", "cosine"):
@@ -53,11 +57,18 @@ def rows(setup: Setup) -> Iterator[Row]:
         radius = 1.0 if attention == "dot_product" else None
         arguments: dict[str, Any] = {"seq_len": tokens, "norm": norm, "radius": radius}
         times = setup.interleave({"certify": partial(certify, model, **arguments)}, 3)["certify"]
-        yield row_of(f"seconds of certify, {layers} x {width}, N = {tokens}, norm {norm}, {attention}", times, "<= 2")
+        yield row_of(
+            f"seconds of certify, {layers} x {width}, N = {tokens}, norm {norm}, {attention}",
+            times,
+            "<= 2",
+        )
     for name, module, radius in modules(setup):
         module.eval()
         arguments = {"seq_len": 128, "radius": radius}
-        sides = {key: partial(certify, module, **arguments, cross_check=key == "with") for key in ("without", "with")}
+        sides = {
+            key: partial(certify, module, **arguments, cross_check=key == "with")
+            for key in ("without", "with")
+        }
         times = setup.interleave(sides, 9)
         added = [a / b - 1 for a, b in zip(times["with"], times["without"], strict=True)]
         medians = (1e3 * statistics.median(times[key]) for key in ("with", "without"))

@@ -1,8 +1,9 @@
-"""Fine-tuning an encoder of somebody else's: what the loop, a penalty, a constraint and L2 attention cost a step.
+"""Fine-tuning an encoder of somebody else's: what the loop, a penalty, a constraint and L2
+attention cost a step.
 
-All sides take steps of the same batches, each with its own copy of the model. The Transformers Trainer cannot be
-stopped between two steps, so it and ``train`` alternate in blocks of steps. Batches are made within the steps of both;
-evaluation, checkpoints and start are left out.
+All sides take steps of the same batches, each with its own copy of the model. The Transformers
+Trainer cannot be stopped between two steps, so it and ``train`` alternate in blocks of steps.
+Batches are made within the steps of both; evaluation, checkpoints and start are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class StepTimes(hf.TrainerCallback):
 
     def seconds(self) -> list[float]:
         """One number a step but the last."""
-        return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)]
+        return [
+            after - before for before, after in zip(self.moments, self.moments[1:], strict=False)
+        ]
 
 
 class Ordered(hf.Trainer):
@@ -59,7 +62,9 @@ class Ordered(hf.Trainer):
     def get_train_dataloader(self) -> Any:
         """Batches without a shuffle."""
         rows: Any = self.train_dataset
-        return DataLoader(rows, batch_size=self.args.per_device_train_batch_size, collate_fn=self.data_collator)
+        return DataLoader(
+            rows, batch_size=self.args.per_device_train_batch_size, collate_fn=self.data_collator
+        )
 
 
 def rows_of(batches: list[Batch]) -> list[dict[str, Any]]:
@@ -67,13 +72,19 @@ def rows_of(batches: list[Batch]) -> list[dict[str, Any]]:
     rows = []
     for batch in batches:
         for row, mask in enumerate(batch["attention_mask"].bool()):
-            columns = {name: batch[name][row][mask].tolist() for name in batch if batch[name].ndim == 2}
+            columns = {
+                name: batch[name][row][mask].tolist() for name in batch if batch[name].ndim == 2
+            }
             rows.append({**columns, "labels": int(batch["labels"][row])})
     return rows
 
 
 def of_trainer(
-    setup: Setup, model: nn.Module, rows: list[dict[str, Any]], tokenizer: Any, options: TrainOptions
+    setup: Setup,
+    model: nn.Module,
+    rows: list[dict[str, Any]],
+    tokenizer: Any,
+    options: TrainOptions,
 ) -> list[float]:
     """Times of the steps of a Trainer over ``rows``."""
     times = StepTimes(setup)
@@ -91,11 +102,15 @@ def of_trainer(
             use_cpu=True,
         )
         collate = hf.DataCollatorWithPadding(tokenizer)
-        Ordered(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[times]).train()
+        Ordered(
+            model, arguments, data_collator=collate, train_dataset=rows, callbacks=[times]
+        ).train()
     return times.seconds()
 
 
-def of_train(setup: Setup, model: nn.Module, config: RunConfig, task: Task, steps: int) -> list[float]:
+def of_train(
+    setup: Setup, model: nn.Module, config: RunConfig, task: Task, steps: int
+) -> list[float]:
     """Times of as many steps of ``train``."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(config, Path(folder), task, model, Accelerator(mixed_precision="no", cpu=True))
@@ -128,7 +143,9 @@ def extras(model: nn.Module, batch: Batch) -> dict[str, Call]:
         one(**batch).loss.backward()
 
     def of_penalty(**roles: bool) -> Callable[[], None]:
-        penalty = wp.OrthogonalityPenalty(copies[2], **wp.presets.mcgrath2024(**roles, strength=1e-2))
+        penalty = wp.OrthogonalityPenalty(
+            copies[2], **wp.presets.mcgrath2024(**roles, strength=1e-2)
+        )
         return lambda: penalty().backward()
 
     step = plain_step(copy.deepcopy(model).train())
@@ -143,7 +160,10 @@ def extras(model: nn.Module, batch: Batch) -> dict[str, Call]:
 
 def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Call]:
     """One layer's attention, forward and backward, by every implementation."""
-    heads, width = model.config.num_attention_heads, model.config.hidden_size // model.config.num_attention_heads
+    heads, width = (
+        model.config.num_attention_heads,
+        model.config.hidden_size // model.config.num_attention_heads,
+    )
     leaves = [torch.randn(shape[0], shape[1], heads, width, requires_grad=True) for _ in range(3)]
 
     def call(name: str) -> Call:
@@ -151,7 +171,9 @@ def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Call]:
             query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
             module = nn.Module()
             module.is_causal = False
-            joined, _ = hf.AttentionInterface()[name](module, query, key, value, None, scaling=width**-0.5, dropout=0.0)
+            joined, _ = hf.AttentionInterface()[name](
+                module, query, key, value, None, scaling=width**-0.5, dropout=0.0
+            )
             joined.sum().backward()
 
         return run
@@ -165,7 +187,9 @@ def loop_row(setup: Setup, first: nn.Module, config: RunConfig, task: Task, toke
     rows = rows_of(MicroBatches(task, config.train.batch_size, 0).take(steps))
     times: Times = {"Trainer": [], "train": []}
     for _ in range(setup.rounds_of(4)):
-        times["Trainer"].append(statistics.median(of_trainer(setup, models[0], rows, tokenizer, config.train)))
+        times["Trainer"].append(
+            statistics.median(of_trainer(setup, models[0], rows, tokenizer, config.train))
+        )
         times["train"].append(statistics.median(of_train(setup, models[1], config, task, steps)))
     return ratio_row("a step of train / one of the Trainer", times, "train", "Trainer", "<= 1.05")
 
@@ -174,7 +198,9 @@ def rows(setup: Setup) -> Iterator[Row]:
     """The loop, the parts of a step, and attention within a step and alone."""
     hf.logging.set_verbosity_error()
     data = {"data": setup.data, "tokenizer": f"hf:{setup.model}", "max_length": 64}
-    train = TrainOptions(steps=10_000, batch_size=setup.size(16, 2), learning_rate=3e-5, schedule="linear")
+    train = TrainOptions(
+        steps=10_000, batch_size=setup.size(16, 2), learning_rate=3e-5, schedule="linear"
+    )
     config = RunConfig("text_classification", data, train=train, start=StartOptions(setup.model))
     task = build_task(config.task, config.task_options)
     first: Any = build_run_model(config, task)
@@ -194,7 +220,9 @@ def rows(setup: Setup) -> Iterator[Row]:
         model.set_attn_implementation(name)
     taken = {name: plain_step(model) for name, model in copies.items()}
     queues = {name: iter(batches) for name in copies}
-    of_steps = setup.interleave({name: lambda name=name: taken[name](next(queues[name])) for name in copies}, rounds)
+    of_steps = setup.interleave(
+        {name: lambda name=name: taken[name](next(queues[name])) for name in copies}, rounds
+    )
     alone = setup.interleave(attention_alone(first, (train.batch_size, 64)), 3 * rounds)
     for part, times in (("a whole step", of_steps), ("attention alone", alone)):
         for name in list(copies)[1:]:

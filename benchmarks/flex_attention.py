@@ -1,8 +1,9 @@
 """L2 attention on a GPU: the augmented fused kernel that the library calls, beside FlexAttention.
 
-FlexAttention subtracts `scale |k|^2` from the score `2 scale q.k`, which is `-scale |q - k|^2` up to a term that the
-softmax cancels, so neither side has an N x N tensor. Its kernel comes from `torch.compile`; on a CPU, where only the
-code is tried out, it runs as plain operations and has no backward pass.
+FlexAttention subtracts `scale |k|^2` from the score `2 scale q.k`, which is `-scale |q - k|^2` up
+to a term that the softmax cancels, so neither side has an N x N tensor. Its kernel comes from
+`torch.compile`; on a CPU, where only the code is tried out, it runs as plain operations and has no
+backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from wellposed.functional import l2_attention
 HEADS, HEAD_DIM = 8, 64
 
 
-def l2_by_flex(query: Tensor, key: Tensor, value: Tensor, *, kernel: Callable[..., Any] = flex_attention) -> Tensor:
+def l2_by_flex(
+    query: Tensor, key: Tensor, value: Tensor, *, kernel: Callable[..., Any] = flex_attention
+) -> Tensor:
     """L2 attention with the norm of the key as a modification of the score."""
     scale = query.shape[-1] ** -0.5
     penalty = scale * key.float().square().sum(-1)
@@ -33,7 +36,9 @@ def l2_by_flex(query: Tensor, key: Tensor, value: Tensor, *, kernel: Callable[..
     return kernel(query, key, value, score_mod=less_norm, scale=2 * scale)
 
 
-def both_ways(attention: Callable[..., Tensor], inputs: list[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
+def both_ways(
+    attention: Callable[..., Tensor], inputs: list[Tensor], weight: Tensor
+) -> tuple[Tensor, ...]:
     """Return the output and the gradients, if any are asked for."""
     out = attention(*inputs)
     return out.detach(), *(torch.autograd.grad(out, inputs, weight) if out.requires_grad else ())
@@ -41,11 +46,14 @@ def both_ways(attention: Callable[..., Tensor], inputs: list[Tensor], weight: Te
 
 def largest_gap(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
     """Return the largest difference of output and gradients, each over the largest entry."""
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)
+    )
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Time over dot-product attention and of one over the other, and the largest difference of the two outputs."""
+    """Time over dot-product attention and of one over the other, and the largest difference of the
+    two outputs."""
     on_gpu = setup.device == "cuda"
     kernel = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
     flex = partial(l2_by_flex, kernel=kernel)
@@ -54,9 +62,16 @@ def rows(setup: Setup) -> Iterator[Row]:
             shape = (1, HEADS, tokens, HEAD_DIM)
             make = partial(torch.randn, shape, device=setup.device, dtype=dtype)
             inputs = [make(requires_grad=on_gpu) for _ in range(3)]
-            sides = {"augmented": l2_attention, "flex": flex, "dot product": F.scaled_dot_product_attention}
+            sides = {
+                "augmented": l2_attention,
+                "flex": flex,
+                "dot product": F.scaled_dot_product_attention,
+            }
             weight = make()
-            calls = {name: partial(both_ways, attention, inputs, weight) for name, attention in sides.items()}
+            calls = {
+                name: partial(both_ways, attention, inputs, weight)
+                for name, attention in sides.items()
+            }
             times = setup.interleave(calls, 20)
             label = f"{str(dtype).removeprefix('torch.')}, N = {tokens}"
             goal = "<= 1.15" if dtype == torch.bfloat16 else "<= 1.25"
@@ -64,7 +79,9 @@ def rows(setup: Setup) -> Iterator[Row]:
                 ("augmented", "dot product", goal), ("flex", "dot product", goal), ("flex", "augmented", None),
             ):  # fmt: skip
                 yield ratio_row(f"L2 {ours} / {other}, {label}", times, ours, other, wanted)
-            gap = largest_gap(*(both_ways(attention, inputs, weight) for attention in (flex, l2_attention)))
+            gap = largest_gap(
+                *(both_ways(attention, inputs, weight) for attention in (flex, l2_attention))
+            )
             yield single(
                 f"largest relative difference of output and gradients, {label}",
                 gap,

@@ -1,7 +1,8 @@
-"""Forward + backward time of L2 attention against dot-product attention, the paper's formula and `torch.cdist`.
+"""Forward + backward time of L2 attention against dot-product attention, the paper's formula and
+`torch.cdist`.
 
-`dot product, d + 8` is the fused kernel at the head width that L2 attention calls it with: no L2 attention made of that
-kernel can be faster.
+`dot product, d + 8` is the fused kernel at the head width that L2 attention calls it with: no L2
+attention made of that kernel can be faster.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ HEAD_DIM, WIDER = 64, 72
 def paper_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Kim et al. (2021), eq. 15: the distance matrix from one matrix product and two norms."""
     squared = (
-        query.square().sum(-1, keepdim=True) - 2 * query @ key.transpose(-1, -2) + key.square().sum(-1)[..., None, :]
+        query.square().sum(-1, keepdim=True)
+        - 2 * query @ key.transpose(-1, -2)
+        + key.square().sum(-1)[..., None, :]
     )
     return (-squared / query.shape[-1] ** 0.5).softmax(-1) @ value
 
@@ -56,7 +59,9 @@ def both_ways(attention: Attention, inputs: list[Tensor], weight: Tensor) -> Non
     torch.autograd.grad(attention(*inputs), inputs, weight, allow_unused=True)
 
 
-def sides_of(setup: Setup, heads: int, tokens: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+def sides_of(
+    setup: Setup, heads: int, tokens: int, dtype: torch.dtype
+) -> dict[str, Callable[[], None]]:
     """Return every candidate on inputs of the width it takes."""
     make = partial(torch.randn, device=setup.device, dtype=dtype)
     inputs: dict[int, tuple[list[Tensor], Tensor]] = {}
@@ -86,7 +91,13 @@ def rows(setup: Setup) -> Iterator[Row]:
             for name in times:
                 base = "dot product, causal" if name in CAUSAL else "dot product"
                 if name != base:
-                    yield ratio_row(f"{name} / {base}, {label}", times, name, base, ours if "l2" in name else None)
+                    yield ratio_row(
+                        f"{name} / {base}, {label}",
+                        times,
+                        name,
+                        base,
+                        ours if "l2" in name else None,
+                    )
 
 
 BENCHMARK = Benchmark(

@@ -1,9 +1,11 @@
-"""Certified radius around one input, by carrying a ball of every token through the model, beside the global one.
+"""Certified radius around one input, by carrying a ball of every token through the model, beside
+the global one.
 
-For runs of `wellposed train text_classification` with attention dot_product and norms post, pre or none: the largest r
-for which no move of every token by up to r changes the class, proved by the rules of docs/theory/open.md (float64), the
-radius of `wellposed.certify` on the smallest ball about the vocabulary that it needs, and the share of inputs that
-an attack at the local radius breaks, which must be none.
+For runs of `wellposed train text_classification` with attention dot_product and norms post, pre or
+none: the largest r for which no move of every token by up to r changes the class, proved by the
+rules of docs/theory/open.md (float64), the radius of `wellposed.certify` on the smallest ball about
+the vocabulary that it needs, and the share of inputs that an attack at the local radius breaks,
+which must be none.
 Run: OMP_NUM_THREADS=1 python benchmarks/local_bounds.py RUN [RUN ...] --data FOLDER [--examples 50]
 """
 
@@ -33,7 +35,8 @@ def norm(matrix: Tensor) -> Tensor:
 
 
 class LocalBound:
-    """How far each state can be from where it is, for every input whose tokens are within r of one input."""
+    """How far each state can be from where it is, for every input whose tokens are within r of one
+    input."""
 
     def __init__(self, model: Any, x: Tensor) -> None:
         self.model, self.x = model, x
@@ -56,16 +59,25 @@ class LocalBound:
         layer, placed = getattr(block, name), getattr(block, f"{name}_norm")
         is_pre, is_post = (type(placed).__name__ == kind for kind in ("PreNorm", "PostNorm"))
         scale = float(getattr(getattr(block, f"{name}_residual"), "scale", torch.ones(1)))
-        read, near = (placed_norm(placed, x), self.normed(placed, x, moved)) if is_pre else (x, moved)
-        branch = self.attention(layer, read, near) if name == "attention" else self.feedforward(layer, read, near)
+        read, near = (
+            (placed_norm(placed, x), self.normed(placed, x, moved)) if is_pre else (x, moved)
+        )
+        branch = (
+            self.attention(layer, read, near)
+            if name == "attention"
+            else self.feedforward(layer, read, near)
+        )
         x, moved = x + scale * layer(read[None])[0], moved + abs(scale) * branch
         return (placed_norm(placed, x), self.normed(placed, x, moved)) if is_post else (x, moved)
 
     def normed(self, layer: Any, x: Tensor, moved: Tensor) -> Tensor:
-        """Behind a LayerNorm: its slope is that of the least deviation in the ball; it ends within a ball as well."""
+        """Behind a LayerNorm: its slope is that of the least deviation in the ball; it ends within
+        a ball as well."""
         least = (x.std(-1, correction=0) - moved / math.sqrt(x.shape[-1])).clamp_min(0)
         gain = float(layer.weight.abs().max())
-        return (gain * moved / (least.square() + layer.eps).sqrt()).clamp_max(2 * gain * math.sqrt(x.shape[-1]))
+        return (gain * moved / (least.square() + layer.eps).sqrt()).clamp_max(
+            2 * gain * math.sqrt(x.shape[-1])
+        )
 
     def feedforward(self, layer: Any, x: Tensor, moved: Tensor) -> Tensor:
         """Behind `W_2 gelu(W_1 x)`: the slopes that each hidden entry can have."""
@@ -73,21 +85,31 @@ class LocalBound:
         normal = torch.distributions.Normal(0.0, 1.0)
         at = normal.cdf(highest) + highest * normal.log_prob(highest).exp()
         slopes = torch.where(highest < math.sqrt(2), at.clamp_min(GELU_DOWN), GELU_UP)
-        return norm(layer.down_proj.weight * slopes[:, None, :]) * norm(layer.up_proj.weight) * moved
+        return (
+            norm(layer.down_proj.weight * slopes[:, None, :]) * norm(layer.up_proj.weight) * moved
+        )
 
     def attention(self, layer: Any, x: Tensor, moved: Tensor) -> Tensor:
         """Behind attention: an average of values that move, and weights that move."""
         heads, root = layer.num_heads, math.sqrt(x.shape[-1] / layer.num_heads)
         q, k, v = (
-            part(x).unflatten(-1, (heads, -1)).transpose(0, 1) for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+            part(x).unflatten(-1, (heads, -1)).transpose(0, 1)
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
-        wq, wk, wv = (part.weight.unflatten(0, (heads, -1)) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+        wq, wk, wv = (
+            part.weight.unflatten(0, (heads, -1))
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
         out = layer.o_proj.weight.unflatten(1, (heads, -1)).transpose(0, 1)
         share = (q @ k.mT / root).softmax(-1)
         near_q, near_k = (norm(weight)[:, None] * moved for weight in (wq, wk))
-        # Only differences of logits within a row count, so keys are measured from their mean under the row's weights.
+        # Only differences of logits within a row count, so keys are measured from their mean under
+        # the row's weights.
         apart = (k[:, None] - (share @ k)[:, :, None]).norm(dim=-1)
-        logit = (q.norm(dim=-1)[..., None] * near_k[:, None] + (apart + near_k[:, None]) * near_q[..., None]) / root
+        logit = (
+            q.norm(dim=-1)[..., None] * near_k[:, None]
+            + (apart + near_k[:, None]) * near_q[..., None]
+        ) / root
         largest = logit.amax(-1)
         spread = (share * logit.square()).sum(-1).sqrt() * largest.exp()
         off = (v @ out.mT)[:, None] - (share @ v @ out.mT)[:, :, None]
@@ -99,14 +121,19 @@ class LocalBound:
 
 def placed_norm(layer: Any, x: Tensor) -> Tensor:
     """Apply the LayerNorm of a placement."""
-    return torch.nn.functional.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+    return torch.nn.functional.layer_norm(
+        x, layer.normalized_shape, layer.weight, layer.bias, layer.eps
+    )
 
 
 def radius(model: Any, x: Tensor, label: int) -> float:
     """Return the largest r (by bisection) that is proved to keep the label; 0 where it is wrong."""
     logits = model(inputs_embeds=x[None]).logits[0]
     weight = model.classifier.weight
-    gaps = [(float(logits[label] - logits[k]), float((weight[label] - weight[k]).norm())) for k in range(len(logits))]
+    gaps = [
+        (float(logits[label] - logits[k]), float((weight[label] - weight[k]).norm()))
+        for k in range(len(logits))
+    ]
     room = min(margin / size for margin, size in gaps if size > 0)
     bound = LocalBound(model, x)
     low, high = -30.0, 5.0
@@ -128,14 +155,18 @@ def is_broken(model: Any, x: Tensor, label: int, r: float, steps: int = 10) -> b
         if bool(others.max() > logits[label]):
             return True
         (gradient,) = torch.autograd.grad(logits[label] - others.max(), moved)
-        moved = moved.detach() - gradient / gradient.norm(dim=-1, keepdim=True).clamp_min(1e-300) * (r / 4)
+        moved = moved.detach() - gradient / gradient.norm(dim=-1, keepdim=True).clamp_min(
+            1e-300
+        ) * (r / 4)
         moved = moved * (r / moved.norm(dim=-1, keepdim=True).clamp_min(r))
     return False
 
 
 def main() -> None:
     """Print one line for each run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--data", required=True)
     parser.add_argument("--examples", type=int, default=50)
@@ -158,13 +189,18 @@ def main() -> None:
             everywhere.append(float(near))
             broken += local[-1] > 0 and is_broken(model, x, label, local[-1])
         token = statistics.median(tokens)
-        right = [(mine, theirs) for mine, theirs in zip(local, everywhere, strict=True) if mine > 0 or theirs > 0]
+        right = [
+            (mine, theirs)
+            for mine, theirs in zip(local, everywhere, strict=True)
+            if mine > 0 or theirs > 0
+        ]
         mine, theirs = (statistics.median(pair[side] for pair in right) for side in (0, 1))
         held = " / ".join(f"{share(local, size * token):.2f}" for size in (0.001, 0.01))
         print(
-            f"{run.name}: {len(right)} of {len(rows)} right; median radius local {mine:.3g} = {mine / token:.2g} of a "
-            f"token, global {theirs:.3g} = {theirs / token:.2g}, ratio {mine / max(theirs, 1e-300):.3g}; broken at the "
-            f"local radius {broken}; certified at .001 / .01 of a token {held}",
+            f"{run.name}: {len(right)} of {len(rows)} right; median radius local {mine:.3g} ="
+            f" {mine / token:.2g} of a token, global {theirs:.3g} = {theirs / token:.2g}, ratio"
+            f" {mine / max(theirs, 1e-300):.3g}; broken at the local radius {broken}; certified at"
+            f" .001 / .01 of a token {held}",
             flush=True,
         )
 

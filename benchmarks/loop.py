@@ -1,8 +1,10 @@
-"""Time of one step of `wellposed.training.train` against a bare PyTorch loop of the same model on the same batches.
+"""Time of one step of `wellposed.training.train` against a bare PyTorch loop of the same model on
+the same batches.
 
-Our step has everything in it: taking and collating the batch, the loss, clipping, the guard against values that are
-not finite, AdamW, counting, and a row of metrics.jsonl every ten steps. The bare loop is given the same collation, or
-(the harder comparison) batches made beforehand. Both must end at the same weights.
+Our step has everything in it: taking and collating the batch, the loss, clipping, the guard against
+values that are not finite, AdamW, counting, and a row of metrics.jsonl every ten steps. The bare
+loop is given the same collation, or (the harder comparison) batches made beforehand. Both must end
+at the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ CASES = {
         train=TrainOptions(batch_size=32, schedule="constant"),
     ),
     "listops, 2 layers, D = 128, 32 x 6..49 tokens": RunConfig(
-        "listops", model=ModelOptions(hidden_size=128), train=TrainOptions(batch_size=32, schedule="constant")
+        "listops",
+        model=ModelOptions(hidden_size=128),
+        train=TrainOptions(batch_size=32, schedule="constant"),
     ),
 }
 
@@ -54,14 +58,18 @@ def bare_step(
     labels = batch["labels"]
     if kind == "causal_lm":
         logits, labels = logits[:, :-1], labels[:, 1:]
-    loss = cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-100)
+    loss = cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-100
+    )
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def sides_of(config: RunConfig, task: Task, models: list[torch.nn.Module], steps: int, folder: Path) -> dict[str, Call]:
+def sides_of(
+    config: RunConfig, task: Task, models: list[torch.nn.Module], steps: int, folder: Path
+) -> dict[str, Call]:
     """Return a step of ours, of the bare loop, and of the bare loop on batches made beforehand."""
     size, seed = config.train.batch_size, config.train.seed
     run = Run(config, folder, task, models[0], Accelerator(mixed_precision="no", cpu=True))
@@ -73,8 +81,12 @@ def sides_of(config: RunConfig, task: Task, models: list[torch.nn.Module], steps
     first, second = (build_optimizer(model, config.train) for model in models[1:])
     return {
         "train": lambda: take_step(run),
-        "bare loop": lambda: bare_step(models[1], first, lambda: collated.take(1)[0], config, task.kind),
-        "bare loop, ready batches": lambda: bare_step(models[2], second, lambda: next(ready), config, task.kind),
+        "bare loop": lambda: bare_step(
+            models[1], first, lambda: collated.take(1)[0], config, task.kind
+        ),
+        "bare loop, ready batches": lambda: bare_step(
+            models[2], second, lambda: next(ready), config, task.kind
+        ),
     }
 
 
@@ -97,5 +109,8 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 BENCHMARK = Benchmark(
-    "a step of train over a bare PyTorch loop of the same model on the same batches", "<= 1.05", 4, rows
+    "a step of train over a bare PyTorch loop of the same model on the same batches",
+    "<= 1.05",
+    4,
+    rows,
 )

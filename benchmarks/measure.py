@@ -1,4 +1,5 @@
-"""Largest singular values of every weight of a BERT-size encoder: ours to 1e-3 against ``torch.linalg.svdvals``.
+"""Largest singular values of every weight of a BERT-size encoder: ours to 1e-3 against
+``torch.linalg.svdvals``.
 
 One layer (four 768 x 768, two of 3072 x 768) stands for all, since the cost is per matrix.
 """
@@ -15,7 +16,8 @@ from wellposed.linalg import largest_singular_value
 
 
 def spectra() -> dict[str, Callable[[int, int], Tensor]]:
-    """Weights with the spectra that occur: Gaussian initialisation, trained (power law), flat top, near-orthogonal."""
+    """Weights with the spectra that occur: Gaussian initialisation, trained (power law), flat top,
+    near-orthogonal."""
 
     def shaped(values: Callable[[int], Tensor]) -> Callable[[int, int], Tensor]:
         def make(rows: int, cols: int) -> Tensor:
@@ -49,9 +51,14 @@ def rows(setup: Setup) -> Iterator[Row]:
             "ours": lambda weights=weights: [largest_singular_value(weight) for weight in weights],
         }
         times = setup.interleave(sides, 5)
-        yield ratio_row(f"svdvals / ours, d = {width}, {name}", times, "ours", "svdvals", ">= 10", inverse=True)
+        yield ratio_row(
+            f"svdvals / ours, d = {width}, {name}", times, "ours", "svdvals", ">= 10", inverse=True
+        )
         exact = [float(torch.linalg.svdvals(weight.double())[0]) for weight in weights]
-        error = max(abs(1 - float(largest_singular_value(w)) / e) for w, e in zip(weights, exact, strict=True))
+        error = max(
+            abs(1 - float(largest_singular_value(w)) / e)
+            for w, e in zip(weights, exact, strict=True)
+        )
         yield single(f"worst relative error, d = {width}, {name}", error, "<= 1e-3")
 
 

@@ -1,6 +1,8 @@
-"""Time and tightness of certified spectral norms: Cholesky against the eigensolver, random and nearly equal spectra.
+"""Time and tightness of certified spectral norms: Cholesky against the eigensolver, random and
+nearly equal spectra.
 
-"Above" is the bound over the largest singular value (float64 SVD), less one: `cholesky` promises at most 1e-4.
+"Above" is the bound over the largest singular value (float64 SVD), less one: `cholesky` promises at
+most 1e-4.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ METHODS: tuple[SpectralMethod, ...] = ("svd", "cholesky")
 SHAPES = ((192, 192), (512, 512), (512, 2048), (768, 768), (768, 2304), (768, 3072))
 
 
-def matrices(shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+def matrices(
+    shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a Transformer, at random and near orthogonal."""
     generator = torch.Generator().manual_seed(0)
     for rows, columns in shapes:
@@ -27,15 +31,22 @@ def matrices(shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...]) -> Ite
         orthogonal = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
         left, right = torch.randn(2, size, generator=generator)
         yield f"orthogonal {size}", orthogonal
-        yield f"orthogonal + rank one {size}", orthogonal + torch.outer(left / left.norm(), right / right.norm())
+        yield (
+            f"orthogonal + rank one {size}",
+            orthogonal + torch.outer(left / left.norm(), right / right.norm()),
+        )
 
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Two for each matrix."""
     for name, weight in matrices(setup.size(SHAPES, ((8, 8),)), setup.size((192, 512, 768), (8,))):
         true = float(torch.linalg.matrix_norm(weight.double(), 2))
-        sides = {method: partial(certified_spectral_norm, weight, method=method) for method in METHODS}
-        yield ratio_row(f"svd / cholesky, {name}", setup.interleave(sides, 9), "cholesky", "svd", inverse=True)
+        sides = {
+            method: partial(certified_spectral_norm, weight, method=method) for method in METHODS
+        }
+        yield ratio_row(
+            f"svd / cholesky, {name}", setup.interleave(sides, 9), "cholesky", "svd", inverse=True
+        )
         bound = float(certified_spectral_norm(weight, method="cholesky"))
         yield single(f"cholesky above the true norm, {name}", bound / true - 1, "<= 1e-4")
 

@@ -1,10 +1,12 @@
-"""Cost of keeping d x d weights orthogonal for one training step, over the floor of one d^3 matmul forward + backward.
+"""Cost of keeping d x d weights orthogonal for one training step, over the floor of one d^3 matmul
+forward + backward.
 
-`constrain_` is its whole extra cost: an SGD step with hooks minus the same step without, at steps of a given spectral
-size ``|A|``. The rows of to="spectral" and "columns" take random steps of the size named from weights whose singular
-values are all 1, the bound, or 0.5 ("inside"). A parametrisation is its forward and backward pass at ``|A|`` about 0.9.
-Then the drift, worst max |Q^T Q - I| over a run of steps, and the share of a whole AdamW step of a model of ball blocks
-that keeping its weights below a spectral norm of 1 takes.
+`constrain_` is its whole extra cost: an SGD step with hooks minus the same step without, at steps
+of a given spectral size ``|A|``. The rows of to="spectral" and "columns" take random steps of the
+size named from weights whose singular values are all 1, the bound, or 0.5 ("inside"). A
+parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the drift, worst max
+|Q^T Q - I| over a run of steps, and the share of a whole AdamW step of a
+model of ball blocks that keeping its weights below a spectral norm of 1 takes.
 
 geotorch and orthogonium are measured when they are installed (pip install geotorch orthogonium).
 """
@@ -86,7 +88,8 @@ def hooked(width: int, count: int, device: str, size: float | None) -> Side:
 
 
 def projected(width: int, count: int, device: str, to: Set, size: float, start: float) -> Side:
-    """Return SGD steps of spectral size ``size`` from weights with all singular values ``start``."""
+    """Return SGD steps of spectral size ``size`` from weights with all singular values
+    ``start``."""
     model = layers(width, count, device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,14 +99,16 @@ def projected(width: int, count: int, device: str, to: Set, size: float, start: 
 
     def prepare() -> None:
         for parameter in model.parameters():
-            # The largest singular value of a square Gaussian matrix is 2 sqrt(d) to within a percent or two.
+            # The largest singular value of a square Gaussian matrix is 2 sqrt(d) to within a
+            # percent or two.
             parameter.grad = torch.randn_like(parameter) * (size / (2 * width**0.5))
 
     return Side(optimizer.step, prepare, STEPS, count)
 
 
 def parametrised(width: int, count: int, device: str, attach: Callable[[nn.Module], Any]) -> Call:
-    """Return forward and backward of a parametrisation for each matrix, away from its starting point."""
+    """Return forward and backward of a parametrisation for each matrix, away from its starting
+    point."""
     made = layers(width, count, device)
     gradient = torch.randn(width, width, device=device)
     for layer in made:
@@ -128,9 +133,13 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
 
     found: dict[str, Callable[[nn.Module], Any]] = {
         "orthogonal": orthogonal,
-        "orthogonal, base=False": lambda layer: _restart(layer, lambda m: orthogonal(m, base=False)),
+        "orthogonal, base=False": lambda layer: _restart(
+            layer, lambda m: orthogonal(m, base=False)
+        ),
         "torch cayley": lambda layer: torch_maps.orthogonal(layer, orthogonal_map="cayley"),
-        "torch householder": lambda layer: torch_maps.orthogonal(layer, orthogonal_map="householder"),
+        "torch householder": lambda layer: torch_maps.orthogonal(
+            layer, orthogonal_map="householder"
+        ),
         DEFAULT: lambda layer: torch_maps.orthogonal(layer, orthogonal_map="matrix_exp"),
     }
     try:
@@ -141,7 +150,10 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
         pass
     try:
         reparametrizers: Any = importlib.import_module("orthogonium.reparametrizers")
-        for name, option in (("default", "DEFAULT_ORTHO_PARAMS"), ("cholesky", "CHOLESKY_ORTHO_PARAMS")):
+        for name, option in (
+            ("default", "DEFAULT_ORTHO_PARAMS"),
+            ("cholesky", "CHOLESKY_ORTHO_PARAMS"),
+        ):
             found[f"orthogonium {name}"] = _orthogonium(getattr(reparametrizers, option))
     except ImportError:
         pass
@@ -186,18 +198,28 @@ class _Unbatch(nn.Module):
 
 
 def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
-    """One for each design over the floor, and those of `constrain_` over torch's parametrisations."""
+    """One for each design over the floor, and those of `constrain_` over torch's
+    parametrisations."""
     device, plain = setup.device, "the step without hooks"
     held = {f"step {size:g}": hooked(width, count, device, size) for size in SIZES}
-    sets = {name: projected(width, count, device, to, size, start) for name, to, size, start in PROJECTED}
+    sets = {
+        name: projected(width, count, device, to, size, start)
+        for name, to, size, start in PROJECTED
+    }
     slow = (DEFAULT, "torch householder", "geotorch expm", "orthogonium default")
     designs = {
         name: Side(
-            parametrised(width, 1 if name in slow else count, device, attach), None, 1, 1 if name in slow else count
+            parametrised(width, 1 if name in slow else count, device, attach),
+            None,
+            1,
+            1 if name in slow else count,
         )
         for name, attach in parametrisations().items()
     }
-    bare = {"floor": Side(floor(width, count, device), None, 1, count), plain: hooked(width, count, device, None)}
+    bare = {
+        "floor": Side(floor(width, count, device), None, 1, count),
+        plain: hooked(width, count, device, None),
+    }
     times = setup.interleave({**bare, **held, **sets, **designs}, 7)
     for name in (*held, *sets):
         times[name] = [a - b for a, b in zip(times[name], times[plain], strict=True)]
@@ -206,7 +228,9 @@ def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
         wide = width >= 512
         goal = ("<= 1.9" if name == "step 0.3" else "<= 1.5") if wide else None
         yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor", goal)
-        yield paired(f"torch cayley / constrain_, {name}, {label}", times, "torch cayley", name, ">= 2")
+        yield paired(
+            f"torch cayley / constrain_, {name}, {label}", times, "torch cayley", name, ">= 2"
+        )
         yield paired(f"torch default / constrain_, {name}, {label}", times, DEFAULT, name, ">= 18")
     for name in sets:
         yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor", "<= 2")
@@ -220,7 +244,8 @@ def paired(name: str, times: Times, above: str, below: str, goal: str | None = N
 
 
 def drift_rows(setup: Setup) -> Iterator[Row]:
-    """The worst error over a run of steps, the size of the step fixed, its direction new each time."""
+    """The worst error over a run of steps, the size of the step fixed, its direction new each
+    time."""
     width, steps = setup.size((256, 300), (16, 3))
     for size in (0.01, *SIZES, 0.6):
         model = layers(width, 1, setup.device)
@@ -230,15 +255,21 @@ def drift_rows(setup: Setup) -> Iterator[Row]:
         weight = model.get_parameter("0.weight")
         for _ in range(steps):
             skew = torch.randn_like(weight)
-            # The largest singular value of a Gaussian G - G^T is 2 sqrt(2 d) to within a percent or two.
+            # The largest singular value of a Gaussian G - G^T is 2 sqrt(2 d) to within a percent or
+            # two.
             weight.grad = weight.detach() @ (skew - skew.T) * (size / (8 * width) ** 0.5)
             optimizer.step()
             worst = max(worst, float(isometry_error(weight)))
-        yield single(f"worst max |Q^T Q - I| of {steps} steps of size {size:g}, d = {width}", worst, "<= 1e-5")
+        yield single(
+            f"worst max |Q^T Q - I| of {steps} steps of size {size:g}, d = {width}",
+            worst,
+            "<= 1e-5",
+        )
 
 
 def share_row(setup: Setup, blocks: int, width: int) -> Row:
-    """How much of a training step the constraint is, for one model with it and one without, in turns."""
+    """How much of a training step the constraint is, for one model with it and one without, in
+    turns."""
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     ids = torch.randint(0, 96, (setup.size(8, 1), setup.size(128, 8)), device=setup.device)
@@ -269,9 +300,14 @@ def share_row(setup: Setup, blocks: int, width: int) -> Row:
         "backward": free_backward, "free": Side(free, free_backward), "held": Side(held, held_backward),
     }  # fmt: skip
     times = setup.interleave(sides, 7)
-    shares = [(h - f) / (b + h) for b, f, h in zip(times["backward"], times["free"], times["held"], strict=True)]
+    shares = [
+        (h - f) / (b + h)
+        for b, f, h in zip(times["backward"], times["free"], times["held"], strict=True)
+    ]
     return row_of(
-        f"spectral constraint, share of an AdamW step, {blocks} x {width}, {ids.numel()} tokens", shares, "<= 0.15"
+        f"spectral constraint, share of an AdamW step, {blocks} x {width}, {ids.numel()} tokens",
+        shares,
+        "<= 0.15",
     )
 
 

@@ -33,7 +33,8 @@ def shown(row: Json) -> str:
 
 
 def table(folder: Path, known: dict[str, Benchmark]) -> str:
-    """Return the page: for each machine the newest rows of every benchmark, then what no GPU has measured yet."""
+    """Return the page: for each machine the newest rows of every benchmark, then what no GPU has
+    measured yet."""
     lines = [HEAD]
     measured_on_gpu: set[str] = set()
     for described, days in by_machine(folder).items():
@@ -43,14 +44,28 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
                 measured_on_gpu.add(name)
             about = known[name].measures if name in known else "no longer measured"
             lines += ["", f"### {name}: {about}", "", under(date, record), ""]
-            lines += ["| row | value | goal | ours / other | load | against the last |", "|---|---|---|---|---|---|"]
+            lines += [
+                "| row | value | goal | ours / other | load | against the last |",
+                "|---|---|---|---|---|---|",
+            ]
             lines += [line_of(row) for row in record["benchmarks"][name]["rows"]]
-    waiting = {name: one for name, one in known.items() if "cuda" in one.devices and name not in measured_on_gpu}
+    waiting = {
+        name: one
+        for name, one in known.items()
+        if "cuda" in one.devices and name not in measured_on_gpu
+    }
     if waiting:
-        lines += ["", "## On a GPU: not measured yet", "", "`python -m benchmarks --device cuda` fills these.", ""]
+        lines += [
+            "",
+            "## On a GPU: not measured yet",
+            "",
+            "`python -m benchmarks --device cuda` fills these.",
+            "",
+        ]
         lines += ["| benchmark | measures | goal | value |", "|---|---|---|---|"]
         lines += [
-            f"| {name} | {cell(one.measures)} | {cell(one.goal)} | not measured |" for name, one in waiting.items()
+            f"| {name} | {cell(one.measures)} | {cell(one.goal)} | not measured |"
+            for name, one in waiting.items()
         ]
     return "\n".join(lines) + "\n"
 
@@ -61,9 +76,14 @@ def by_machine(folder: Path) -> dict[str, dict[str, tuple[str, Json]]]:
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem[-10:]):
         record = json.loads(path.read_text("utf-8"))
         made = record["machine"]
-        name = f"{made.get('gpu', made['cpu'])}, {made['cores']} cores, {' '.join(made['flags']) or 'no AVX'}"
+        name = (
+            f"{made.get('gpu', made['cpu'])}, {made['cores']} cores,"
+            f" {' '.join(made['flags']) or 'no AVX'}"
+        )
         name += ", tiny sizes" * record["quick"]
-        found.setdefault(name, {}).update(dict.fromkeys(record["benchmarks"], (record["date"], record)))
+        found.setdefault(name, {}).update(
+            dict.fromkeys(record["benchmarks"], (record["date"], record))
+        )
     return found
 
 
@@ -84,7 +104,10 @@ def line_of(row: Json) -> str:
     bold = "**" if row["met"] is False else ""
     raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
     value = f"{bold}{shown(row)}{bold}"
-    return f"| {cell(row['name'])} | {value} | {row['goal'] or ''} | {raw} | {row['load']} | {against(row)} |"
+    return (
+        f"| {cell(row['name'])} | {value} | {row['goal'] or ''} | {raw} | {row['load']} |"
+        f" {against(row)} |"
+    )
 
 
 def lines_while_measuring(row: Json) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Cost of weight penalties in one training step of a Transformer encoder (d=512, dff=2048, 8 heads, 1024 tokens).
+"""Cost of weight penalties in one training step of a Transformer encoder (d=512, dff=2048, 8 heads,
+1024 tokens).
 
-One step is forward + backward + AdamW. Every variant adds |P^T P - I|^2 (P: query, key, value and output stacked) and
+One step is forward + backward + AdamW. Every variant adds |P^T P - I|^2 (P: query, key, value and
+output stacked) and
 |M1^T M1 - I|^2 + |M2^T M2 - I|^2 of every layer. The value is the penalty's time over the step's.
 """
 
@@ -22,7 +24,8 @@ Cost = Callable[[], Tensor | None]
 def stacks(roles: Roles) -> list[list[Tensor]]:
     """Return the weights of every penalty term."""
     joint = [
-        [part.query.tensor(), part.key.tensor(), part.value.tensor(), part.output.tensor()] for part in roles.attention
+        [part.query.tensor(), part.key.tensor(), part.value.tensor(), part.output.tensor()]
+        for part in roles.attention
     ]
     return joint + [[view.tensor()] for part in roles.feedforward for view in (part.up, part.down)]
 
@@ -62,17 +65,34 @@ def rows(setup: Setup) -> Iterator[Row]:
 
     ours = partial(OrthogonalityPenalty, model, attention=1e-8, feedforward=1e-8)
     variants: dict[str, tuple[Cost, int, str | None]] = {
-        "big side, autograd": (lambda: by_autograd(roles, lambda w: w.shape[0] > w.shape[1]), 1, None),
+        "big side, autograd": (
+            lambda: by_autograd(roles, lambda w: w.shape[0] > w.shape[1]),
+            1,
+            None,
+        ),
         "W^T W, autograd": (lambda: by_autograd(roles, lambda _: False), 1, None),
-        "small side, autograd": (lambda: by_autograd(roles, lambda w: w.shape[0] < w.shape[1]), 1, None),
+        "small side, autograd": (
+            lambda: by_autograd(roles, lambda w: w.shape[0] < w.shape[1]),
+            1,
+            None,
+        ),
         "OrthogonalityPenalty": (ours(), 1, "<= 0.3"),
         "OrthogonalityPenalty, bf16 products": (ours(gram_dtype=torch.bfloat16), 1, None),
         "OrthogonalityPenalty, every=10": (ours(every=10), 10, "<= 0.03"),
     }
-    sides = {name: Side(partial(differentiate, cost), repeats=repeats) for name, (cost, repeats, _) in variants.items()}
+    sides = {
+        name: Side(partial(differentiate, cost), repeats=repeats)
+        for name, (cost, repeats, _) in variants.items()
+    }
     times = setup.interleave({"step": step, **sides}, 7)
     for name, (_, _, goal) in variants.items():
-        yield ratio_row(f"{name}, share of a step of {count} layers at {tokens} tokens", times, name, "step", goal)
+        yield ratio_row(
+            f"{name}, share of a step of {count} layers at {tokens} tokens",
+            times,
+            name,
+            "step",
+            goal,
+        )
 
 
 BENCHMARK = Benchmark(

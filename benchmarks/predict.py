@@ -1,7 +1,9 @@
-"""Lines per second of `wellposed predict` on a translation model against a bare `generate` loop over the same lines.
+"""Lines per second of `wellposed predict` on a translation model against a bare `generate` loop
+over the same lines.
 
-The bare loop takes the lines in batches as they come; the harder one sorts them by length first, as we do. All tokenise
-and decode; ours also checks the lengths, restores the order, counts lines and writes the file. Loading is left out.
+The bare loop takes the lines in batches as they come; the harder one sorts them by length first, as
+we do. All tokenise and decode; ours also checks the lengths, restores the order, counts lines and
+writes the file. Loading is left out.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from wellposed.tasks.kinds.generate import generate_keywords
 BEAMS, SIZE = 4, 32
 
 
-def bare(model: Any, tokenizer: Any, lines: list[str], decoding: Any, *, is_sorted: bool) -> list[str]:
+def bare(
+    model: Any, tokenizer: Any, lines: list[str], decoding: Any, *, is_sorted: bool
+) -> list[str]:
     """Translate as a tutorial would write it."""
     lines = sorted(lines, key=len, reverse=True) if is_sorted else lines
     texts: list[str] = []
     for start in range(0, len(lines), SIZE):
         batch = tokenizer(lines[start : start + SIZE], padding=True, return_tensors="pt")
-        keywords = generate_keywords(model, tokenizer, longest=batch["input_ids"].shape[1], decoding=decoding)
+        keywords = generate_keywords(
+            model, tokenizer, longest=batch["input_ids"].shape[1], decoding=decoding
+        )
         with torch.inference_mode():
             out = model.generate(**batch, **keywords)
         texts += tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
@@ -42,7 +48,9 @@ def rows(setup: Setup) -> Iterator[Row]:
     """Two, for the two bare loops."""
     model, tokenizer = load_model(str(setup.model)), load_tokenizer(str(setup.model))
     lines = Path(str(setup.data)).read_text(encoding="utf-8").split("\n")[: setup.size(256, 4)]
-    decoding = build_decoding(beams=BEAMS, length_penalty=1.0, gnmt=False, n_best=1, max_new_tokens=None)
+    decoding = build_decoding(
+        beams=BEAMS, length_penalty=1.0, gnmt=False, n_best=1, max_new_tokens=None
+    )
     translator = Translator(model, tokenizer, decoding, SIZE, "refuse")
     with tempfile.TemporaryDirectory() as folder:
 
@@ -53,11 +61,19 @@ def rows(setup: Setup) -> Iterator[Row]:
 
         loops = {
             "bare loop": partial(bare, model, tokenizer, lines, decoding, is_sorted=False),
-            "bare loop sorted by length": partial(bare, model, tokenizer, lines, decoding, is_sorted=True),
+            "bare loop sorted by length": partial(
+                bare, model, tokenizer, lines, decoding, is_sorted=True
+            ),
         }
         times = setup.interleave({"predict": ours, **loops}, 3)
     for other in loops:
-        yield ratio_row(f"predict / {other}, {len(lines)} lines, beams {BEAMS}", times, "predict", other, "<= 1.1")
+        yield ratio_row(
+            f"predict / {other}, {len(lines)} lines, beams {BEAMS}",
+            times,
+            "predict",
+            other,
+            "<= 1.1",
+        )
 
 
 BENCHMARK = Benchmark(

@@ -1,4 +1,5 @@
-"""What a run leaves behind: rows as JSON, a file for each machine and day, each beside the same row of the last run."""
+"""What a run leaves behind: rows as JSON, a file for each machine and day, each beside the same row
+of the last run."""
 
 from __future__ import annotations
 
@@ -22,11 +23,18 @@ Json = dict[str, Any]
 
 
 def machine(device: str) -> Json:
-    """Return the processor with its cores and the flags that matter here, and the GPU where it is measured."""
-    found: Json = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "flags": []}
+    """Return the processor with its cores and the flags that matter here, and the GPU where it is
+    measured."""
+    found: Json = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "flags": [],
+    }
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        fields = dict(line.split(":", 1) for line in info.read_text("utf-8").splitlines() if ":" in line)
+        fields = dict(
+            line.split(":", 1) for line in info.read_text("utf-8").splitlines() if ":" in line
+        )
         fields = {name.strip(): value.strip() for name, value in fields.items()}
         found["cpu"] = fields.get("model name", found["cpu"])
         found["flags"] = [flag for flag in FLAGS if flag in fields.get("flags", "").split()]
@@ -37,7 +45,10 @@ def machine(device: str) -> Json:
 
 def key_of(described: Json) -> str:
     """Return the name of a machine in file names."""
-    words = [described.get("gpu") or f"{described['cpu']} {described['cores']} cores", *described["flags"]]
+    words = [
+        described.get("gpu") or f"{described['cpu']} {described['cores']} cores",
+        *described["flags"],
+    ]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
@@ -68,7 +79,9 @@ class Record:
     def last(self, benchmark: str) -> Json:
         """Return the newest rows of a benchmark on this machine, by name."""
         for path in sorted(self.folder.glob(f"{self.machine_key}-????-??-??.json"), reverse=True):
-            rows = json.loads(path.read_text("utf-8"))["benchmarks"].get(benchmark, {}).get("rows", [])
+            rows = (
+                json.loads(path.read_text("utf-8"))["benchmarks"].get(benchmark, {}).get("rows", [])
+            )
             if rows:
                 return {row["name"]: {**row, "date": path.stem[-10:]} for row in rows}
         return {}
@@ -99,7 +112,8 @@ def versions() -> dict[str, str]:
 
 
 def compared(row: Row, last: Json) -> Json:
-    """Return a row as JSON, with the load of the machine, and beside the same row of the last run."""
+    """Return a row as JSON, with the load of the machine, and beside the same row of the last
+    run."""
     made = {**asdict(row), "met": row.met, "load": round(os.getloadavg()[0], 1)}
     before = last.get(row.name)
     if before is not None:

@@ -1,9 +1,10 @@
 """Activation memory of reversible stacks by depth, and the time their backward pass costs.
 
-Three measures. Saved: bytes the graph keeps, by `torch.autograd.graph.saved_tensors_hooks`. Live: the most bytes of
-tensors alive at one moment of forward and backward, less those alive before and less one gradient for each parameter
-(a stack of L blocks has L blocks' gradients whatever its method; they are no activations). Process: growth of the
-memory of a fresh process, less the same gradients; the allocator's unused pages are in it.
+Three measures. Saved: bytes the graph keeps, by `torch.autograd.graph.saved_tensors_hooks`. Live:
+the most bytes of tensors alive at one moment of forward and backward, less those alive before and
+less one gradient for each parameter (a stack of L blocks has L blocks' gradients whatever its
+method; they are no activations). Process: growth of the memory of a fresh process, less the same
+gradients; the allocator's unused pages are in it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Sizes = tuple[int, int, int]
 
 
 def build(kind: str, depth: int, sizes: Sizes) -> ReversibleSequential:
-    """Return a stack of contractive L2 attention residuals, or of couplings of L2 attention and a feed-forward."""
+    """Return a stack of contractive L2 attention residuals, or of couplings of L2 attention and a
+    feed-forward."""
     torch.manual_seed(0)
     width, tokens, _ = sizes
 
@@ -88,7 +90,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what it made."""
         del types
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
@@ -110,7 +114,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
-    """Most bytes of tensors alive during forward and backward, without one gradient for each parameter."""
+    """Most bytes of tensors alive during forward and backward, without one gradient for each
+    parameter."""
     gradients = sum(parameter.nbytes for parameter in stack.parameters())
     with LiveBytes() as counter:
         both_ways(stack, x, is_plain)
@@ -129,7 +134,9 @@ def memory(kind: str, depth: int, sizes: Sizes, is_plain: bool) -> dict[str, flo
     return {"saved": saved / 2**20, "live": live / 2**20, "process": grown - gradients / 2**20}
 
 
-def memories(kinds: tuple[str, ...], depths: tuple[int, int], sizes: Sizes) -> dict[tuple[str, bool, int], Any]:
+def memories(
+    kinds: tuple[str, ...], depths: tuple[int, int], sizes: Sizes
+) -> dict[tuple[str, bool, int], Any]:
     """Return the memory of every kind, ordinary or not, and depth."""
     torch.set_num_threads(1)
     return {
@@ -155,10 +162,13 @@ def rows(setup: Setup) -> Iterator[Row]:
                 )  # fmt: skip
         stack, x = build(kind, shallow, sizes), inputs(sizes)
         sides = {
-            name: partial(both_ways, stack, x, is_plain) for name, is_plain in (("reversible", False), ("plain", True))
+            name: partial(both_ways, stack, x, is_plain)
+            for name, is_plain in (("reversible", False), ("plain", True))
         }
         times = setup.interleave(sides, 3)
-        yield ratio_row(f"time of a pass over plain, {shallow} blocks, {kind}", times, "reversible", "plain")
+        yield ratio_row(
+            f"time of a pass over plain, {shallow} blocks, {kind}", times, "reversible", "plain"
+        )
 
 
 BENCHMARK = Benchmark(

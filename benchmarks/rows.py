@@ -1,6 +1,8 @@
-"""What every benchmark here shares: a row, the setup it is measured under, and a clock that takes all sides in turns.
+"""What every benchmark here shares: a row, the setup it is measured under, and a clock that takes
+all sides in turns.
 
-A benchmark is a module with ``BENCHMARK = Benchmark(...)``, whose ``rows`` yields a `Row` as soon as it is measured.
+A benchmark is a module with ``BENCHMARK = Benchmark(...)``, whose ``rows`` yields a `Row` as soon
+as it is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value with its spread: the middle 80 % of rounds, all of them where there are few."""
+    """A measured value with its spread: the middle 80 % of rounds, all of them where there are
+    few."""
 
     name: str
     value: float
@@ -37,7 +40,8 @@ class Row:
     ours: float | None = None
     other: float | None = None
     unit: str = "ms"
-    """Of `ours` and `other`; the value is a plain number, a ratio unless the name says otherwise."""
+    """Of `ours` and `other`; the value is a plain number, a ratio unless the name says
+    otherwise."""
 
     @property
     def met(self) -> bool | None:
@@ -52,7 +56,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the things compared: ``prepare`` is not timed, and a time is that of ``run`` over repeats and shares."""
+    """One of the things compared: ``prepare`` is not timed, and a time is that of ``run`` over
+    repeats and shares."""
 
     run: Call
     prepare: Call | None = None
@@ -80,10 +85,15 @@ class Setup:
         return self.rounds or self.size(usual, 2)
 
     def clock(self) -> float:
-        """Processor time on one thread, which other work on the machine disturbs least; else the clock on the wall."""
+        """Processor time on one thread, which other work on the machine disturbs least; else the
+        clock on the wall."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return time.process_time() if self.device == "cpu" and self.threads == 1 else time.perf_counter()
+        return (
+            time.process_time()
+            if self.device == "cpu" and self.threads == 1
+            else time.perf_counter()
+        )
 
     def seconds(self, run: Call) -> float:
         """Time one call."""
@@ -92,8 +102,11 @@ class Setup:
         return self.clock() - start
 
     def interleave(self, sides: Mapping[str, Call | Side], rounds: int) -> Times:
-        """Run all sides in every round, each beginning with another; the first round warms caches and is left out."""
-        known = {name: side if isinstance(side, Side) else Side(side) for name, side in sides.items()}
+        """Run all sides in every round, each beginning with another; the first round warms caches
+        and is left out."""
+        known = {
+            name: side if isinstance(side, Side) else Side(side) for name, side in sides.items()
+        }
         names = list(known)
         times: Times = {name: [] for name in names}
         for turn in range(self.rounds_of(rounds) + 1):
@@ -129,11 +142,27 @@ def row_of(name: str, values: list[float], goal: str | None = None, **raw: Any) 
     """Return the median of ``values`` and their spread."""
     ordered = sorted(values)
     last = len(ordered) - 1
-    return Row(name, statistics.median(ordered), ordered[last // 10], ordered[math.ceil(0.9 * last)], goal, **raw)
+    return Row(
+        name,
+        statistics.median(ordered),
+        ordered[last // 10],
+        ordered[math.ceil(0.9 * last)],
+        goal,
+        **raw,
+    )
 
 
-def ratio_row(name: str, times: Times, ours: str, other: str, goal: str | None = None, *, inverse: bool = False) -> Row:
-    """Return the median over rounds of the time of ``ours`` over that of ``other``; the inverse is how often faster."""
+def ratio_row(
+    name: str,
+    times: Times,
+    ours: str,
+    other: str,
+    goal: str | None = None,
+    *,
+    inverse: bool = False,
+) -> Row:
+    """Return the median over rounds of the time of ``ours`` over that of ``other``; the inverse is
+    how often faster."""
     pairs = zip(times[ours], times[other], strict=True)
     ratios = [b / a if inverse else a / b for a, b in pairs]
     mine, theirs = (1e3 * statistics.median(times[side]) for side in (ours, other))
@@ -146,8 +175,13 @@ def single(name: str, value: float, goal: str | None = None, **raw: Any) -> Row:
 
 
 def in_fresh_process(call: Callable[..., T], *arguments: Any) -> T:
-    """Return ``call(*arguments)`` from a new process (a peak never falls), where every tensor has its own pages."""
-    given = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_MMAP_MAX_": "1000000", "OMP_NUM_THREADS": "1"}
+    """Return ``call(*arguments)`` from a new process (a peak never falls), where every tensor has
+    its own pages."""
+    given = {
+        "MALLOC_MMAP_THRESHOLD_": "4096",
+        "MALLOC_MMAP_MAX_": "1000000",
+        "OMP_NUM_THREADS": "1",
+    }
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
@@ -162,13 +196,16 @@ def in_fresh_process(call: Callable[..., T], *arguments: Any) -> T:
 
 
 def peak_mib(run: Call, device: str = "cpu") -> float:
-    """Return by how many MiB ``run`` raises the memory of this process at most (Linux), or that of the GPU."""
+    """Return by how many MiB ``run`` raises the memory of this process at most (Linux), or that of
+    the GPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from what is held now
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="ascii"
+    )  # the peak starts from what is held now
     before = _resident("VmRSS")
     run()
     return (_resident("VmHWM") - before) / 1024

@@ -1,10 +1,12 @@
-"""Learning rates of sengupta2023 at mini scale, tuned alike: every model at every rate, chosen on the validation split.
+"""Learning rates of sengupta2023 at mini scale, tuned alike: every model at every rate, chosen on
+the validation split.
 
-    python benchmarks/sengupta2023_rates.py --data FOLDER --out runs/rates [--studies ag_news imdb] [--jobs 2]
+    python benchmarks/sengupta2023_rates.py --data FOLDER --out runs/rates [--studies ag_news imdb]
+    [--jobs 2]
 
-Each model trains once per rate, with the sizes of the recipe and a seed that the recipes do not report. The rate that
-is best on valid goes into `recipes/sengupta2023/studies.py`. Finished runs are kept: a second call goes on where the
-first one stopped.
+Each model trains once per rate, with the sizes of the recipe and a seed that the recipes do not
+report. The rate that is best on valid goes into `recipes/sengupta2023/studies.py`. Finished runs
+are kept: a second call goes on where the first one stopped.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def valid_metric(job: tuple[str, str, float, str, Path]) -> tuple[str, str, floa
 
 def main() -> None:
     """Train and print one table per study, the best rate of each model marked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
@@ -73,14 +75,20 @@ def main() -> None:
     grid = itertools.product(options.studies, options.variants, options.rates)
     jobs = [(*point, options.data, options.out) for point in grid]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        found = {(name, variant, rate): value for name, variant, rate, value in pool.imap(valid_metric, jobs)}
+        found = {
+            (name, variant, rate): value
+            for name, variant, rate, value in pool.imap(valid_metric, jobs)
+        }
     for name in options.studies:
         print(f"\n| {name} | " + " | ".join(f"{rate:g}" for rate in options.rates) + " |")
         print("| --- " * (len(options.rates) + 1) + "|")
         for variant in options.variants:
             values = [found[name, variant, rate] for rate in options.rates]
             best = max(value for value in values if value == value)
-            cells = [f"**{abs(value):.4g}**" if value == best else f"{abs(value):.4g}" for value in values]
+            cells = [
+                f"**{abs(value):.4g}**" if value == best else f"{abs(value):.4g}"
+                for value in values
+            ]
             print(f"| {variant} | " + " | ".join(cells) + " |")
 
 

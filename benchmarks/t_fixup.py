@@ -1,8 +1,10 @@
-"""What T-Fixup does at initialisation: signal and one training step by depth, beside plain Xavier without LayerNorm.
+"""What T-Fixup does at initialisation: signal and one training step by depth, beside plain Xavier
+without LayerNorm.
 
-The signal is |out| / |in| of an encoder on random tokens. The step is |f(W - lr g) - f(W)| / lr, g the gradient of
-<f, u> with |u| = 1, in float64, by which parameters are stepped: matrices alone (what the derivation of Huang et al.
-2020 is on), or biases too (each adds a term of order one, so the sum grows with depth).
+The signal is |out| / |in| of an encoder on random tokens. The step is |f(W - lr g) - f(W)| / lr, g
+the gradient of <f, u> with |u| = 1, in float64, by which parameters are stepped: matrices alone
+(what the derivation of Huang et al. 2020 is on), or biases too (each adds a term of order one, so
+the sum grows with depth).
 """
 
 from __future__ import annotations
@@ -34,25 +36,34 @@ def batch_of(sentences: int, tokens: int, *, decoder: bool) -> dict[str, torch.T
     return {name: torch.randint(0, 50, (sentences, tokens)) for name in names}
 
 
-def step_size(depth: int, width: int, seed: int, *, fixup: bool, decoder: bool, biases: bool) -> float:
+def step_size(
+    depth: int, width: int, seed: int, *, fixup: bool, decoder: bool, biases: bool
+) -> float:
     """Return |change of the output| / lr of one step of gradient descent."""
     torch.manual_seed(seed)
     model = build(depth, width, fixup=fixup, decoder=decoder).double()
-    return step_change(model, batch_of(4, 8, decoder=decoder), lr=1e-5 if fixup else 1e-11, biases=biases)
+    return step_change(
+        model, batch_of(4, 8, decoder=decoder), lr=1e-5 if fixup else 1e-11, biases=biases
+    )
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Signal, then steps; the goal of a step is the one at the least depth, within a factor of 2."""
+    """Signal, then steps; the goal of a step is the one at the least depth, within a factor of
+    2."""
     width = setup.size(512, 16)
     for decoder in (False, True):
         for depth in setup.size((6, 20), (2,)):
             for fixup in (True, False):
                 torch.manual_seed(0)
                 model = build(depth, width, fixup=fixup, decoder=decoder)
-                value = signal_propagation(model, batch_of(2, 16, decoder=decoder)).ratios("encoder")[-1]
+                value = signal_propagation(model, batch_of(2, 16, decoder=decoder)).ratios(
+                    "encoder"
+                )[-1]
                 how = "t_fixup" if fixup else "xavier"
                 goal = "1.0 to 1.1" if fixup and not decoder else None
-                yield single(f"|out| / |in|, {NAMES[decoder]} of {depth}, width {width}, {how}", value, goal)
+                yield single(
+                    f"|out| / |in|, {NAMES[decoder]} of {depth}, width {width}, {how}", value, goal
+                )
     width, seeds = setup.size((64, 3), (16, 2))
     for decoder in (False, True):
         for fixup, biases in ((True, False), (True, True), (False, False)):
@@ -60,9 +71,18 @@ def rows(setup: Setup) -> Iterator[Row]:
             first: float | None = None
             for depth in setup.size((2, 8, 32), (1, 2)):
                 found = [step_size(depth, width, seed, **how) for seed in range(seeds)]
-                goal = f"{first / 2:.3g} to {first * 2:.3g}" if first and fixup and not biases else None
-                stepped = f"{'t_fixup' if fixup else 'xavier'}, {'all stepped' if biases else 'matrices stepped'}"
-                row = row_of(f"|change of output| / lr, {NAMES[decoder]} of {depth}, {stepped}", found, goal)
+                goal = (
+                    f"{first / 2:.3g} to {first * 2:.3g}"
+                    if first and fixup and not biases
+                    else None
+                )
+                stepped = (
+                    f"{'t_fixup' if fixup else 'xavier'},"
+                    f" {'all stepped' if biases else 'matrices stepped'}"
+                )
+                row = row_of(
+                    f"|change of output| / lr, {NAMES[decoder]} of {depth}, {stepped}", found, goal
+                )
                 first = first or row.value
                 yield row
 

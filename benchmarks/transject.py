@@ -1,9 +1,13 @@
-"""TransJect against `nn.TransformerEncoder`: one forward pass, its growth with length, memory, and a training step.
+"""TransJect against `nn.TransformerEncoder`: one forward pass, its growth with length, memory, and
+a training step.
 
-Width 512, 6 layers, batch 1, eval, no gradients; ours has 4 experts, the Transformer 8 heads and a feed-forward of
-2048. The Transformer is run twice: as it is (its fast path, which makes the N x N weights), and with the fast path off
-(`scaled_dot_product_attention`). Memory is the peak of a fresh process above what it holds before the pass. The step of
-training has 8192 tokens; re-orthogonalisation is what `constrain_` adds to `optimizer.step()`.
+Width 512, 6 layers, batch 1, eval, no gradients; ours has 4 experts, the Transformer 8 heads and a
+feed-forward of
+2048. The Transformer is run twice: as it is (its fast path, which makes the N x N weights), and
+  with the fast path off
+(`scaled_dot_product_attention`). Memory is the peak of a fresh process above what it holds before
+the pass. The step of training has 8192 tokens; re-orthogonalisation is what `constrain_` adds to
+`optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rows import Benchmark, Call, Row, Setup, Side, in_fresh_process, peak_mib, ratio_row, row_of, single
+from benchmarks.rows import (
+    Benchmark,
+    Call,
+    Row,
+    Setup,
+    Side,
+    in_fresh_process,
+    peak_mib,
+    ratio_row,
+    row_of,
+    single,
+)
 from wellposed.constrain import constrain_
 from wellposed.nn import OrthogonalLinear, TransJectStack
 
@@ -56,7 +71,9 @@ def run_encoder(encoder: nn.Module, x: Tensor) -> None:
         encoder(x)
 
 
-def forward_rows(setup: Setup, dtype: torch.dtype, lengths: list[int], alone: list[int]) -> Iterator[Row]:
+def forward_rows(
+    setup: Setup, dtype: torch.dtype, lengths: list[int], alone: list[int]
+) -> Iterator[Row]:
     """Two rows for each length, and the slope from 1024 tokens on."""
     name, width, layers = str(dtype).removeprefix("torch."), *setup.size((512, 6), (32, 1))
     stack, encoder = (build(width, layers).to(setup.device, dtype) for build in KINDS.values())
@@ -67,13 +84,22 @@ def forward_rows(setup: Setup, dtype: torch.dtype, lengths: list[int], alone: li
         side = partial(Side, repeats=max(1, setup.size(1024, 1) // length))
         sides = {"ours": side(partial(stack, x))}
         if length in lengths:
-            sides |= {"encoder": side(partial(encoder, x)), "its sdpa path": side(partial(run_encoder, encoder, x))}
+            sides |= {
+                "encoder": side(partial(encoder, x)),
+                "its sdpa path": side(partial(run_encoder, encoder, x)),
+            }
         with torch.inference_mode():
             times = setup.interleave(sides, 5)
         own[length] = statistics.median(times["ours"])
         for other in list(sides)[1:]:
-            goal = {128: ">= 1", 4096: ">= 6"}.get(length) if dtype == torch.float32 and other == "encoder" else None
-            yield ratio_row(f"{other} / ours, {name}, N = {length}", times, "ours", other, goal, inverse=True)
+            goal = (
+                {128: ">= 1", 4096: ">= 6"}.get(length)
+                if dtype == torch.float32 and other == "encoder"
+                else None
+            )
+            yield ratio_row(
+                f"{other} / ours, {name}, N = {length}", times, "ours", other, goal, inverse=True
+            )
     long = sorted(length for length in own if length >= setup.size(1024, 1))
     if len(long) > 1:
         slope = math.log(own[long[-1]] / own[long[0]]) / math.log(long[-1] / long[0])
@@ -86,7 +112,10 @@ def peaks(kind: str, lengths: list[int], device: str) -> list[float]:
     torch.set_num_threads(1)
     model = KINDS[kind](512, 6).to(device)
     model(torch.randn(1, 16, 512, device=device))
-    return [peak_mib(partial(model, torch.randn(1, length, 512, device=device)), device) for length in lengths]
+    return [
+        peak_mib(partial(model, torch.randn(1, length, 512, device=device)), device)
+        for length in lengths
+    ]
 
 
 def memory_rows(setup: Setup) -> Iterator[Row]:
@@ -95,16 +124,23 @@ def memory_rows(setup: Setup) -> Iterator[Row]:
     found = [in_fresh_process(peaks, kind, lengths, setup.device) for kind in KINDS]
     for length, mine, theirs in zip(lengths, *found, strict=True):
         yield single(
-            f"extra peak memory, encoder / ours, N = {length}", theirs / mine, ours=mine, other=theirs, unit="MiB"
+            f"extra peak memory, encoder / ours, N = {length}",
+            theirs / mine,
+            ours=mine,
+            other=theirs,
+            unit="MiB",
         )
 
 
 def training_row(setup: Setup) -> Row:
-    """The share of `constrain_` in a step; the same gradients are stepped along with and without it."""
+    """The share of `constrain_` in a step; the same gradients are stepped along with and without
+    it."""
     batch, length, width, layers = setup.size((16, 512, 512, 6), (2, 8, 32, 1))
     x, goal = torch.randn(2, batch, length, width, device=setup.device).unbind()
     model, twin = (ours(width, layers).train().to(setup.device) for _ in range(2))
-    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3, weight_decay=0.0) for part in (model, twin)]
+    optimizers = [
+        torch.optim.AdamW(part.parameters(), lr=1e-3, weight_decay=0.0) for part in (model, twin)
+    ]
     constrain_(model, optimizers[0], where=OrthogonalLinear)
 
     def backward() -> None:
@@ -120,13 +156,22 @@ def training_row(setup: Setup) -> Row:
         "backward": backward, "held": optimizers[0].step, "free": Side(optimizers[1].step, copy_gradients),
     }  # fmt: skip
     times = setup.interleave(sides, 5)
-    shares = [(h - f) / (b + h) for b, h, f in zip(times["backward"], times["held"], times["free"], strict=True)]
-    return row_of(f"re-orthogonalisation, share of a training step of {batch} x {length} tokens", shares, "<= 0.05")
+    shares = [
+        (h - f) / (b + h)
+        for b, h, f in zip(times["backward"], times["held"], times["free"], strict=True)
+    ]
+    return row_of(
+        f"re-orthogonalisation, share of a training step of {batch} x {length} tokens",
+        shares,
+        "<= 0.05",
+    )
 
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Forward passes in both dtypes, memory, training."""
-    yield from forward_rows(setup, torch.float32, setup.size([128, 1024, 4096], [16]), setup.size([16384], []))
+    yield from forward_rows(
+        setup, torch.float32, setup.size([128, 1024, 4096], [16]), setup.size([16384], [])
+    )
     yield from forward_rows(setup, torch.bfloat16, setup.size([128, 1024], [16]), [])
     if not setup.quick:
         yield from memory_rows(setup)

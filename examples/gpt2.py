@@ -1,4 +1,5 @@
-"""Keep feed-forward weights of a GPT-2 exactly orthogonal while it learns, and penalise its keys and affinities."""
+"""Keep feed-forward weights of a GPT-2 exactly orthogonal while it learns, and penalise its keys
+and affinities."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import wellposed as wp
 
 # A small model and random text, so that nothing is downloaded; any GPT-2 and any tokens go here.
 model = GPT2LMHeadModel(
-    GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
+    GPT2Config(
+        vocab_size=100,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 tokens = torch.randint(0, 100, (4, 16))

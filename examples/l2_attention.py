@@ -1,4 +1,5 @@
-"""Put L2 attention with one weight for queries and keys into a BERT, train it, save it and load it again."""
+"""Put L2 attention with one weight for queries and keys into a BERT, train it, save it and load it
+again."""
 
 from __future__ import annotations
 
@@ -9,11 +10,15 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import wellposed as wp
 
-# A small model and random texts, so that nothing is downloaded; any model whose attention has a name goes here.
-config = BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+# A small model and random texts, so that nothing is downloaded; any model whose attention has a
+# name goes here.
+config = BertConfig(
+    vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+)
 tokens, labels = torch.randint(0, 100, (8, 16)), torch.randint(0, 2, (8,))
 
-# The three lines: a model, another attention in it, and one parameter where queries and keys had two.
+# The three lines: a model, another attention in it, and one parameter where queries and keys had
+# two.
 model = BertForSequenceClassification(config)
 wp.integrations.set_attention_(model, "wellposed_l2")
 print("tied:", *wp.tie_queries_and_keys_(model))
@@ -28,5 +33,7 @@ model.eval()
 with tempfile.TemporaryDirectory() as folder, torch.no_grad():
     model.save_pretrained(folder)
     # The weights say that queries and keys agree; the attention is to be named again.
-    again = BertForSequenceClassification.from_pretrained(folder, attn_implementation="wellposed_l2").eval()
+    again = BertForSequenceClassification.from_pretrained(
+        folder, attn_implementation="wellposed_l2"
+    ).eval()
     print("loads as it was saved:", torch.equal(again(tokens).logits, model(tokens).logits))

@@ -9,7 +9,12 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import wellposed as wp
 
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 class Classifier(lightning.LightningModule):
@@ -17,7 +22,9 @@ class Classifier(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=3, **SHAPE))
+        self.model = ViTForImageClassification(
+            ViTConfig(image_size=16, patch_size=4, num_labels=3, **SHAPE)
+        )
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return the loss."""
@@ -33,12 +40,21 @@ class Classifier(lightning.LightningModule):
 torch.manual_seed(0)
 classifier = Classifier()
 images = [(torch.randn(3, 16, 16), number % 3) for number in range(24)]
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet).fit(classifier, DataLoader(images, batch_size=8))
+quiet = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet).fit(
+    classifier, DataLoader(images, batch_size=8)
+)
 held = [
     weight.view.tensor().detach()
     for weight in wp.find_roles(classifier.model).weights()
     if weight.role in ("query", "key")
 ]
-worst = max(torch.linalg.matrix_norm(weight.T @ weight - torch.eye(32), 2).item() for weight in held)
+worst = max(
+    torch.linalg.matrix_norm(weight.T @ weight - torch.eye(32), 2).item() for weight in held
+)
 print(f"largest |W^T W - I| after training: {worst:.1e}")

@@ -9,11 +9,18 @@ from transformers import BertConfig, BertForSequenceClassification
 import wellposed as wp
 
 torch.manual_seed(0)
-shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+shape = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 bert = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=2, **shape))
 model = get_peft_model(bert, LoraConfig(r=4, target_modules=["query", "key"], task_type="SEQ_CLS"))
 tokens, labels = torch.randint(0, 100, (8, 12)), torch.arange(8) % 2
-optimizer = torch.optim.AdamW((weight for weight in model.parameters() if weight.requires_grad), lr=1e-2)
+optimizer = torch.optim.AdamW(
+    (weight for weight in model.parameters() if weight.requires_grad), lr=1e-2
+)
 
 # Without adapters=True this is an error: the frozen weights have no gradient.
 penalty = wp.OrthogonalityPenalty(model, key=1e-2, query=1e-2, adapters=True)

@@ -1,4 +1,5 @@
-"""One run in two workers of Ray Train on this machine: each calls `wellposed.training.train`, unchanged.
+"""One run in two workers of Ray Train on this machine: each calls `wellposed.training.train`,
+unchanged.
 
 Needs `pip install ray[train]`. On a cluster, `out` is a folder that every node sees.
 """
@@ -16,7 +17,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def worker(options: dict[str, Any]) -> None:
-    """Be one process of the run; Ray has set RANK, WORLD_SIZE and the address where the processes meet."""
+    """Be one process of the run; Ray has set RANK, WORLD_SIZE and the address where the processes
+    meet."""
     from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
 
     config = RunConfig(

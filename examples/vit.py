@@ -10,7 +10,12 @@ import wellposed as wp
 # A small model and random images, so that nothing is downloaded; any ViT and any images go here.
 model = ViTForImageClassification(
     ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
     )
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

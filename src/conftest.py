@@ -1,4 +1,5 @@
-"""Doctests of one module alone: its package is imported first, so that what it registers is registered once."""
+"""Doctests of one module alone: its package is imported first, so that what it registers is
+registered once."""
 
 from __future__ import annotations
 

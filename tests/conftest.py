@@ -18,7 +18,8 @@ def shared_data() -> Path:
     folder = Path(os.environ.get("WELLPOSED_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(
-            f"no shared data at {folder}; set WELLPOSED_DATA to the folder that holds ptb/, listops/, imdb/, ..."
+            f"no shared data at {folder}; set WELLPOSED_DATA to the folder that holds ptb/,"
+            " listops/, imdb/, ..."
         )
     return folder
 

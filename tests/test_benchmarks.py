@@ -1,4 +1,5 @@
-"""`python -m benchmarks` at its tiniest: the rows, the JSON, the page, and the comparison with the last run."""
+"""`python -m benchmarks` at its tiniest: the rows, the JSON, the page, and the comparison with the
+last run."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_two_runs_leave_rows_a_page_and_a_comparison(
 
 def test_what_runs_on_a_gpu_runs_tiny_here(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:
     on_gpu = [name for name, one in runner.benchmarks() if "cuda" in one.devices]
-    assert {"flex_attention", "penalties", "orthogonality", "transject", "l2_attention"} <= set(on_gpu)
+    assert {"flex_attention", "penalties", "orthogonality", "transject", "l2_attention"} <= set(
+        on_gpu
+    )
     taken = ["flex_attention", "penalties", "orthogonality", "transject", "l2_attention"]
     assert runner.main([*taken, "--quick", "--rounds", "1"]) == 0
     shown = capsys.readouterr().out
@@ -81,7 +84,9 @@ def test_without_a_gpu_one_line_says_so(
     assert capsys.readouterr().out == "no CUDA here\n"
 
 
-def test_what_needs_a_model_says_so_and_names_are_checked(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_a_model_says_so_and_names_are_checked(
+    runner: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert runner.main(["predict"]) == 0
     assert "python -m benchmarks predict --model ... --data ..." in capsys.readouterr().out
     assert runner.main(["bal"]) == 2
@@ -105,7 +110,9 @@ def test_a_goal_is_met_or_not(runner: Any, goal: str, value: float, met: bool) -
 def test_sides_take_turns_and_the_first_round_is_left_out(runner: Any) -> None:
     rows = importlib.import_module("benchmarks.rows")
     order: list[str] = []
-    times = rows.Setup(rounds=2).interleave({name: lambda name=name: order.append(name) for name in "abc"}, 9)
+    times = rows.Setup(rounds=2).interleave(
+        {name: lambda name=name: order.append(name) for name in "abc"}, 9
+    )
     assert "".join(order) == "abcbcacab"
     assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
     row = rows.ratio_row("a / b", {"a": [2.0, 3.0, 8.0], "b": [1.0, 1.0, 2.0]}, "a", "b")

@@ -1,4 +1,5 @@
-"""Charts: axes that are compared are shared, legends stand outside, short logarithmic axes have numbers, boxes."""
+"""Charts: axes that are compared are shared, legends stand outside, short logarithmic axes have
+numbers, boxes."""
 
 from __future__ import annotations
 
@@ -15,12 +16,18 @@ def texts(path: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
 
 
-def panel(values: Sequence[float], *, y_label: str = "loss", label: str = "a", **more: object) -> Panel:
-    return Panel("panel", "step", y_label, [Series(label, range(1, len(values) + 1), values)], **more)  # type: ignore[arg-type]
+def panel(
+    values: Sequence[float], *, y_label: str = "loss", label: str = "a", **more: object
+) -> Panel:
+    return Panel(
+        "panel", "step", y_label, [Series(label, range(1, len(values) + 1), values)], **more
+    )  # type: ignore[arg-type]
 
 
 def numbers(path: Path) -> list[float]:
-    return [float(each.replace("−", "-")) for each in texts(path) if re.fullmatch(r"[−0-9.e+-]+", each)]
+    return [
+        float(each.replace("−", "-")) for each in texts(path) if re.fullmatch(r"[−0-9.e+-]+", each)
+    ]
 
 
 def test_panels_of_one_quantity_share_its_axis(tmp_path: Path) -> None:
@@ -30,19 +37,27 @@ def test_panels_of_one_quantity_share_its_axis(tmp_path: Path) -> None:
     assert sorted(numbers(tmp_path / "apart.svg")).count(80) == 1
 
 
-@pytest.mark.parametrize(("values", "least"), [((1.0, 1.06), 3), ((1.0, 8.0), 3), ((2.0, 60.0), 3), ((1.0, 1e6), 3)])
+@pytest.mark.parametrize(
+    ("values", "least"), [((1.0, 1.06), 3), ((1.0, 8.0), 3), ((2.0, 60.0), 3), ((1.0, 1e6), 3)]
+)
 def test_a_logarithmic_axis_has_three_numbers_however_short(
     tmp_path: Path, values: tuple[float, ...], least: int
 ) -> None:
     draw([panel(values, y_scale="log")], tmp_path / "log.svg")
-    inside = [value for value in numbers(tmp_path / "log.svg") if values[0] * 0.9 <= value <= values[-1] * 1.1]
+    inside = [
+        value
+        for value in numbers(tmp_path / "log.svg")
+        if values[0] * 0.9 <= value <= values[-1] * 1.1
+    ]
     assert len(inside) >= least
 
 
 def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path: Path) -> None:
     draw([panel([1, 2], label="same"), panel([1, 3], label="same")], tmp_path / "one.svg")
     assert texts(tmp_path / "one.svg").count("same") == 1
-    other = Panel("panel", "step", "loss", [Series("first", [1, 2], [1, 2]), Series("same", [1, 2], [1, 2])])
+    other = Panel(
+        "panel", "step", "loss", [Series("first", [1, 2], [1, 2]), Series("same", [1, 2], [1, 2])]
+    )
     draw([panel([1, 2], label="same"), other], tmp_path / "two.svg")
     assert texts(tmp_path / "two.svg").count("same") == 2
     draw([panel([1, 2], legend=False)], tmp_path / "none.svg")
@@ -56,7 +71,9 @@ def test_many_long_labels_leave_room_for_the_axes(tmp_path: Path) -> None:
         ("two", [Panel("p", "x", "y", s) for s in (many, many[1:])]),
     ):
         draw(panels, tmp_path / f"{name}.svg")
-        height = float(re.findall(r'height="([0-9.]+)pt"', (tmp_path / f"{name}.svg").read_text())[0])
+        height = float(
+            re.findall(r'height="([0-9.]+)pt"', (tmp_path / f"{name}.svg").read_text())[0]
+        )
         assert height > 3 * 72
 
 
@@ -75,18 +92,28 @@ def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path: Path) -> None:
     panels = [Panel("p", "model", "y", dots, names=names), Panel("q", "step", "z", curves)]
     draw(panels, tmp_path / "two.svg")
     drawn = (tmp_path / "two.svg").read_text(encoding="utf-8")
-    width, height = (float(each) for each in re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0])
-    places = [(float(x), float(y)) for x, y in re.findall(r'<text [^>]* x="([-0-9.]+)" y="([-0-9.]+)"', drawn)]
+    width, height = (
+        float(each) for each in re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0]
+    )
+    places = [
+        (float(x), float(y))
+        for x, y in re.findall(r'<text [^>]* x="([-0-9.]+)" y="([-0-9.]+)"', drawn)
+    ]
     assert len(places) > 4 * len(names)
     assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
 
 
 def test_boxes_of_two_models_stand_beside_each_other(tmp_path: Path) -> None:
     band, whiskers = ([1.0, 2.0], [3.0, 4.0]), ([0.0, 1.0], [5.0, 6.0])
-    boxes = [Series(name, [1, 2], [2.0, 3.0], "boxes", band=band, whiskers=whiskers) for name in ("ours", "plain")]
+    boxes = [
+        Series(name, [1, 2], [2.0, 3.0], "boxes", band=band, whiskers=whiskers)
+        for name in ("ours", "plain")
+    ]
     draw([Panel("entropy", "layer", "nats", boxes)], tmp_path / "boxes.svg")
     drawn = (tmp_path / "boxes.svg").read_text(encoding="utf-8")
-    faces = re.findall(r'<path d="M ([0-9.]+) [^"]*" [^>]*style="fill: #[0-9a-f]+; opacity: 0.35', drawn)
+    faces = re.findall(
+        r'<path d="M ([0-9.]+) [^"]*" [^>]*style="fill: #[0-9a-f]+; opacity: 0.35', drawn
+    )
     assert len(faces) == 4
     assert len(set(faces)) == 4
     assert {"ours", "plain"} <= set(texts(tmp_path / "boxes.svg"))

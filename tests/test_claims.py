@@ -20,10 +20,18 @@ from wellposed.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 20,
+}
 
 
-@pytest.mark.parametrize("page", ["pyproject.toml", "mkdocs.yml", "docs/index.md", "src/wellposed/__init__.py"])
+@pytest.mark.parametrize(
+    "page", ["pyproject.toml", "mkdocs.yml", "docs/index.md", "src/wellposed/__init__.py"]
+)
 def test_no_page_certifies_any_model(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     assert "certified" in text or "certifies" in text or "Certificates" in text
@@ -48,7 +56,9 @@ def bert() -> nn.Module:
 def t5() -> nn.Module:
     from transformers import T5Config, T5Model
 
-    return T5Model(T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)).eval()
+    return T5Model(
+        T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+    ).eval()
 
 
 @pytest.mark.parametrize("build", [plain, own, bert, lambda: L2SelfAttention(8, 2).eval()])
@@ -65,17 +75,25 @@ def test_what_is_said_to_have_a_certificate_has_one(build) -> None:
     ],
 )
 def test_what_is_said_to_have_none_is_named(build, name: str) -> None:
-    """Whoever adds a rule for one of these corrects docs/index.md and docs/howto.md, and then this list."""
+    """Whoever adds a rule for one of these corrects docs/index.md and docs/howto.md, and then this
+    list."""
     certificate = wp.certify(nn.Sequential(nn.Linear(8, 8), build().eval()), seq_len=4, radius=1.0)
     assert certificate.total == math.inf
     assert name in certificate.table()
 
 
 @pytest.mark.parametrize(("heading", "registered"), [("Variants", VARIANTS), ("Tasks", TASKS)])
-def test_the_page_of_the_command_lists_every_variant_and_every_task(heading: str, registered: Registry[Any]) -> None:
+def test_the_page_of_the_command_lists_every_variant_and_every_task(
+    heading: str, registered: Registry[Any]
+) -> None:
     page = (ROOT / "docs" / "command.md").read_text("utf-8")
     rows = page.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
-    names = [name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    names = [
+        name
+        for row in rows
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
     assert sorted(names) == sorted(registered)
 
 
@@ -87,16 +105,24 @@ def table_rows(text: str, heading: str) -> list[list[str]]:
 
 def test_the_readme_and_the_page_of_families_agree() -> None:
     page = (ROOT / "docs" / "families.md").read_text("utf-8")
-    tried = {name: [cell.startswith("yes") for cell in cells] for name, *cells in table_rows(page, "family")}
+    tried = {
+        name: [cell.startswith("yes") for cell in cells]
+        for name, *cells in table_rows(page, "family")
+    }
     # train, penalize, constrain, measure, certify, L2 attention, LoRA, T-Fixup, predict
     groups = ([0, 3, 8], [1, 2, 5, 6], [4], [7])
     said = {}
     for names, *cells in table_rows(README, "family"):
         said |= {name: [cell == "yes" for cell in cells] for name in names.split(", ")}
-    assert said == {name: [all(cells[k] for k in group) for group in groups] for name, cells in tried.items()}
+    assert said == {
+        name: [all(cells[k] for k in group) for group in groups] for name, cells in tried.items()
+    }
 
 
 def test_the_readme_measures_and_penalises_models_as_they_are() -> None:
-    for model in (bert(), nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)):
+    for model in (
+        bert(),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
+    ):
         assert torch.isfinite(wp.OrthogonalityPenalty(model, attention=1e-6)())
         assert wp.measure(model).rows

@@ -1,4 +1,5 @@
-"""CONTRIBUTING shows how to add one of each; its blocks run here, from outside the package, as they stand."""
+"""CONTRIBUTING shows how to add one of each; its blocks run here, from outside the package, as they
+stand."""
 
 from __future__ import annotations
 
@@ -69,11 +70,15 @@ assert done.files[0].read_text().split() == ["x,y", "1,2"]
 
 def test_every_block_is_at_most_five_lines() -> None:
     assert len(BLOCKS) == 6
-    assert [block for block in BLOCKS if len([line for line in block.split("\n") if line.strip()]) > 5] == []
+    assert [
+        block for block in BLOCKS if len([line for line in block.split("\n") if line.strip()]) > 5
+    ] == []
 
 
 def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("\n".join([BEFORE, *BLOCKS, AFTER]), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr

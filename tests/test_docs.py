@@ -15,11 +15,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch"])  # once for all blocks; each is a process of its own
-BLOCKS = [(page, number, code) for page in PAGES for number, code in enumerate(BLOCK.findall(page.read_text("utf-8")))]
+BLOCKS = [
+    (page, number, code)
+    for page in PAGES
+    for number, code in enumerate(BLOCK.findall(page.read_text("utf-8")))
+]
 
 
 @pytest.mark.parametrize(
-    ("page", "code"), [pytest.param(page, code, id=f"{page.name}-{number}") for page, number, code in BLOCKS]
+    ("page", "code"),
+    [pytest.param(page, code, id=f"{page.name}-{number}") for page, number, code in BLOCKS],
 )
 def test_the_block_runs(page: Path, code: str, tmp_path: Path) -> None:
     said = tmp_path / "said.txt"
@@ -32,7 +37,11 @@ def test_the_block_runs(page: Path, code: str, tmp_path: Path) -> None:
 def test_ten_answers_have_ten_lines_at_most() -> None:
     page = ROOT / "docs" / "ten.md"
     blocks = [code for where, _, code in BLOCKS if where == page]
-    assert len(re.findall(r"^## How do I ", page.read_text("utf-8"), re.MULTILINE)) == len(blocks) == 10
+    assert (
+        len(re.findall(r"^## How do I ", page.read_text("utf-8"), re.MULTILINE))
+        == len(blocks)
+        == 10
+    )
     assert max(len([line for line in code.splitlines() if line.strip()]) for code in blocks) <= 10
 
 
@@ -44,10 +53,16 @@ def test_the_readme_is_short_and_names_both_commands() -> None:
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:
-    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "tools" / "reference_pages.py")
+    spec = importlib.util.spec_from_file_location(
+        "reference_pages", ROOT / "tools" / "reference_pages.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    stale = [path.name for path, text in tool.pages().items() if not path.is_file() or path.read_text("utf-8") != text]
+    stale = [
+        path.name
+        for path, text in tool.pages().items()
+        if not path.is_file() or path.read_text("utf-8") != text
+    ]
     assert stale == [], "run: python tools/reference_pages.py"

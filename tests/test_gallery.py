@@ -1,4 +1,5 @@
-"""The gallery: its page is what the tool writes, every picture exists, those of committed rows are fresh."""
+"""The gallery: its page is what the tool writes, every picture exists, those of committed rows are
+fresh."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_the_page_is_what_the_tool_writes() -> None:
 def test_every_picture_is_there_small_and_shown() -> None:
     shown = re.findall(r"\]\(([^)]+\.svg)\)", TOOL["PAGE"].read_text("utf-8"))
     files = {path.name for path in TOOL["PICTURES"].iterdir()}
-    assert {Path(name).name for name in shown} == files == {f"{entry.name}.svg" for entry in ENTRIES}
+    assert (
+        {Path(name).name for name in shown} == files == {f"{entry.name}.svg" for entry in ENTRIES}
+    )
     for path in TOOL["PICTURES"].iterdir():
         assert path.stat().st_size < 150_000
         assert TOOL["INK"] not in path.read_text("utf-8")

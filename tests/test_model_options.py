@@ -1,4 +1,5 @@
-"""Options are declared once, with the parts that read them; each has a range; parts from outside bring their own."""
+"""Options are declared once, with the parts that read them; each has a range; parts from outside
+bring their own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError
-from wellposed.model_options import ModelOptions, PartOptions, options_of, options_read, read_by, readers
+from wellposed.model_options import (
+    ModelOptions,
+    PartOptions,
+    options_of,
+    options_read,
+    read_by,
+    readers,
+)
 from wellposed.models import ARCHITECTURES, INITS, WellposedConfig, WellposedModel
 from wellposed.nn import ATTENTIONS, FEEDFORWARDS, POSITIONS, RESIDUALS
 from wellposed.option_checks import SIZE, option
@@ -23,7 +31,11 @@ REGISTRIES: dict[str, Any] = {
     "position": POSITIONS,
     "residual": RESIDUALS,
 }
-NUMBERS = [item.name for item in fields(ModelOptions) if "int" in str(item.type) or "float" in str(item.type)]
+NUMBERS = [
+    item.name
+    for item in fields(ModelOptions)
+    if "int" in str(item.type) or "float" in str(item.type)
+]
 
 
 def test_every_part_that_reads_options_is_registered() -> None:
@@ -33,7 +45,9 @@ def test_every_part_that_reads_options_is_registered() -> None:
 
 def test_no_option_is_declared_twice() -> None:
     owners: dict[str, set[type]] = {}
-    declared = {options for kind in REGISTRIES for classes in readers(kind).values() for options in classes}
+    declared = {
+        options for kind in REGISTRIES for classes in readers(kind).values() for options in classes
+    }
     for base in {base for options in declared for base in options.__mro__}:
         for name in vars(base).get("__annotations__", {}):
             owners.setdefault(name, set()).add(base)
@@ -56,7 +70,9 @@ def test_all_values_out_of_range_are_in_one_error() -> None:
 
 
 def test_heads_must_divide_the_width_of_a_model_that_has_heads() -> None:
-    with pytest.raises(ConfigError, match="hidden_size = 30 is not divisible by num_attention_heads = 4"):
+    with pytest.raises(
+        ConfigError, match="hidden_size = 30 is not divisible by num_attention_heads = 4"
+    ):
         ModelOptions(hidden_size=30)
     assert ModelOptions(architecture="transject", hidden_size=30).num_attention_heads == 4
 
@@ -66,7 +82,9 @@ def test_an_option_leaves_with_the_part_that_read_it() -> None:
     kept = options.with_parts(attention="l2")
     assert (kept.attention, kept.contractive, kept.query_width) == ("l2", None, 2)
     assert options.with_parts(attention="dot_product") == ModelOptions()
-    other = ModelOptions(norm="none", position="sinusoidal", dropout=0.1).with_parts(architecture="transject")
+    other = ModelOptions(norm="none", position="sinusoidal", dropout=0.1).with_parts(
+        architecture="transject"
+    )
     assert (other.norm, other.position, other.dropout) == ("post", "sinusoidal", 0.1)
 
 
@@ -99,7 +117,9 @@ def test_an_attention_from_outside_brings_its_options(tmp_path: Path) -> None:
     assert layer.attention.window == 3
     config.save_pretrained(str(tmp_path))
     assert WellposedConfig.from_pretrained(str(tmp_path)).to_dict()["window_for_this_test"] == 3
-    with pytest.raises(ConfigError, match="window_for_this_test: received 0; expected an integer >= 1"):
+    with pytest.raises(
+        ConfigError, match="window_for_this_test: received 0; expected an integer >= 1"
+    ):
         WellposedConfig(attention=NAME, window_for_this_test=0)
     with pytest.raises(ConfigError, match=f"which only attention {NAME!r} reads; leave it 64"):
         WellposedConfig(window_for_this_test=3)

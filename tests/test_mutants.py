@@ -1,4 +1,5 @@
-"""The mutation check: which changes it makes, that it finds what no test notices, and that a hang ends."""
+"""The mutation check: which changes it makes, that it finds what no test notices, and that a hang
+ends."""
 
 from __future__ import annotations
 
@@ -64,7 +65,11 @@ SURVIVORS = [
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    for name, text in {"src/toy/__init__.py": "", "src/toy/numbers.py": SOURCE, "tests/test_numbers.py": TESTS}.items():
+    for name, text in {
+        "src/toy/__init__.py": "",
+        "src/toy/numbers.py": SOURCE,
+        "tests/test_numbers.py": TESTS,
+    }.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -72,11 +77,22 @@ def toy(tmp_path: Path) -> Path:
 
 
 def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy: Path) -> None:
-    words = ["--source", toy / "src", "--packages", "toy", "--tests", toy / "tests", "--kept", toy / "map.json"]
+    words = [
+        "--source",
+        toy / "src",
+        "--packages",
+        "toy",
+        "--tests",
+        toy / "tests",
+        "--kept",
+        toy / "map.json",
+    ]
     command = [sys.executable, "-m", "tools.mutants", *map(str, words), "--sample", "99"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")] == SURVIVORS
+    assert [
+        line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")
+    ] == SURVIVORS
     listed = mutants(toy / "src/toy/numbers.py", "toy.numbers")
     killed = len(listed) - len(SURVIVORS)
     assert f"| toy | {len(listed)} | {len(listed)} | {killed} | {len(SURVIVORS)} | " in done.stdout
@@ -97,7 +113,13 @@ def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy: Path) -> Non
         ("def f(a: int = 1) -> 2: return a", {"2", "return None"}),
         ("raise ValueError('more', 1)", {"pass"}),
         ("if a and b: pass", {"if not (a and b): pass", "a or b"}),
-        ('"""A docstring, 1."""\nx: Literal[1] = f"{1}"\n__all__ = ["a"]\nwarnings.warn("a", stacklevel=2)', {"pass"}),
+        (
+            (
+                '"""A docstring, 1."""\nx: Literal[1] = f"{1}"\n__all__ = ["a"]\nwarnings.warn("a",'
+                " stacklevel=2)"
+            ),
+            {"pass"},
+        ),
         ("if TYPE_CHECKING:\n    x = 1", set()),
     ],
 )
@@ -116,18 +138,24 @@ def process_of(job: str) -> int:
 
 
 def test_a_child_that_hangs_or_dies_has_no_answer() -> None:
-    answers = {job: said for job, said, _ in forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2)}
+    answers = {
+        job: said
+        for job, said, _ in forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2)
+    }
     assert answers["hang"] is answers["die"] is None
     assert answers["live"] not in (None, os.getpid())
 
 
-def test_a_package_that_is_there_before_any_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_there_before_any_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside/conftest.py").write_text("import toy_changed", encoding="utf-8")
     (tmp_path / "toy_changed.py").write_text("", encoding="utf-8")
     own = frozenset({"conftest", "toy_changed"})
-    # What lies beside the sources as conftest imports them, so it waits for the children, as they themselves do.
+    # What lies beside the sources as conftest imports them, so it waits for the children, as they
+    # themselves do.
     preload(["beside", "beside.conftest", "toy_changed"], own)
     assert "toy_changed" not in sys.modules
     monkeypatch.setitem(sys.modules, "toy_changed", sys)

@@ -46,7 +46,9 @@ class SizedRun(RunConfig):
     ],
 )
 def test_types_of_options(values: Mapping[str, Any], expected: str | None) -> None:
-    assert option_problems(Sized, values, where="x") == ([] if expected is None else [f"x: {expected}"])
+    assert option_problems(Sized, values, where="x") == (
+        [] if expected is None else [f"x: {expected}"]
+    )
 
 
 def test_generic_types_are_looked_at_from_outside() -> None:
@@ -67,7 +69,9 @@ class Outer:
 
 
 def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
-    built = build_options(Outer, {"name": "a", "sized": {"wide": True}, "bounded": {"value": 2}}, where="x")
+    built = build_options(
+        Outer, {"name": "a", "sized": {"wide": True}, "bounded": {"value": 2}}, where="x"
+    )
     assert built == Outer("a", Sized(wide=True), Bounded(2))
     wrong = {"nome": "a", "sized": {"size": "huge", "widee": 1}, "bounded": {"value": 0}}
     with pytest.raises(OptionsError) as caught:

@@ -1,5 +1,5 @@
-"""What can be installed and cited: extras that exist, a test environment in which the README's line would have failed,
-one version wherever it is stated, and a citation of every paper."""
+"""What can be installed and cited: extras that exist, a test environment in which the README's line
+would have failed, one version wherever it is stated, and a citation of every paper."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_all_holds_every_extra_of_a_user() -> None:
 def test_the_tests_run_on_all_extras_at_the_pinned_versions() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "--constraint constraints.txt" in makefile
-    assert re.search(r"installed-develop:.*\n\t\$\(PIP\) --editable '\.\[all,test,lint,docs\]'", makefile)
+    assert re.search(
+        r"installed-develop:.*\n\t\$\(PIP\) --editable '\.\[all,test,lint,docs\]'", makefile
+    )
 
 
 def test_every_package_of_an_extra_is_pinned() -> None:
@@ -53,7 +55,8 @@ def test_extras_that_messages_name_exist() -> None:
 
 
 def test_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """The build reads the line of `__version__`; all that states a version states that one, installed afresh or not."""
+    """The build reads the line of `__version__`; all that states a version states that one,
+    installed afresh or not."""
     assert "version" not in SETTINGS["project"]
     assert SETTINGS["project"]["dynamic"] == ["version"]
     source = (ROOT / SETTINGS["tool"]["hatch"]["version"]["path"]).read_text()
@@ -70,7 +73,10 @@ def test_the_citation_is_of_this_version_and_names_every_paper() -> None:
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == wellposed.__version__
     assert citation["license"] == SETTINGS["project"]["license"]
-    papers = {f"{paper['authors'][0]['family-names'].lower()}{paper['year']}" for paper in citation["references"]}
+    papers = {
+        f"{paper['authors'][0]['family-names'].lower()}{paper['year']}"
+        for paper in citation["references"]
+    }
     recipes = {path.stem for path in (ROOT / "src/wellposed/recipes").iterdir()}
     assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes
 

@@ -13,7 +13,11 @@ from wellposed.presets import mcgrath2024, zhang2021
 
 @pytest.mark.parametrize(
     ("variant", "terms"),
-    [("I", {"affinity"}), ("II", {"affinity", "attention"}), ("III", {"affinity", "attention", "feedforward"})],
+    [
+        ("I", {"affinity"}),
+        ("II", {"affinity", "attention"}),
+        ("III", {"affinity", "attention", "feedforward"}),
+    ],
 )
 def test_zhang2021_adds_one_term_at_a_time(variant: str, terms: set[str]) -> None:
     keywords = zhang2021(variant, 1e-6)

@@ -1,4 +1,5 @@
-"""The check that no package imports another's private module: what it names, what it lets pass, and that we pass."""
+"""The check that no package imports another's private module: what it names, what it lets pass, and
+that we pass."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ TOOL = ROOT / "tools" / "private_imports.py"
 
 
 def check(*paths: Path) -> tuple[int, list[str], str]:
-    """Run the tool on paths, or on the whole repository; return exit status, offences and the closing line."""
-    done = subprocess.run([sys.executable, TOOL, *paths], capture_output=True, text=True, check=False)
+    """Run the tool on paths, or on the whole repository; return exit status, offences and the
+    closing line."""
+    done = subprocess.run(
+        [sys.executable, TOOL, *paths], capture_output=True, text=True, check=False
+    )
     *offences, last = (done.stdout or done.stderr).splitlines()
     return done.returncode, offences, last
 
@@ -30,21 +34,53 @@ def written(folder: Path, where: str, line: str) -> Path:
 @pytest.mark.parametrize(
     ("where", "line", "name", "owner"),
     [
-        ("src/wellposed/cli/a.py", "from wellposed.tasks._x import y", "wellposed.tasks._x.y", "wellposed.tasks"),
-        ("src/wellposed/cli/a.py", "from wellposed.tasks import _x", "wellposed.tasks._x", "wellposed.tasks"),
-        ("src/wellposed/cli/a.py", "import wellposed.tasks._x as x", "wellposed.tasks._x", "wellposed.tasks"),
-        ("src/wellposed/cli/a.py", "from ..tasks._x import y", "wellposed.tasks._x.y", "wellposed.tasks"),
+        (
+            "src/wellposed/cli/a.py",
+            "from wellposed.tasks._x import y",
+            "wellposed.tasks._x.y",
+            "wellposed.tasks",
+        ),
+        (
+            "src/wellposed/cli/a.py",
+            "from wellposed.tasks import _x",
+            "wellposed.tasks._x",
+            "wellposed.tasks",
+        ),
+        (
+            "src/wellposed/cli/a.py",
+            "import wellposed.tasks._x as x",
+            "wellposed.tasks._x",
+            "wellposed.tasks",
+        ),
+        (
+            "src/wellposed/cli/a.py",
+            "from ..tasks._x import y",
+            "wellposed.tasks._x.y",
+            "wellposed.tasks",
+        ),
         (
             "src/wellposed/tasks2/a.py",
             "from wellposed.tasks._x import y",
             "wellposed.tasks._x.y",
             "wellposed.tasks",
         ),
-        ("src/wellposed/nn/a.py", "from wellposed.nn.plain import _y", "wellposed.nn.plain._y", "wellposed.nn.plain"),
-        ("tests/tasks/test_a.py", "from wellposed.tasks._x import y", "wellposed.tasks._x.y", "wellposed.tasks"),
+        (
+            "src/wellposed/nn/a.py",
+            "from wellposed.nn.plain import _y",
+            "wellposed.nn.plain._y",
+            "wellposed.nn.plain",
+        ),
+        (
+            "tests/tasks/test_a.py",
+            "from wellposed.tasks._x import y",
+            "wellposed.tasks._x.y",
+            "wellposed.tasks",
+        ),
     ],
 )
-def test_an_import_from_outside_is_named(tmp_path: Path, where: str, line: str, name: str, owner: str) -> None:
+def test_an_import_from_outside_is_named(
+    tmp_path: Path, where: str, line: str, name: str, owner: str
+) -> None:
     file = written(tmp_path, where, line)
     status, (offence,), last = check(file)
     assert status == 1
@@ -57,7 +93,10 @@ def test_an_import_from_outside_is_named(tmp_path: Path, where: str, line: str, 
     [
         ("src/wellposed/tasks/a.py", "from wellposed.tasks._x import y"),
         ("src/wellposed/tasks/__init__.py", "from ._x import y"),
-        ("src/wellposed/roles/families/a.py", "from wellposed.roles._located_module import LocatedModule"),
+        (
+            "src/wellposed/roles/families/a.py",
+            "from wellposed.roles._located_module import LocatedModule",
+        ),
         ("src/wellposed/tasks/a.py", "from wellposed import _version"),
         ("tests/a.py", "from wellposed import __version__"),
         ("tests/a.py", "from torch._dynamo import config"),
@@ -65,7 +104,11 @@ def test_an_import_from_outside_is_named(tmp_path: Path, where: str, line: str, 
     ],
 )
 def test_the_owner_and_public_names_pass(tmp_path: Path, where: str, line: str) -> None:
-    assert check(written(tmp_path, where, line)) == (0, [], "0 imports of another package's private names in 1 files")
+    assert check(written(tmp_path, where, line)) == (
+        0,
+        [],
+        "0 imports of another package's private names in 1 files",
+    )
 
 
 def test_a_folder_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:

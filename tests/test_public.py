@@ -30,10 +30,16 @@ LAZY = ("wellposed", "wellposed.integrations", "wellposed.measurement", "wellpos
 
 
 def seen_by_type_checkers(package: str) -> dict[str, str]:
-    """Return public name -> module of the imports of a package's `__init__`, as a type checker reads them."""
+    """Return public name -> module of the imports of a package's `__init__`, as a type checker
+    reads them."""
     tree = ast.parse(Path(str(importlib.import_module(package).__file__)).read_text("utf-8"))
     lines = [line for line in ast.walk(tree) if isinstance(line, ast.ImportFrom)]
-    return {alias.name: str(line.module) for line in lines for alias in line.names if alias.asname == alias.name}
+    return {
+        alias.name: str(line.module)
+        for line in lines
+        for alias in line.names
+        if alias.asname == alias.name
+    }
 
 
 def test_the_public_names_are_these() -> None:
@@ -63,7 +69,9 @@ def test_python_gives_the_objects_that_type_checkers_see(package: str) -> None:
     for name, home in seen.items():
         inside = f"{home}.{name}" if home == package else home
         assert getattr(module, name) is (
-            importlib.import_module(inside) if home == package else getattr(importlib.import_module(inside), name)
+            importlib.import_module(inside)
+            if home == package
+            else getattr(importlib.import_module(inside), name)
         )
 
 
@@ -75,5 +83,11 @@ def test_an_unknown_attribute_is_an_attribute_error(package: str) -> None:
 
 @pytest.mark.parametrize("package", LAZY)
 def test_importing_a_lazy_package_does_not_import_torch(package: str) -> None:
-    code = f"import sys, {package}; print('torch' in sys.modules, 'torch' in sys.modules or dir({package}) == [])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
+    code = (
+        f"import sys, {package}; print('torch' in sys.modules, 'torch' in sys.modules or"
+        f" dir({package}) == [])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
+        "False",
+        "False",
+    ]

@@ -1,4 +1,5 @@
-"""Every page of the built documentation in a real browser, at two widths: no error, no request, no raw formula."""
+"""Every page of the built documentation in a real browser, at two widths: no error, no request, no
+raw formula."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, site: Path) -> None:
-        self.pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html")) if path.stem != "404"]
+        self.pages = [
+            path.relative_to(site).as_posix()
+            for path in sorted(site.rglob("*.html"))
+            if path.stem != "404"
+        ]
         self.missing: list[str] = []
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(site)))
 
@@ -75,7 +80,8 @@ class Handler(SimpleHTTPRequestHandler):
         if self.path.startswith("/around"):
             width = self.path.partition("?")[2]
             frames = [
-                f'<iframe width="{width}" height="900" src="{FOLDER}{page}"></iframe>' for page in self.server.pages
+                f'<iframe width="{width}" height="900" src="{FOLDER}{page}"></iframe>'
+                for page in self.server.pages
             ]
             self.answer(AROUND + "".join(frames))
         elif not self.path.startswith(FOLDER):
@@ -124,18 +130,34 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copy(ROOT / "mkdocs.yml", folder)
     for name in ("docs", "src", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([ZENSICAL, "build", "--strict"], cwd=folder, check=True, capture_output=True, timeout=280)
+    subprocess.run(
+        [ZENSICAL, "build", "--strict"], cwd=folder, check=True, capture_output=True, timeout=280
+    )
     with serving(folder / "site") as started:
         yield started
 
 
 def visit(server: Server, profile: Path, width: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Open every page in a frame of its own, where no other name resolves; return the findings and the console."""
-    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    words += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=20000"]
+    """Open every page in a frame of its own, where no other name resolves; return the findings and
+    the console."""
+    words = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ]
+    words += [
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        "--virtual-time-budget=20000",
+    ]
     words += [f"--user-data-dir={profile}", f"http://127.0.0.1:{server.server_port}/around?{width}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=550, check=True)
-    found = [json.loads(unescape(each)) for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)]
+    found = [
+        json.loads(unescape(each))
+        for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
+    ]
     return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
@@ -147,22 +169,34 @@ def elsewhere(server: Server, found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_page_opens_without_an_error_or_a_foreign_request(server: Server, tmp_path: Path, width: int) -> None:
+def test_every_page_opens_without_an_error_or_a_foreign_request(
+    server: Server, tmp_path: Path, width: int
+) -> None:
     assert len(server.pages) >= 25
     found, console = visit(server, tmp_path / "profile", width)
     assert console == []
     assert sorted(each["page"] for each in found) == sorted(FOLDER + page for page in server.pages)
     assert server.missing == []
     for each in found:
-        assert (each["page"], each["errors"], each["raw"], each["pictures"]) == (each["page"], [], [], [])
+        assert (each["page"], each["errors"], each["raw"], each["pictures"]) == (
+            each["page"],
+            [],
+            [],
+            [],
+        )
         assert (each["page"], elsewhere(server, each)) == (each["page"], [])
-        assert (each["page"], min(each["wide"], width), each["width"]) == (each["page"], each["wide"], width)
+        assert (each["page"], min(each["wide"], width), each["width"]) == (
+            each["page"],
+            each["wide"],
+            width,
+        )
     assert sum(each["formulas"] for each in found) > 300
 
 
 def test_faults_are_seen(tmp_path: Path) -> None:
     planted = (
-        '<html><head></head><body><img src="http://foreign.invalid/a.png"><script>nothing()</script></body></html>'
+        "<html><head></head><body><img"
+        ' src="http://foreign.invalid/a.png"><script>nothing()</script></body></html>'
     )
     (tmp_path / "planted.html").write_text(planted)
     with serving(tmp_path) as server:

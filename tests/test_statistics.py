@@ -40,7 +40,8 @@ def test_no_or_non_finite_values_are_refused(values: list[float]) -> None:
 
 
 def test_paired_test_by_hand() -> None:
-    # differences 2, 2, 3: mean 7/3, s = 1/sqrt 3, error = 1/3, t = 7; two-sided p for 2 degrees = 1 - t/sqrt(t^2 + 2)
+    # differences 2, 2, 3: mean 7/3, s = 1/sqrt 3, error = 1/3, t = 7; two-sided p for 2 degrees = 1
+    # - t/sqrt(t^2 + 2)
     c = paired_comparison([3, 4, 6], [1, 2, 3])
     assert c.t_statistic == pytest.approx(7, rel=1e-12)
     assert c.p_value == pytest.approx(1 - 7 / math.sqrt(51), rel=1e-9)
@@ -63,7 +64,9 @@ def test_agrees_with_scipy(pairs: list[tuple[float, float]]) -> None:
 
 @pytest.mark.parametrize(("higher", "word"), [(True, "better"), (False, "worse")])
 def test_direction_follows_the_metric(higher: bool, word: str) -> None:
-    assert paired_comparison([3, 4, 6], [1, 2, 3], higher_is_better=higher).verdict.startswith(f"{word} by 2.333")
+    assert paired_comparison([3, 4, 6], [1, 2, 3], higher_is_better=higher).verdict.startswith(
+        f"{word} by 2.333"
+    )
 
 
 def test_no_significant_difference_is_said() -> None:
@@ -79,7 +82,9 @@ def test_one_seed_has_no_test() -> None:
     assert c.p_value is None
     assert c.standard_error is None
     assert not c.significant
-    assert c.verdict == "no significant difference can be claimed (one seed: no test); difference +1"
+    assert (
+        c.verdict == "no significant difference can be claimed (one seed: no test); difference +1"
+    )
 
 
 def test_equal_pairs_give_p_one() -> None:
@@ -119,7 +124,10 @@ def test_significance_uses_the_corrected_p_and_both_are_shown() -> None:
     corrected = holm_correction([one, one, one])
     assert corrected[0].p_value == pytest.approx(0.0198, abs=1e-4)
     assert corrected[0].p_holm == pytest.approx(0.0594, abs=1e-4)
-    assert corrected[0].verdict == "no significant difference (+2.333; p = 0.0198, Holm 0.0594, 3 seeds)"
+    assert (
+        corrected[0].verdict
+        == "no significant difference (+2.333; p = 0.0198, Holm 0.0594, 3 seeds)"
+    )
 
 
 def test_differences_that_cancel_are_zero_not_rounding() -> None:
@@ -130,27 +138,39 @@ def test_differences_that_cancel_are_zero_not_rounding() -> None:
 
 
 def test_two_pairs_are_a_cauchy_distribution() -> None:
-    # One degree of freedom: P(|T| > t) = 1 - 2 arctan(t) / pi; differences 1 and 2 give t = 1.5 / 0.5 = 3.
+    # One degree of freedom: P(|T| > t) = 1 - 2 arctan(t) / pi; differences 1 and 2 give t = 1.5 /
+    # 0.5 = 3.
     c = paired_comparison([2.0, 4.0], [1.0, 2.0])
     assert c.t_statistic == pytest.approx(3, rel=1e-12)
     assert c.p_value == pytest.approx(1 - 2 * math.atan(3) / math.pi, rel=1e-12)
 
 
-@pytest.mark.parametrize("differences", [(0.3, -0.1, 0.25, 0.4), (1.0, 1.0, 1.0, 1.1), (-2.0, 5.0), (0.0, 0.0, 1e-3)])
+@pytest.mark.parametrize(
+    "differences", [(0.3, -0.1, 0.25, 0.4), (1.0, 1.0, 1.0, 1.1), (-2.0, 5.0), (0.0, 0.0, 1e-3)]
+)
 def test_p_is_the_area_under_the_density_of_student(differences: tuple[float, ...]) -> None:
-    """The density is written out and integrated, so neither scipy's distribution nor its test is asked."""
+    """The density is written out and integrated, so neither scipy's distribution nor its test is
+    asked."""
     n = len(differences)
     mean = math.fsum(differences) / n
     spread = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
     t, k = abs(mean) / (spread / math.sqrt(n)), n - 1
     scale = math.gamma((k + 1) / 2) / (math.sqrt(k * math.pi) * math.gamma(k / 2))
-    inner, _ = scipy.integrate.quad(lambda x: scale * (1 + x * x / k) ** (-(k + 1) / 2), 0, t, epsabs=1e-13)
+    inner, _ = scipy.integrate.quad(
+        lambda x: scale * (1 + x * x / k) ** (-(k + 1) / 2), 0, t, epsabs=1e-13
+    )
     # quad is asked for 1e-13 of an area below 1/2
-    assert paired_comparison(differences, [0.0] * n).p_value == pytest.approx(1 - 2 * inner, abs=1e-11)
+    assert paired_comparison(differences, [0.0] * n).p_value == pytest.approx(
+        1 - 2 * inner, abs=1e-11
+    )
 
 
-@pytest.mark.parametrize(("sign", "higher", "word"), [(1, True, "better"), (-1, True, "worse"), (-1, False, "better")])
-def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(sign: int, higher: bool, word: str) -> None:
+@pytest.mark.parametrize(
+    ("sign", "higher", "word"), [(1, True, "better"), (-1, True, "worse"), (-1, False, "better")]
+)
+def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(
+    sign: int, higher: bool, word: str
+) -> None:
     values = [sign * (1e6 + noise) for noise in (0.0, 1e-3, -1e-3, 2e-3)]
     c = paired_comparison(values, [0.0] * 4, higher_is_better=higher)
     expected = scipy.stats.ttest_rel(values, [0.0] * 4)
@@ -160,7 +180,8 @@ def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(sign: i
 
 
 def slow_holm(p_values: list[float]) -> list[float]:
-    """Holm (1979): the smallest p times m, the next times m - 1, ...; never below the one before, at most 1."""
+    """Holm (1979): the smallest p times m, the next times m - 1, ...; never below the one before,
+    at most 1."""
     corrected = [0.0] * len(p_values)
     left = list(range(len(p_values)))
     largest = 0.0
@@ -176,17 +197,32 @@ def slow_holm(p_values: list[float]) -> list[float]:
 
 
 def with_p(p_value: float | None) -> PairedComparison:
-    return PairedComparison(3, 0.1, 0.1, None if p_value is None else 1.0, p_value, p_value, True, "")
+    return PairedComparison(
+        3, 0.1, 0.1, None if p_value is None else 1.0, p_value, p_value, True, ""
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.05, 1.0])), min_size=0, max_size=8))
+@given(
+    st.lists(
+        st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.05, 1.0])), min_size=0, max_size=8
+    )
+)
 def test_holm_agrees_with_the_slow_loop(p_values: list[float]) -> None:
     """Ties included: equal p-values get the same corrected one."""
     found = [c.p_holm for c in holm_correction([with_p(p) for p in p_values])]
     assert found == pytest.approx(slow_holm(p_values), rel=1e-15)
     for p in set(p_values):
-        assert len({corrected for corrected, given_p in zip(found, p_values, strict=True) if given_p == p}) == 1
+        assert (
+            len(
+                {
+                    corrected
+                    for corrected, given_p in zip(found, p_values, strict=True)
+                    if given_p == p
+                }
+            )
+            == 1
+        )
 
 
 def test_comparisons_without_a_test_take_no_part_in_the_correction() -> None:
@@ -196,7 +232,11 @@ def test_comparisons_without_a_test_take_no_part_in_the_correction() -> None:
     )
     found = holm_correction([with_p(0.03), failed, with_p(None), with_p(0.04)])
     assert [c.p_holm for c in found] == [0.06, None, None, 0.06]
-    assert found[1].verdict == failed.verdict == "cannot be said: 1 of 3 seeds failed (diverged at step 3)"
+    assert (
+        found[1].verdict
+        == failed.verdict
+        == "cannot be said: 1 of 3 seeds failed (diverged at step 3)"
+    )
 
 
 def test_seeds_are_paired_by_number_not_by_place() -> None:
@@ -209,7 +249,10 @@ def test_what_failed_is_counted_and_named_once() -> None:
     nan, memory = Failure("failed", "loss is nan"), Failure("failed", "out of memory")
     stopped = Failure("cancelled", "interrupted")
     assert str(SeedResults("a", {0: 1.0}, {1: nan, 2: nan})) == "2 of 3 seeds failed (loss is nan)"
-    assert str(SeedResults("a", {}, {1: nan, 0: memory})) == "2 of 2 seeds failed (out of memory; loss is nan)"
+    assert (
+        str(SeedResults("a", {}, {1: nan, 0: memory}))
+        == "2 of 2 seeds failed (out of memory; loss is nan)"
+    )
     assert str(SeedResults("a", {}, {0: stopped})) == "1 of 1 seed did not finish (interrupted)"
     base = SeedResults("base", {}, {0: stopped})
     said = compare_seeds(SeedResults("a", {0: 1.0}), base).verdict

@@ -14,7 +14,9 @@ STALE = "run: python tools/support_table.py"
 
 def printed() -> str:
     """Return the table of the page."""
-    spec = importlib.util.spec_from_file_location("support_table_tool", ROOT / "tools" / "support_table.py")
+    spec = importlib.util.spec_from_file_location(
+        "support_table_tool", ROOT / "tools" / "support_table.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)

@@ -1,4 +1,5 @@
-"""The theory pages: formulas that will be rendered, anchors that docstrings name, pictures that show the library."""
+"""The theory pages: formulas that will be rendered, anchors that docstrings name, pictures that
+show the library."""
 
 from __future__ import annotations
 
@@ -50,12 +51,18 @@ def files(*folders: str) -> Iterable[Path]:
 def test_no_formula_is_left_as_text(page: Path) -> None:
     text = prose(page)
     assert unrendered(text) == []
-    assert [line for line in text.splitlines() if line.startswith("#") and "\\" in line] == [], "the menu shows it raw"
+    assert [line for line in text.splitlines() if line.startswith("#") and "\\" in line] == [], (
+        "the menu shows it raw"
+    )
     rows = [line for line in text.splitlines() if line.lstrip().startswith("|")]
-    assert [formula for row in rows for formula in FORMULA.findall(row) if "|" in formula] == [], "it ends the cell"
+    assert [formula for row in rows for formula in FORMULA.findall(row) if "|" in formula] == [], (
+        "it ends the cell"
+    )
     for block in re.findall(r"^ *\\\[.+?\\\]$", text, re.DOTALL | re.MULTILINE):
         assert "\n\n" not in block
-        assert re.search(r"\n\s*\n" + re.escape(block) + r"(\n\s*\n|\s*$)", text), f"blank lines around {block}"
+        assert re.search(r"\n\s*\n" + re.escape(block) + r"(\n\s*\n|\s*$)", text), (
+            f"blank lines around {block}"
+        )
 
 
 def test_a_formula_outside_its_delimiters_is_found() -> None:
@@ -67,8 +74,12 @@ def test_a_formula_outside_its_delimiters_is_found() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_is_one_that_the_site_can_render(page: Path) -> None:
     assets = ROOT / "docs" / "assets"
-    known = (assets / "katex" / "katex.min.js").read_text("utf-8") + (assets / "render_math.js").read_text("utf-8")
-    used = {command for formula in FORMULA.findall(prose(page)) for command in COMMAND.findall(formula)}
+    known = (assets / "katex" / "katex.min.js").read_text("utf-8") + (
+        assets / "render_math.js"
+    ).read_text("utf-8")
+    used = {
+        command for formula in FORMULA.findall(prose(page)) for command in COMMAND.findall(formula)
+    }
     environments = {rf"\{word}" for word in ("begin", "end")}
     unknown = [command for command in sorted(used - environments) if f'"\\{command}"' not in known]
     assert unknown == []
@@ -77,7 +88,9 @@ def test_every_command_is_one_that_the_site_can_render(page: Path) -> None:
 def test_every_note_that_is_named_has_its_anchor() -> None:
     anchors = [anchor for page in PAGES for anchor in ANCHOR.findall(page.read_text("utf-8"))]
     assert sorted(set(anchors)) == sorted(anchors)
-    assert {f"B{number}" for number in range(1, 14)} | {f"L{number}" for number in range(1, 7)} <= set(anchors)
+    assert {f"B{number}" for number in range(1, 14)} | {
+        f"L{number}" for number in range(1, 7)
+    } <= set(anchors)
     missing = [
         f"{path.relative_to(ROOT)}: {note}"
         for path in files("src", "tests", "docs")
@@ -92,7 +105,9 @@ def test_every_note_that_is_named_has_its_anchor() -> None:
 def test_every_link_to_a_note_leads_to_its_anchor() -> None:
     broken = []
     for path in files("docs"):
-        for target, anchor in re.findall(r"\]\(([\w./-]+\.md)#([BL]\d[\w-]*)\)", path.read_text("utf-8")):
+        for target, anchor in re.findall(
+            r"\]\(([\w./-]+\.md)#([BL]\d[\w-]*)\)", path.read_text("utf-8")
+        ):
             page = path.parent / target
             if not page.is_file() or anchor not in ANCHOR.findall(page.read_text("utf-8")):
                 broken.append(f"{path.relative_to(ROOT)}: {target}#{anchor}")
@@ -102,7 +117,11 @@ def test_every_link_to_a_note_leads_to_its_anchor() -> None:
 def test_every_picture_is_drawn_and_shown() -> None:
     drawn = {path.stem for path in (FOLDER / "pictures").glob("*.svg")}
     numbered = {path.stem for path in (FOLDER / "pictures").glob("*.json")}
-    shown = {name for page in PAGES for name in re.findall(r"\]\(pictures/([\w-]+)\.svg\)", page.read_text("utf-8"))}
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\]\(pictures/([\w-]+)\.svg\)", page.read_text("utf-8"))
+    }
     assert drawn == numbered == shown == set(PICTURES)
 
 
@@ -116,10 +135,15 @@ def test_a_picture_shows_the_bounds_of_today_above_the_attacks(name: str) -> Non
         for curve, today in zip(panel["curves"], expected.curves, strict=True):
             assert curve["label"] == today.label
             assert f"bound: {today.label}" in drawing
-            assert curve["bound"] == pytest.approx([today.bound(n) for n in TOOL["TOKENS"]], rel=1e-6)
+            assert curve["bound"] == pytest.approx(
+                [today.bound(n) for n in TOOL["TOKENS"]], rel=1e-6
+            )
             assert (curve["attack"] is None) == (today.attack is None)
             if today.attack is not None:
-                ratios = [attack / bound for attack, bound in zip(curve["attack"], curve["bound"], strict=True)]
+                ratios = [
+                    attack / bound
+                    for attack, bound in zip(curve["attack"], curve["bound"], strict=True)
+                ]
                 assert all(0 < ratio <= 1 + 1e-9 for ratio in ratios), ratios
 
 

@@ -1,4 +1,5 @@
-"""The tutorial is typed in again, in order, in an empty folder; what it prints is what the page shows, to a fifth."""
+"""The tutorial is typed in again, in order, in an empty folder; what it prints is what the page
+shows, to a fifth."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
 
 class NearlyTheSame(doctest.OutputChecker):
-    """Texts are equal but for numbers, which agree to a fifth: training differs with the processor."""
+    """Texts are equal but for numbers, which agree to a fifth: training differs with the
+    processor."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         """Return whether ``got`` is what the page shows."""
@@ -27,7 +29,9 @@ class NearlyTheSame(doctest.OutputChecker):
         return all(abs(shown - found) <= 0.2 * abs(shown) for shown, found in pairs)
 
 
-@pytest.mark.parametrize(("want", "got", "same"), [("0.97", "0.95", True), ("0.97", "0.5", False), ("1", "inf", False)])
+@pytest.mark.parametrize(
+    ("want", "got", "same"), [("0.97", "0.95", True), ("0.97", "0.5", False), ("1", "inf", False)]
+)
 def test_the_checker_tells_numbers_apart(want: str, got: str, same: bool) -> None:
     assert NearlyTheSame().check_output(want, got, 0) is same
 
@@ -50,7 +54,9 @@ def test_the_page_prints_what_it_shows(
     printed = capsys.readouterr().out
     assert runner.summarize(verbose=False).failed == 0, printed
     shown = re.findall(r"^```text\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)[0]
-    assert [line.split()[0] for line in shown.splitlines()] == [line.split()[0] for line in printed.splitlines()[:6]]
+    assert [line.split()[0] for line in shown.splitlines()] == [
+        line.split()[0] for line in printed.splitlines()[:6]
+    ]
     assert "t_fixup against post_ln: better" in shown
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
     assert any((tmp_path / "measured").iterdir())

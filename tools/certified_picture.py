@@ -1,4 +1,5 @@
-"""Draw docs/pictures/certified.svg from the committed rows of two studies: certified and attacked accuracy over radius.
+"""Draw docs/pictures/certified.svg from the committed rows of two studies: certified and attacked
+accuracy over radius.
 
 wellposed reproduce frontier/accuracy frontier/order --scale mini --data DATA --out runs/frontier
 cp runs/frontier/frontier-{accuracy,order}.{csv,json} benchmarks/reproduction/
@@ -26,10 +27,19 @@ PANELS = (
 
 
 def panel(title: str, file: str, wanted: Mapping[str, str], model: str, control: str) -> Panel:
-    """Return the curves of a certified model, its control and a plain Transformer, under the same three names."""
-    names = {f"lipschitz, {model}": "lipschitz", f"no blocks, {control}": "the same without blocks", "rezero": "ReZero"}
+    """Return the curves of a certified model, its control and a plain Transformer, under the same
+    three names."""
+    names = {
+        f"lipschitz, {model}": "lipschitz",
+        f"no blocks, {control}": "the same without blocks",
+        "rezero": "ReZero",
+    }
     with (ROWS / file).open(newline="", encoding="utf-8") as opened:
-        rows = [row for row in where(list(csv.DictReader(opened)), **wanted) if row["radius"] and row["model"] in names]
+        rows = [
+            row
+            for row in where(list(csv.DictReader(opened)), **wanted)
+            if row["radius"] and row["model"] in names
+        ]
     renamed = [{**row, "model": names[row["model"]]} for row in rows]
     return curves_panel(title, renamed, names.values())
 

@@ -1,8 +1,10 @@
-"""Draw docs/pictures/depth.svg from a finished comparison: loss on valid over steps, mean over seeds.
+"""Draw docs/pictures/depth.svg from a finished comparison: loss on valid over steps, mean over
+seeds.
 
-    wellposed compare char_lm --variants post_ln,pre_ln,rezero,t_fixup --seeds 3 --steps 120 --batch-size 16 \\
-        --seq-len 64 --limit-chars 200000 --learning-rate 2e-3 --eval-every 20 --eval-batches 10 --log-every 5 \\
-        --model.num-hidden-layers 24 --model.hidden-size 64 --out runs/depth
+    wellposed compare char_lm --variants post_ln,pre_ln,rezero,t_fixup --seeds 3 --steps 120
+    --batch-size 16 \\
+        --seq-len 64 --limit-chars 200000 --learning-rate 2e-3 --eval-every 20 --eval-batches 10
+        --log-every 5 \\ --model.num-hidden-layers 24 --model.hidden-size 64 --out runs/depth
     python tools/depth_picture.py runs/depth
 """
 
@@ -28,7 +30,10 @@ def curve(variant: Path) -> Series:
     steps = sorted(set.intersection(*map(set, seeds)))
     means = [mean_and_error([seed[step] for seed in seeds]) for step in steps]
     return Series(
-        f"{variant.name} ({len(seeds)} seeds)", steps, [mean for mean, _ in means], errors=[error for _, error in means]
+        f"{variant.name} ({len(seeds)} seeds)",
+        steps,
+        [mean for mean, _ in means],
+        errors=[error for _, error in means],
     )
 
 

@@ -1,4 +1,5 @@
-"""Make docs/gallery.md and its pictures in docs/assets/gallery, which are read on a light page and on a dark one.
+"""Make docs/gallery.md and its pictures in docs/assets/gallery, which are read on a light page and
+on a dark one.
 
 python tools/gallery.py            # all; the runs take about a minute and a half of one core
 python tools/gallery.py --drawn    # the page, and the pictures that are drawn from committed rows
@@ -66,7 +67,13 @@ def draw_corpora(path: Path) -> None:
     rows = [row for row in rows_of("frontier-accuracy.csv") if row["radius"]]
     names = ("post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10")
     titles = {"ag_news": "AG News", "imdb": "IMDb", "sst": "SST"}
-    draw([curves_panel(title, where(rows, corpus=corpus), names) for corpus, title in titles.items()], path)
+    draw(
+        [
+            curves_panel(title, where(rows, corpus=corpus), names)
+            for corpus, title in titles.items()
+        ],
+        path,
+    )
 
 
 def draw_temperatures(path: Path) -> None:
@@ -89,7 +96,9 @@ def draw_measured(path: Path) -> None:
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     torch.manual_seed(0)
-    model = WellposedForCausalLM(WellposedConfig(hidden_size=64, num_hidden_layers=4, norm="none", init="t_fixup"))
+    model = WellposedForCausalLM(
+        WellposedConfig(hidden_size=64, num_hidden_layers=4, norm="none", init="t_fixup")
+    )
     roles = wp.find_roles(model)
     with torch.no_grad():
         for number in (1, 2):
@@ -105,7 +114,9 @@ def reproduced(name: str) -> Callable[[Path], None]:
 
         with tempfile.TemporaryDirectory() as folder:
             done = reproduce(name, scale="mini", out=Path(folder))
-            path.write_bytes(next(file for file in done.files if file.suffix == ".svg").read_bytes())
+            path.write_bytes(
+                next(file for file in done.files if file.suffix == ".svg").read_bytes()
+            )
 
     return make
 
@@ -115,13 +126,12 @@ ENTRIES = (
     Entry(
         "depth",
         "24 layers without warm-up",
-        "wellposed compare char_lm --variants post_ln,pre_ln,rezero,t_fixup --seeds 3 --steps 120 \\\n"
-        "    --batch-size 16 --seq-len 64 --limit-chars 200000 --learning-rate 2e-3 --eval-every 20 \\\n"
-        "    --eval-batches 10 --log-every 5 --model.num-hidden-layers 24 --model.hidden-size 64 --out "
-        "runs/depth\n"
-        "python tools/depth_picture.py runs/depth",
-        "At one learning rate post-LN stays where the frequencies of characters are; T-Fixup, without "
-        "any LayerNorm, falls fastest.",
+        "wellposed compare char_lm --variants post_ln,pre_ln,rezero,t_fixup --seeds 3 --steps 120"
+        " \\\n    --batch-size 16 --seq-len 64 --limit-chars 200000 --learning-rate 2e-3"
+        " --eval-every 20 \\\n    --eval-batches 10 --log-every 5 --model.num-hidden-layers 24"
+        " --model.hidden-size 64 --out runs/depth\npython tools/depth_picture.py runs/depth",
+        "At one learning rate post-LN stays where the frequencies of characters are; T-Fixup,"
+        " without any LayerNorm, falls fastest.",
         copy_depth,
         is_drawn=True,
     ),
@@ -139,8 +149,8 @@ ENTRIES = (
         "temperatures",
         "What the temperature buys",
         f"wellposed reproduce frontier/accuracy {DATA}",
-        "At a tenth of a token's norm the lower temperature is certified for more (T = 5: .572, T = 20: "
-        ".420), and it is a little less accurate (.817 and .829 on all of test).",
+        "At a tenth of a token's norm the lower temperature is certified for more (T = 5: .572, T ="
+        " 20: .420), and it is a little less accurate (.817 and .829 on all of test).",
         draw_temperatures,
         is_drawn=True,
     ),
@@ -148,9 +158,9 @@ ENTRIES = (
         "order",
         "What no bag of words can do",
         "wellposed reproduce frontier/order --scale mini",
-        "Where order alone tells (above), the control without blocks guesses and the Lipschitz model "
-        "keeps all its answers up to a radius; below, words repeat or counts help, and the control is "
-        "certified further out.",
+        "Where order alone tells (above), the control without blocks guesses and the Lipschitz"
+        " model keeps all its answers up to a radius; below, words repeat or counts help, and the"
+        " control is certified further out.",
         draw_order,
         is_drawn=True,
     ),
@@ -158,32 +168,38 @@ ENTRIES = (
         "measured",
         "Every weight of a model",
         'wellposed measure RUN --out measured     # or wp.measure(model).plot("measured.svg")',
-        "T-Fixup's weights, two query matrices of which were made orthogonal: their cells are dark, and "
-        "their singular values lie on the line at 1.",
+        "T-Fixup's weights, two query matrices of which were made orthogonal: their cells are dark,"
+        " and their singular values lie on the line at 1.",
         draw_measured,
     ),
     Entry(
         "kim2021-figure-2",
         "A bound and its attack",
         "wellposed reproduce kim2021/figure-2 --scale mini",
-        "The upper bound of L2 attention and the best input that an attack found, which grow alike with "
-        "the logarithm of N: the attack reaches .88 to .91 of the bound.",
+        "The upper bound of L2 attention and the best input that an attack found, which grow alike"
+        " with the logarithm of N: the attack reaches .88 to .91 of the bound.",
         reproduced("kim2021/figure-2"),
     ),
     Entry(
         "kim2021-figure-3",
         "Which attention can be inverted",
         "wellposed reproduce kim2021/figure-3 --scale mini",
-        "Fixed-point iteration undoes a residual block of L2 attention, contractive or scaled by c < 1, "
-        "to rounding, and does not undo one of dot-product attention on tokens of entries within 10.",
+        "Fixed-point iteration undoes a residual block of L2 attention, contractive or scaled by c"
+        " < 1, to rounding, and does not undo one of dot-product attention on tokens of entries"
+        " within 10.",
         reproduced("kim2021/figure-3"),
     ),
 )
 
 
 def for_both_pages(text: str) -> str:
-    """Return an SVG file without a background, its ink a grey that is read on white and on black, and short."""
-    text = re.sub(r'(<g id="patch_1">\s*<path d="[^"]*" style="fill: )#ffffff', r"\1none", text.replace(INK, GREY))
+    """Return an SVG file without a background, its ink a grey that is read on white and on black,
+    and short."""
+    text = re.sub(
+        r'(<g id="patch_1">\s*<path d="[^"]*" style="fill: )#ffffff',
+        r"\1none",
+        text.replace(INK, GREY),
+    )
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'"[^"]*"', lambda value: re.sub(r"(\.\d\d)\d+", r"\1", value[0]), text)
     return re.sub(r"^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
@@ -209,12 +225,19 @@ def page() -> str:
 
 def main() -> int:
     """Write the page and the pictures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="pictures; all where none is named")
-    parser.add_argument("--drawn", action="store_true", help="only the pictures that are drawn from committed rows")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="pictures; all where none is named"
+    )
+    parser.add_argument(
+        "--drawn", action="store_true", help="only the pictures that are drawn from committed rows"
+    )
     words = parser.parse_args()
     if unknown := set(words.names) - {entry.name for entry in ENTRIES}:
-        parser.error(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(entry.name for entry in ENTRIES)}")
+        parser.error(
+            f"no picture {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(entry.name for entry in ENTRIES)}"
+        )
     PAGE.write_text(page(), "utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
     for entry in ENTRIES:

@@ -1,11 +1,14 @@
-"""Does what we publish install and work? Builds wheel and sdist, and installs them in empty environments.
+"""Does what we publish install and work? Builds wheel and sdist, and installs them in empty
+environments.
 
-    python tools/installs.py                                     # Python of this process: core, each extra, all, sdist
-    python tools/installs.py --python python3.12 --only core all
-    python tools/installs.py --python python3.13 --no-torch      # where torch for it cannot be had: what needs none
+    python tools/installs.py                                     # Python of this process: core,
+    each extra, all, sdist python tools/installs.py --python python3.12 --only core all
+    python tools/installs.py --python python3.13 --no-torch      # where torch for it cannot be had:
+    what needs none
 
-Torch and what it needs are installed once per Python and lent to its environments, so that each extra meets a machine
-that has torch and nothing else. One line an environment: what was installed, what ran, seconds.
+Torch and what it needs are installed once per Python and lent to its environments, so that each
+extra meets a machine that has torch and nothing else. One line an environment: what was installed,
+what ran, seconds.
 """
 
 from __future__ import annotations
@@ -117,7 +120,9 @@ class InstallError(Exception):
 def ran(command: Sequence[str | Path], folder: Path) -> str:
     """Run a command in a folder, away from our sources, and return what it printed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(list(map(str, command)), cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=clean, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         last = "\n    ".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise InstallError(f"{' '.join(map(str, command))[:200]}\n    {last}")
@@ -125,7 +130,8 @@ def ran(command: Sequence[str | Path], folder: Path) -> str:
 
 
 def environment(python: str, folder: Path, lends: Path | None = None) -> Path:
-    """Make an empty environment and return its interpreter; packages of `lends` can be imported in it too."""
+    """Make an empty environment and return its interpreter; packages of `lends` can be imported in
+    it too."""
     ran([python, "-m", "venv", folder], folder.parent)
     interpreter = folder / "bin" / "python"
     if lends is not None:
@@ -137,11 +143,24 @@ def environment(python: str, folder: Path, lends: Path | None = None) -> Path:
 
 def install(interpreter: Path, folder: Path, *what: str) -> None:
     pins = ["--constraint", ROOT / "constraints.txt"]
-    ran([interpreter, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pins, *what], folder)
+    ran(
+        [
+            interpreter,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+            *pins,
+            *what,
+        ],
+        folder,
+    )
 
 
 def built(folder: Path) -> tuple[Path, Path]:
-    """Build wheel and sdist from a copy of the sources and return both; the wheel comes from the sdist."""
+    """Build wheel and sdist from a copy of the sources and return both; the wheel comes from the
+    sdist."""
     builder = environment(sys.executable, folder / "builder")
     install(builder, folder, "build")
     ran([builder, "-m", "build", "--outdir", folder / "dist", ROOT], folder)
@@ -158,12 +177,17 @@ def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> 
     install(interpreter, folder, f"wellposed{extra} @ {artefact.as_uri()}")
     seconds = time.perf_counter() - start
     ran([interpreter, "-m", "pip", "check"], home)
-    ran([interpreter, "-m", "compileall", "-q", *home.glob("lib/python*/site-packages/wellposed")], home)
+    ran(
+        [interpreter, "-m", "compileall", "-q", *home.glob("lib/python*/site-packages/wellposed")],
+        home,
+    )
     for check in CHECKS[name]:
         ran([interpreter, "-W", "ignore", "-c", check], home)
     added = statistics.median(float(ran([interpreter, "-c", START], home)) for _ in range(5))
     if added > START_LIMIT:
-        raise InstallError(f"`import wellposed` adds {added:.2f} s to torch, expected at most {START_LIMIT} s")
+        raise InstallError(
+            f"`import wellposed` adds {added:.2f} s to torch, expected at most {START_LIMIT} s"
+        )
     line = f"installed in {seconds:.0f} s, import adds {added:.3f} s"
     if name in {"train", "all"}:
         # Processor time: a busy machine says nothing about the command.
@@ -172,14 +196,17 @@ def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> 
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         doctor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if doctor > DOCTOR_LIMIT:
-            raise InstallError(f"`wellposed doctor` took {doctor:.1f} s, expected at most {DOCTOR_LIMIT} s")
+            raise InstallError(
+                f"`wellposed doctor` took {doctor:.1f} s, expected at most {DOCTOR_LIMIT} s"
+            )
         line += f", doctor {doctor:.1f} s"
     count = len(list(home.glob("lib/python*/site-packages/*.dist-info")))
     return f"{line}, {count} packages beside torch's, {len(CHECKS[name])} checks ran"
 
 
 def tried_without_torch(python: str, wheel: Path, folder: Path) -> str:
-    """Install the wheel alone, compile every file, import what needs no torch, and return a line about it."""
+    """Install the wheel alone, compile every file, import what needs no torch, and return a line
+    about it."""
     home = folder / "alone"
     interpreter = environment(python, home)
     install(interpreter, folder, "--no-deps", str(wheel))
@@ -187,14 +214,21 @@ def tried_without_torch(python: str, wheel: Path, folder: Path) -> str:
     ran([interpreter, "-W", "error", "-m", "compileall", "-q", "-f", package], home)
     ran([interpreter, "-W", "error", "-c", WITHOUT_TORCH], home)
     ran([home / "bin" / "wellposed", "--version"], home)
-    return f"without torch: {len(list(package.rglob('*.py')))} files compile, what needs no torch is imported"
+    return (
+        f"without torch: {len(list(package.rglob('*.py')))} files compile, what needs no torch is"
+        " imported"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try every environment, write a line for each, and return 0 if all worked, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to install for")
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what to install")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--python", nargs="+", default=[sys.executable], help="interpreters to install for"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what to install"
+    )
     parser.add_argument("--no-torch", action="store_true", help="only what needs no torch")
     parser.add_argument("--folder", type=Path, help="where to work instead of a temporary folder")
     chosen = parser.parse_args(arguments)
@@ -206,15 +240,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for position, python in enumerate(chosen.python):
             place = folder / str(position)
             place.mkdir()
-            version = ran([python, "-c", "import platform; print(platform.python_version())"], place).strip()
+            version = ran(
+                [python, "-c", "import platform; print(platform.python_version())"], place
+            ).strip()
             if chosen.no_torch:
-                sys.stdout.write(f"python {version:<8} {tried_without_torch(python, wheel, place)}\n")
+                sys.stdout.write(
+                    f"python {version:<8} {tried_without_torch(python, wheel, place)}\n"
+                )
                 continue
             torch = environment(python, place / "torch")
             install(torch, place, TORCH)
             for extra in chosen.only:
                 try:
-                    line = tried(python, extra, sdist if extra == "sdist" else wheel, place, place / "torch")
+                    line = tried(
+                        python, extra, sdist if extra == "sdist" else wheel, place, place / "torch"
+                    )
                 except InstallError as error:
                     failed += 1
                     line = f"FAILED: {error}"

@@ -2,7 +2,8 @@
 
     python tools/reference_pages.py
 
-A test compares the pages with what this script would write, so that no public name stays undocumented.
+A test compares the pages with what this script would write, so that no public name stays
+undocumented.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "measuring": ("Measuring", ["measurement"]),
     "training": (
         "Tasks, training, recipes",
-        ["tasks", "training", "recipes.variants", "recipes.compare", "recipes.named", "recipes.reproduce", "report"],
+        [
+            "tasks",
+            "training",
+            "recipes.variants",
+            "recipes.compare",
+            "recipes.named",
+            "recipes.reproduce",
+            "report",
+        ],
     ),
     "integrations": ("Integrations", ["integrations"]),
     "errors": ("Errors", ["errors", "registry"]),

@@ -1,11 +1,12 @@
-"""Draw docs/theory/pictures: every bound of one attention layer against the number of tokens, with the best attack.
+"""Draw docs/theory/pictures: every bound of one attention layer against the number of tokens, with
+the best attack.
 
     python tools/theory_pictures.py
 
 The layers have one head and identity weights. Bounds are those of `wellposed.certify` and
-`wellposed.linalg.kim_bracket`; each attack is a Jacobian norm in float64 that `wellposed.lipschitz_lower_bound`
-reached, from random inputs and from the worst input of half as many tokens, each taken twice. The numbers lie beside
-each picture as JSON. A minute on one core.
+`wellposed.linalg.kim_bracket`; each attack is a Jacobian norm in float64 that
+`wellposed.lipschitz_lower_bound` reached, from random inputs and from the worst input of half as
+many tokens, each taken twice. The numbers lie beside each picture as JSON. A minute on one core.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def measured(
     """Return the certificate of ``layer`` and the attack on it."""
 
     def bound(tokens: int) -> float:
-        return wp.certify(layer, seq_len=tokens, norm=norm, mask=mask, radius=radius, cross_check=False).total
+        return wp.certify(
+            layer, seq_len=tokens, norm=norm, mask=mask, radius=radius, cross_check=False
+        ).total
 
     def attack(tokens: int, smaller: Tensor | None) -> LowerBound:
         begin = [random_starts(tokens, width)]
@@ -101,7 +104,8 @@ def random_starts(tokens: int, width: int) -> Tensor:
 
 
 def two_sided(tokens: int) -> Tensor:
-    """One token at 0, half the others at each of +-sqrt(1 + c): close to the worst input of L2 attention (B1)."""
+    """One token at 0, half the others at each of +-sqrt(1 + c): close to the worst input of L2
+    attention (B1)."""
     signs = torch.ones(tokens, 1, dtype=torch.float64)
     signs[: (tokens + 1) // 2] = -1
     signs[0] = 0
@@ -109,7 +113,8 @@ def two_sided(tokens: int) -> Tensor:
 
 
 def star(tokens: int) -> AttentionMask:
-    """Each token sees itself and the first one, so that averaging alone can cost about sqrt(N) / 2 in norm 2 (B3)."""
+    """Each token sees itself and the first one, so that averaging alone can cost about sqrt(N) / 2
+    in norm 2 (B3)."""
     allowed = torch.eye(tokens, dtype=torch.bool)
     allowed[:, 0] = True
     return AttentionMask(allowed[None, None], is_causal=False)
@@ -119,7 +124,9 @@ def with_identity_weights(layer: nn.Module) -> nn.Module:
     """Return ``layer`` in float64 with every matrix the identity; scales and temperatures stay."""
     for parameter in layer.double().requires_grad_(False).parameters():
         if parameter.ndim > 1:
-            parameter.copy_(torch.eye(parameter.shape[-1], dtype=torch.float64).expand_as(parameter))
+            parameter.copy_(
+                torch.eye(parameter.shape[-1], dtype=torch.float64).expand_as(parameter)
+            )
     return layer.eval()
 
 
@@ -133,12 +140,18 @@ def pictures() -> dict[str, list[Panel]]:
     narrow, wide = l2_layer(1), l2_layer(4)
     dot = with_identity_weights(wp.nn.DotProductAttention(2, 1, bias=False))
     cosines = {
-        tau: with_identity_weights(wp.nn.CosineSelfAttention(2, 1, eps=0.1, tau=tau, bias=False)) for tau in (1.0, 10.0)
+        tau: with_identity_weights(wp.nn.CosineSelfAttention(2, 1, eps=0.1, tau=tau, bias=False))
+        for tau in (1.0, 10.0)
     }
     balls = {
-        t: with_identity_weights(wp.nn.BallAttention(2, 1, temperature=t, unit_lipschitz=False)) for t in (1.0, 3.0)
+        t: with_identity_weights(wp.nn.BallAttention(2, 1, temperature=t, unit_lipschitz=False))
+        for t in (1.0, 3.0)
     }
-    masks: tuple[tuple[MaskKind, str], ...] = (("any", "any mask"), ("causal", "causal"), ("full", "full"))
+    masks: tuple[tuple[MaskKind, str], ...] = (
+        ("any", "any mask"),
+        ("causal", "causal"),
+        ("full", "full"),
+    )
     return {
         "l2-inf": [
             Panel(
@@ -149,13 +162,21 @@ def pictures() -> dict[str, list[Panel]]:
                 ),
             )
         ],
-        "l2-tok": [Panel("L2 attention, norm tok, d = 1", (measured("B3", narrow, 1, "tok", starts=two_sided),))],
+        "l2-tok": [
+            Panel(
+                "L2 attention, norm tok, d = 1",
+                (measured("B3", narrow, 1, "tok", starts=two_sided),),
+            )
+        ],
         "l2-f": [
             Panel(
                 "L2 attention, norm F, d = 1",
                 (
                     Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm=2, head_dim=1)),
-                    *(measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided) for mask, name in masks),
+                    *(
+                        measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided)
+                        for mask, name in masks
+                    ),
                 ),
             )
         ],
@@ -203,12 +224,17 @@ def numbers(panels: list[Panel]) -> list[dict[str, Any]]:
 
 
 def draw(panels: list[dict[str, Any]], path: Path) -> None:
-    """Write ``panels`` side by side, as SVG without a background: bounds as lines, attacks as dots."""
+    """Write ``panels`` side by side, as SVG without a background: bounds as lines, attacks as
+    dots."""
     with figure_style():
         figure = new_figure(max(4.8, 3.8 * len(panels)), 4)
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for axes, panel in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
             for colour, curve in zip(COLOURS, panel["curves"], strict=False):
-                axes.plot(panel["tokens"], curve["bound"], color=colour, label=f"bound: {curve['label']}")
+                axes.plot(
+                    panel["tokens"], curve["bound"], color=colour, label=f"bound: {curve['label']}"
+                )
                 if curve["attack"] is not None:
                     axes.plot(
                         panel["tokens"], curve["attack"], color=colour, linestyle=":", marker="o", markersize=3.5,
@@ -220,10 +246,14 @@ def draw(panels: list[dict[str, Any]], path: Path) -> None:
             axes.set_xticks(panel["tokens"], [str(n) for n in panel["tokens"]])
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+            axes.yaxis.set_minor_formatter(
+                lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""
+            )
             axes.grid(visible=True, color=GREY, alpha=0.25, linewidth=0.5)
             axes.legend(fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(-0.1, -0.18))
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            path, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     text = path.read_text("utf-8").replace(INK, GREY)
     path.write_text(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE), "utf-8")
 

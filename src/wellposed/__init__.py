@@ -1,7 +1,8 @@
 """Well-posed Transformers: orthogonal, Lipschitz, invertible, trainable without normalisation.
 
-Models of PyTorch and Hugging Face are measured and penalised as they are. Certificates are for models built from this
-package's layers, linear layers, activations and norms: whatever else is inside is named, and has no bound.
+Models of PyTorch and Hugging Face are measured and penalised as they are. Certificates are for
+models built from this package's layers, linear layers, activations and norms: whatever else is
+inside is named, and has no bound.
 
 The public names are imported on first use, so that ``wellposed --help`` does not import torch.
 """

@@ -1,4 +1,5 @@
-"""Line charts and histograms from rows of numbers, drawn with matplotlib as SVG files; free of torch."""
+"""Line charts and histograms from rows of numbers, drawn with matplotlib as SVG files; free of
+torch."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Series:
     errors: Sequence[float] = ()
     """Half lengths of error bars, one a point; none where empty."""
     band: tuple[Sequence[float], Sequence[float]] | tuple[()] = ()
-    """Lower and upper end, one a point, of a shaded range, or of the box around the median ``y``."""
+    """Lower and upper end, one a point, of a shaded range, or of the box around the median
+    ``y``."""
     whiskers: tuple[Sequence[float], Sequence[float]] | tuple[()] = ()
     """Ends of the lines that leave a box."""
 
@@ -67,7 +69,8 @@ def where(rows: Sequence[Row], **wanted: Any) -> list[Row]:
 def lines(
     rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
 ) -> list[Series]:
-    """Return one series of column ``y`` over column ``x`` for each value of ``by``, in the order these come.
+    """Return one series of column ``y`` over column ``x`` for each value of ``by``, in the order
+    these come.
 
     >>> rows = [{"model": "a", "layer": 1, "loss": 0.5}, {"model": "a", "layer": 2, "loss": 0.4}]
     >>> [(line.label, line.x, line.y) for line in lines(rows, "layer", "loss", by="model")]
@@ -76,13 +79,17 @@ def lines(
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(by(row) if callable(by) else str(row[by]), []).append(row)
-    return [Series(label, [row[x] for row in mine], [row[y] for row in mine], style) for label, mine in groups.items()]
+    return [
+        Series(label, [row[x] for row in mine], [row[y] for row in mine], style)
+        for label, mine in groups.items()
+    ]
 
 
 def medians(
     rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
 ) -> list[Series]:
-    """Return what `lines` does of the median over rows that share ``x``, as seeds do, shaded from least to greatest.
+    """Return what `lines` does of the median over rows that share ``x``, as seeds do, shaded from
+    least to greatest.
 
     >>> rows = [{"model": "a", "layer": 1, "loss": value} for value in (0.5, 0.4, 0.9)]
     >>> [(line.x, line.y, line.band) for line in medians(rows, "layer", "loss", by="model")]
@@ -93,7 +100,9 @@ def medians(
         values: dict[float, list[float]] = {}
         for at, value in zip(line.x, line.y, strict=True):
             values.setdefault(at, []).append(value)
-        middle, least, greatest = (list(map(of, values.values())) for of in (statistics.median, min, max))
+        middle, least, greatest = (
+            list(map(of, values.values())) for of in (statistics.median, min, max)
+        )
         found.append(replace(line, x=list(values), y=middle, band=(least, greatest)))
     return found
 
@@ -101,8 +110,8 @@ def medians(
 def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> None:
     """Write ``panels`` side by side as an SVG file without a date.
 
-    In a row stand ``columns``, else four, or three where that fills the rows. Panels whose axes have the
-    same label and scale share them, so that what they show can be compared.
+    In a row stand ``columns``, else four, or three where that fills the rows. Panels whose axes
+    have the same label and scale share them, so that what they show can be compared.
     """
     wide = 3 if len(panels) % 4 and len(panels) % 3 == 0 else 4
     columns = min(columns or wide, len(panels))
@@ -121,14 +130,18 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
             _finish(axes, panel)
         _add_legends(figure, pairs)
         note_image(path.stem, figure)
-        # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a panel may be longer
-        # than the place that the layout left.
-        whole: dict[str, Any] = {"bbox_inches": "tight", "metadata": {"Date": None, "Creator": None}}
+        # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a
+        # panel may be longer than the place that the layout left.
+        whole: dict[str, Any] = {
+            "bbox_inches": "tight",
+            "metadata": {"Date": None, "Creator": None},
+        }
         figure.savefig(path, format="svg", facecolor="white", **whole)
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
-    """Draw ``panel`` without a legend on axes of matplotlib; the marks of colour k carry the id ``variant-k``."""
+    """Draw ``panel`` without a legend on axes of matplotlib; the marks of colour k carry the id
+    ``variant-k``."""
     _draw_series(axes, panel)
     _label(axes, panel)
     _finish(axes, panel)
@@ -137,15 +150,23 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 def _share_axes(pairs: Sequence[tuple[Any, Panel]]) -> None:
     first: dict[tuple[str, str, str], Any] = {}
     for axes, panel in pairs:
-        for side, label, scale in (("x", panel.x_label, panel.x_scale), ("y", panel.y_label, panel.y_scale)):
+        for side, label, scale in (
+            ("x", panel.x_label, panel.x_scale),
+            ("y", panel.y_label, panel.y_scale),
+        ):
             other = first.setdefault((side, label, scale), axes)
             if other is not axes and label and not (side == "x" and panel.names):
                 getattr(axes, f"share{side}")(other)
 
 
 def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
-    """Put one legend under the figure where a label looks the same in every panel, else one under each panel."""
-    shown = [(axes, panel, _handles(axes, panel)) for axes, panel in pairs if panel.legend and panel.series]
+    """Put one legend under the figure where a label looks the same in every panel, else one under
+    each panel."""
+    shown = [
+        (axes, panel, _handles(axes, panel))
+        for axes, panel in pairs
+        if panel.legend and panel.series
+    ]
     looks: dict[str, set[object]] = {}
     for _, panel in pairs:
         for label, look in _looks(panel).items():
@@ -154,18 +175,30 @@ def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
     if not shown:
         return
     if all(len(each) == 1 for each in looks.values()):
-        handles = {label: handle for _, _, found in reversed(shown) for label, handle in found.items()}
+        handles = {
+            label: handle for _, _, found in reversed(shown) for label, handle in found.items()
+        }
         handles = {label: handles[label] for label in looks if label in handles}
         columns = max(1, int(figure.get_figwidth() / (0.55 + 0.065 * max(map(len, handles)))))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=columns, **style)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower left", ncols=columns, **style
+        )
         lines = -(-len(handles) // columns)
     else:
         for axes, panel, found in shown:
             below = -0.42 if panel.names else -0.22
             axes.legend(
-                found.values(), found.keys(), loc="upper left", bbox_to_anchor=(0, below), borderaxespad=0, **style
+                found.values(),
+                found.keys(),
+                loc="upper left",
+                bbox_to_anchor=(0, below),
+                borderaxespad=0,
+                **style,
             )
-        lines = max(len(found) for _, _, found in shown) * figure.axes[0].get_subplotspec().get_gridspec().nrows
+        lines = (
+            max(len(found) for _, _, found in shown)
+            * figure.axes[0].get_subplotspec().get_gridspec().nrows
+        )
     figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * lines)
 
 
@@ -193,7 +226,9 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             axes.bar(series.x, series.y, width=width, color=colour, alpha=0.5, label=series.label)
             continue
         if series.style == "boxes":
-            _draw_boxes(axes, series, colour, [each for each in panel.series if each.style == "boxes"])
+            _draw_boxes(
+                axes, series, colour, [each for each in panel.series if each.style == "boxes"]
+            )
             continue
         marker = "o" if len(series.x) <= 40 else None
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
@@ -205,15 +240,26 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             markerfacecolor=filling, label=series.label, gid=f"variant-{number}",
         )  # fmt: skip
         if series.band:
-            axes.fill_between(series.x, *series.band, color=colour, alpha=0.18, linewidth=0, gid=f"variant-{number}")
+            axes.fill_between(
+                series.x,
+                *series.band,
+                color=colour,
+                alpha=0.18,
+                linewidth=0,
+                gid=f"variant-{number}",
+            )
         if len(series.errors):
-            axes.errorbar(series.x, series.y, series.errors, color=colour, linestyle="none", capsize=2)
+            axes.errorbar(
+                series.x, series.y, series.errors, color=colour, linestyle="none", capsize=2
+            )
 
 
 def _draw_boxes(axes: Any, series: Series, colour: str, rivals: Sequence[Series]) -> None:
     """Draw boxes beside those of the other series at the same places."""
     width = 0.8 / len(rivals)
-    shift = (next(k for k, each in enumerate(rivals) if each is series) - (len(rivals) - 1) / 2) * width
+    shift = (
+        next(k for k, each in enumerate(rivals) if each is series) - (len(rivals) - 1) / 2
+    ) * width
     names = ("med", "q1", "q3", "whislo", "whishi")
     columns = zip(series.y, *series.band, *(series.whiskers or series.band), strict=True)
     boxes = [{**dict(zip(names, values, strict=True)), "fliers": []} for values in columns]
@@ -237,12 +283,21 @@ def _label(axes: Any, panel: Panel, title_width: int = 52) -> None:
     else:
         axes.set_xscale(panel.x_scale)
     axes.set_yscale(panel.y_scale)
-    if panel.x_scale == "linear" and all(float(x).is_integer() for series in panel.series for x in series.x):
-        axes.xaxis.get_major_locator().set_params(integer=True)  # layers, seeds and counts have no halves
-    if len(places := {x for series in panel.series for x in series.x}) == 1 and panel.x_scale == "linear":
+    if panel.x_scale == "linear" and all(
+        float(x).is_integer() for series in panel.series for x in series.x
+    ):
+        axes.xaxis.get_major_locator().set_params(
+            integer=True
+        )  # layers, seeds and counts have no halves
+    if (
+        len(places := {x for series in panel.series for x in series.x}) == 1
+        and panel.x_scale == "linear"
+    ):
         axes.set_xticks(list(places))
     if panel.names:
-        axes.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor")
+        axes.set_xticks(
+            range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor"
+        )
 
 
 def _finish(axes: Any, panel: Panel) -> None:
@@ -263,14 +318,17 @@ def _finish(axes: Any, panel: Panel) -> None:
 
 
 def _label_powers(axis: Any, scale: str) -> None:
-    """Write numbers at a logarithmic axis as plain text, between the powers of ten too where there are few of these."""
+    """Write numbers at a logarithmic axis as plain text, between the powers of ten too where there
+    are few of these."""
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
     if scale == "symlog":
         # Powers below the smallest value would stand on the zero.
         first = math.ceil(math.log10(axis.get_transform().linthresh) - 1e-9)
-        axis.set_major_locator(FixedLocator([0, *(10.0**k for k in range(first, math.floor(math.log10(high)) + 1))]))
+        axis.set_major_locator(
+            FixedLocator([0, *(10.0**k for k in range(first, math.floor(math.log10(high)) + 1))])
+        )
     elif scale == "log" and high < 3 * low:
         axis.set_major_locator(MaxNLocator(5))
         axis.set_minor_locator(NullLocator())

@@ -8,7 +8,8 @@ from typing import Any
 from wellposed.errors import CheckpointError
 
 NAME = "wellposed"
-"""The attribute of a Hugging Face configuration, and the key of ``config.json``, that holds them."""
+"""The attribute of a Hugging Face configuration, and the key of ``config.json``, that holds
+them."""
 
 
 def record(config: Any, **changes: Any) -> None:
@@ -38,7 +39,8 @@ def recorded(config: Any) -> Mapping[str, Any]:
     sound = isinstance(norms, list) and all(isinstance(name, str) for name in norms)
     if not sound or not isinstance(changes.get("attention", ""), str):
         raise CheckpointError(
-            f"{NAME} of {type(config).__name__} (config.json): expected removed_norms, a list of names, and attention, "
-            f"a name; received {changes!r}; copy config.json again from where it was whole"
+            f"{NAME} of {type(config).__name__} (config.json): expected removed_norms, a list of"
+            f" names, and attention, a name; received {changes!r}; copy config.json again from"
+            " where it was whole"
         )
     return changes

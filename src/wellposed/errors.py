@@ -1,7 +1,7 @@
 """The one exception family of wellposed.
 
-Every message says what failed, where (dotted module path or ``file:line``), what was received, what was expected
-and what to do next; all offenders of one call are in one message.
+Every message says what failed, where (dotted module path or ``file:line``), what was received, what
+was expected and what to do next; all offenders of one call are in one message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class WellposedError(Exception):
 def _cut(message: str) -> str:
     left_out = len(message) - MAX_MESSAGE
     half = MAX_MESSAGE // 2
-    return message if left_out <= 0 else f"{message[:half]} ... {left_out:,} characters ... {message[-half:]}"
+    return (
+        message
+        if left_out <= 0
+        else f"{message[:half]} ... {left_out:,} characters ... {message[-half:]}"
+    )
 
 
 class RoleNotFoundError(WellposedError, ValueError):
@@ -40,7 +44,8 @@ class RoleNotFoundError(WellposedError, ValueError):
 
 
 class ShapeError(WellposedError, ValueError):
-    """A tensor or a size does not fit: wrong rank, width not divisible by heads, sequence too long."""
+    """A tensor or a size does not fit: wrong rank, width not divisible by heads, sequence too
+    long."""
 
 
 class NotLipschitzError(WellposedError, ValueError):
@@ -48,11 +53,13 @@ class NotLipschitzError(WellposedError, ValueError):
 
 
 class UnsoundBoundError(WellposedError, RuntimeError):
-    """A certificate's own cross-check found a slope above the bound: the rule named is wrong for this module."""
+    """A certificate's own cross-check found a slope above the bound: the rule named is wrong for
+    this module."""
 
 
 class NotContractiveError(WellposedError, ValueError):
-    """No bound below 1 is known for the block, so its residual cannot be inverted by a fixed point."""
+    """No bound below 1 is known for the block, so its residual cannot be inverted by a fixed
+    point."""
 
 
 class ConvergenceError(WellposedError, RuntimeError):
@@ -87,7 +94,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     "unknown variant 'post_nl'; nearest: post_ln, pre_ln, oc1"
     """
     known, name = list(known), name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
-    hint = f"nearest: {', '.join(nearest_names(name, known))}" if known else f"no {kind} is registered"
+    hint = (
+        f"nearest: {', '.join(nearest_names(name, known))}" if known else f"no {kind} is registered"
+    )
     return ConfigError(f"unknown {kind} {name!r}; {hint}")
 
 
@@ -118,8 +127,10 @@ def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
     """Build the error for an optional dependency that is not installed.
 
     >>> str(missing_extra("jinja2", "report", "HTML reports"))
-    "HTML reports need the package 'jinja2', which is not installed; run: pip install 'wellposed[report]'"
+    "HTML reports need the package 'jinja2', which is not installed; run: pip install
+    'wellposed[report]'"
     """
     return ConfigError(
-        f"{purpose} need the package {package!r}, which is not installed; run: pip install 'wellposed[{extra}]'"
+        f"{purpose} need the package {package!r}, which is not installed; run: pip install"
+        f" 'wellposed[{extra}]'"
     )

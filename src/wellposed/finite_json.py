@@ -1,4 +1,5 @@
-"""JSON without NaN and infinities, which the format does not have, and read with one kind of error."""
+"""JSON without NaN and infinities, which the format does not have, and read with one kind of
+error."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
 
 
 def from_json(data: bytes | str) -> Any:
-    """Return the value of JSON text; whatever is wrong with it is a `ValueError`, nesting without end too.
+    """Return the value of JSON text; whatever is wrong with it is a `ValueError`, nesting without
+    end too.
 
     >>> from_json(b"[" * 100_000)
     Traceback (most recent call last):

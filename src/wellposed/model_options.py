@@ -1,8 +1,9 @@
-"""The options of a model, free of torch: each part declares those it reads, once, and `ModelOptions` is all of them.
+"""The options of a model, free of torch: each part declares those it reads, once, and
+`ModelOptions` is all of them.
 
-A part is what a field of a configuration names: an attention, an initialisation, an architecture. `read_by` says which
-parts read an options class, so that an option which no chosen part reads can be refused, and one is dropped together
-with its part.
+A part is what a field of a configuration names: an attention, an initialisation, an architecture.
+`read_by` says which parts read an options class, so that an option which no chosen part reads can
+be refused, and one is dropped together with its part.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-from wellposed.option_checks import ABOVE_ONE, COUNT, INSIDE_0_1, POSITIVE, RATE, SIZE, one_of, option, out_of_range
+from wellposed.option_checks import (
+    ABOVE_ONE,
+    COUNT,
+    INSIDE_0_1,
+    POSITIVE,
+    RATE,
+    SIZE,
+    one_of,
+    option,
+    out_of_range,
+)
 from wellposed.options import refuse
 
 Options = TypeVar("Options", bound="PartOptions")
@@ -19,7 +30,8 @@ Options = TypeVar("Options", bound="PartOptions")
 
 @dataclass(frozen=True)
 class PartOptions:
-    """Options that some parts read: a frozen dataclass whose fields are made with `option`, marked with `read_by`."""
+    """Options that some parts read: a frozen dataclass whose fields are made with `option`, marked
+    with `read_by`."""
 
     @classmethod
     def of(cls: type[Options], config: object) -> Options:
@@ -34,8 +46,8 @@ def read_by(**parts: str | tuple[str, ...]) -> Callable[[type[Options]], type[Op
     """Return a decorator that says which parts read the options of a class.
 
     Args:
-        parts: names of parts by the field that chooses one, such as ``attention=("l2", "l2_tied")``. Where parts of two
-            fields read an option, each of the two must be chosen.
+        parts: names of parts by the field that chooses one, such as ``attention=("l2",
+            "l2_tied")``. Where parts of two fields read an option, each of the two must be chosen.
 
     >>> @read_by(attention="windowed")
     ... @dataclass(frozen=True)
@@ -60,7 +72,8 @@ def readers(kind: str) -> Mapping[str, list[type[PartOptions]]]:
 
 
 def options_read(kind: str, name: str) -> set[str]:
-    """Return the options that only some parts of this kind read, of those that the part ``name`` reads."""
+    """Return the options that only some parts of this kind read, of those that the part ``name``
+    reads."""
     return {item.name for options in readers(kind).get(name, ()) for item in fields(options)}
 
 
@@ -71,7 +84,8 @@ def options_of(kind: str) -> dict[str, Field[Any]]:
 
 
 def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> list[str]:
-    """Return one line for each option of ``config`` that is off its default and that no chosen part reads.
+    """Return one line for each option of ``config`` that is off its default and that no chosen part
+    reads.
 
     Args:
         config: what holds the options.
@@ -143,8 +157,8 @@ class TransformerOptions(PartOptions):
     norm: Literal["pre", "post", "none"] = "post"
     """Where LayerNorm stands."""
     residual: str = "plain"
-    """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a learnt,
-    and mean that with a = 1/n for n residuals."""
+    """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a
+    learnt, and mean that with a = 1/n for n residuals."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     attention_dropout: float = option(0.0, RATE)
@@ -176,9 +190,10 @@ class SinusoidalOptions(PartOptions):
     """What sines and cosines read."""
 
     position_scale: float | None = option(None, POSITIVE)
-    """Factor on sinusoidal positions. None is 1, and under init t_fixup the factor that T-Fixup puts on the token
-    embeddings of the same stack, so that tokens and positions keep their proportion (in the code of Huang et al. 2020
-    positions are added unscaled and are twice as long as tokens)."""
+    """Factor on sinusoidal positions. None is 1, and under init t_fixup the factor that T-Fixup
+    puts on the token embeddings of the same stack, so that tokens and positions keep their
+    proportion (in the code of Huang et al. 2020 positions are added unscaled and are twice as long
+    as tokens)."""
 
 
 @read_by(init="kim2021")
@@ -196,7 +211,8 @@ class L2Options(Kim2021Options):
     """What every L2 attention reads."""
 
     query_width: int = option(1, one_of(1, 2))
-    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
+    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a
+    head."""
 
 
 @read_by(attention="l2_contractive")
@@ -205,12 +221,13 @@ class ContractiveOptions(L2Options):
     """What an L2 attention reads that is divided by its bound."""
 
     contractive: float | None = option(None, INSIDE_0_1)
-    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
+    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not
+    given."""
     lipschitz_norm: Literal["tok", "inf", "2"] = option("tok", one_of("tok", "inf", "2"))
     """Norm in which l2_contractive is a contraction."""
     contractive_bound: Literal["sharp", "kim2021"] = option("sharp", one_of("sharp", "kim2021"))
-    """What l2_contractive divides by: the least bound that is proved here, or that of Kim et al. (2021), Theorem 3.2,
-    which has norms inf and 2 only."""
+    """What l2_contractive divides by: the least bound that is proved here, or that of Kim et al.
+    (2021), Theorem 3.2, which has norms inf and 2 only."""
 
 
 @read_by(attention="cosine")
@@ -228,7 +245,8 @@ class BallOptions(PartOptions):
     """What attention on the unit ball reads."""
 
     ball_temperature: float = option(2.0, POSITIVE)
-    """Temperature of every head of attention ball at the start; it is learnt between 0 and ball_max_temperature."""
+    """Temperature of every head of attention ball at the start; it is learnt between 0 and
+    ball_max_temperature."""
     ball_max_temperature: float = option(10.0, POSITIVE)
     """No head of attention ball has a larger temperature."""
 
@@ -239,7 +257,8 @@ class BudgetOptions(PartOptions):
     """What a residual with a share of a Lipschitz budget reads."""
 
     budget: float = option(2.0, ABOVE_ONE)
-    """L of residual budget: all residuals together multiply distances by at most L, if no branch multiplies any."""
+    """L of residual budget: all residuals together multiply distances by at most L, if no branch
+    multiplies any."""
 
 
 @read_by(architecture="transject")
@@ -276,12 +295,14 @@ class ModelOptions(
         has_heads = "num_attention_heads" in options_read("architecture", self.architecture)
         if not problems and has_heads and self.hidden_size % self.num_attention_heads:
             problems.append(
-                f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads = {self.num_attention_heads}"
+                f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads ="
+                f" {self.num_attention_heads}"
             )
         refuse(problems)
 
     def with_parts(self, **changes: Any) -> ModelOptions:
-        """Return the options with ``changes``; those that only the parts given up read are at their defaults again.
+        """Return the options with ``changes``; those that only the parts given up read are at their
+        defaults again.
 
         >>> options = ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
         >>> options.with_parts(attention="l2_tied").query_width, options.with_parts(attention="l2_tied").contractive

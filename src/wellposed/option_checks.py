@@ -33,7 +33,10 @@ def one_of(*values: object) -> Check:
     "'tok', 'inf' or '2'"
     """
     words = [repr(value) for value in values]
-    return f"{', '.join(words[:-1])} or {words[-1]}", lambda value: value in values and not isinstance(value, bool)
+    return (
+        f"{', '.join(words[:-1])} or {words[-1]}",
+        lambda value: value in values and not isinstance(value, bool),
+    )
 
 
 COUNT: Check = (
@@ -53,15 +56,19 @@ def option(default: T, check: Check, *, neutral: object = None) -> T:
     Args:
         default: its default; where that is None, None needs no check.
         check: what its values must be.
-        neutral: a value that asks for nothing, beside the default, of a model that does not read the option.
+        neutral: a value that asks for nothing, beside the default, of a model that does not read
+        the option.
     """
     return field(default=default, metadata={"check": check, "neutral": neutral})
 
 
 def out_of_range(values: object, items: Collection[Field[Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and what was expected, for each of the fields ``items`` that fails its check."""
+    """Yield name, value and what was expected, for each of the fields ``items`` that fails its
+    check."""
     for item in items:
         expected, holds = item.metadata.get("check", ("", lambda _: True))
-        value = getattr(values, item.name, item.default)  # it may be declared later than ``values`` was made
+        value = getattr(
+            values, item.name, item.default
+        )  # it may be declared later than ``values`` was made
         if not (holds(value) or (value is None and item.default is None)):
             yield item.name, value, expected

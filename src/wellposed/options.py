@@ -21,13 +21,15 @@ class OptionsError(ConfigError):
 
 
 def refuse(problems: list[str]) -> None:
-    """Raise one error that lists all ``problems``, if there are any; an options class calls it on its own values."""
+    """Raise one error that lists all ``problems``, if there are any; an options class calls it on
+    its own values."""
     if problems:
         raise OptionsError(problems)
 
 
 def build_options(options_class: type[T], values: Mapping[str, Any], *, where: str) -> T:
-    """Return ``options_class(**values)``, with the tables among the values built into the options their fields hold.
+    """Return ``options_class(**values)``, with the tables among the values built into the options
+    their fields hold.
 
     Args:
         options_class: a dataclass; its ``__post_init__`` may `refuse` values that are out of range.
@@ -35,7 +37,8 @@ def build_options(options_class: type[T], values: Mapping[str, Any], *, where: s
         where: what the lines of an error begin with, such as a file name.
 
     Raises:
-        ConfigError: everything that `option_problems` names, and every value that a class refuses, in one message.
+        ConfigError: everything that `option_problems` names, and every value that a class refuses,
+        in one message.
 
     >>> @dataclasses.dataclass
     ... class Options:
@@ -49,7 +52,11 @@ def build_options(options_class: type[T], values: Mapping[str, Any], *, where: s
     """
     built, problems = dict(values), []
     for name, hint in get_type_hints(options_class).items():
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(values.get(name), Mapping):
+        if (
+            isinstance(hint, type)
+            and dataclasses.is_dataclass(hint)
+            and isinstance(values.get(name), Mapping)
+        ):
             try:
                 built[name] = build_options(hint, values[name], where=f"{where}: [{name}]")
             except OptionsError as error:
@@ -72,14 +79,22 @@ def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= flat_options(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        flat |= (
+            flat_options(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: value}
+        )
     return flat
 
 
-def option_problems(options_class: type[Any], values: Mapping[str, Any], *, where: str) -> list[str]:
-    """Return one line for each value that ``options_class(**values)`` has no field of its name and type for.
+def option_problems(
+    options_class: type[Any], values: Mapping[str, Any], *, where: str
+) -> list[str]:
+    """Return one line for each value that ``options_class(**values)`` has no field of its name and
+    type for.
 
-    Exact for the hints that options have: plain types, literals, ``None`` and unions of them. ``True`` is no int.
+    Exact for the hints that options have: plain types, literals, ``None`` and unions of them.
+    ``True`` is no int.
 
     Args:
         options_class: a dataclass.
@@ -87,9 +102,11 @@ def option_problems(options_class: type[Any], values: Mapping[str, Any], *, wher
         where: what the lines begin with, such as a file name.
 
     Returns:
-        the lines, empty where all is well; a field without a default that has no value is a line too.
+        the lines, empty where all is well; a field without a default that has no value is a line
+        too.
 
-    Cost: none that matters. When not to use: ranges of numbers, which an options class checks itself.
+    Cost: none that matters. When not to use: ranges of numbers, which an options class checks
+    itself.
 
     >>> @dataclasses.dataclass
     ... class Options:
@@ -98,7 +115,8 @@ def option_problems(options_class: type[Any], values: Mapping[str, Any], *, wher
     >>> option_problems(Options, {"steps": 3, "size": "large"}, where="run.toml")
     []
     >>> option_problems(Options, {"sise": 1, "size": "huge"}, where="run.toml")[1:]
-    ["run.toml: size = 'huge', expected 'small' or 'large' or nothing", "run.toml: option 'steps' is missing"]
+    ["run.toml: size = 'huge', expected 'small' or 'large' or nothing", "run.toml: option 'steps' is
+    missing"]
     """
     hints = get_type_hints(options_class)
     fields = dataclasses.fields(options_class)
@@ -106,11 +124,17 @@ def option_problems(options_class: type[Any], values: Mapping[str, Any], *, wher
     problems = []
     for name, value in values.items():
         if name not in known:
-            problems.append(f"{where}: unknown option {name!r}; nearest: {', '.join(nearest_names(name, known))}")
+            problems.append(
+                f"{where}: unknown option {name!r}; nearest:"
+                f" {', '.join(nearest_names(name, known))}"
+            )
         elif not _fits(value, hints[name]):
             problems.append(f"{where}: {name} = {value!r}, expected {_describe(hints[name])}")
     required = [field.name for field in fields if _is_required(field)]
-    return [*problems, *(f"{where}: option {name!r} is missing" for name in required if name not in values)]
+    return [
+        *problems,
+        *(f"{where}: option {name!r} is missing" for name in required if name not in values),
+    ]
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

@@ -1,4 +1,5 @@
-"""Named settings from the papers, as keywords of `wellposed.OrthogonalityPenalty`; plain numbers, no torch."""
+"""Named settings from the papers, as keywords of `wellposed.OrthogonalityPenalty`; plain numbers,
+no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ _ZHANG2021: dict[str, tuple[str, ...]] = {
 def zhang2021(
     variant: Literal["I", "II", "III"], strength: float = 1e-8, *, as_printed: bool = False
 ) -> dict[str, Any]:
-    """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3): where orthogonality is asked for.
+    """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3): where orthogonality
+    is asked for.
 
-    I asks it of affinities, II also of query, key, value and output stacked together, III also of both feed-forward
-    weights. The paper prints the affinity and attention losses squared and the feed-forward loss unsquared; here all
-    are squared unless ``as_printed``. It tunes the strength among 1e-6, 1e-8 and 1e-10.
+    I asks it of affinities, II also of query, key, value and output stacked together, III also of
+    both feed-forward weights. The paper prints the affinity and attention losses squared and the
+    feed-forward loss unsquared; here all are squared unless ``as_printed``. It tunes the strength
+    among 1e-6, 1e-8 and 1e-10.
 
     Args:
         variant: ``"I"``, ``"II"`` or ``"III"``.
@@ -44,7 +47,8 @@ def zhang2021(
 
 
 def mcgrath2024(*, key: bool = True, query: bool = False, strength: float = 1e-4) -> dict[str, Any]:
-    """Return the keywords of McGrath (2024, eq. 2 and Table 1): ``|A A^T - I|_F`` on key and query weights.
+    """Return the keywords of McGrath (2024, eq. 2 and Table 1): ``|A A^T - I|_F`` on key and query
+    weights.
 
     Args:
         key: penalise key weights, the one he finds to drift towards orthogonality by itself.
@@ -63,7 +67,9 @@ def mcgrath2024(*, key: bool = True, query: bool = False, strength: float = 1e-4
     _check_strength("mcgrath2024", strength)
     chosen = [name for name, wanted in (("key", key), ("query", query)) if wanted]
     if not chosen:
-        raise ConfigError("mcgrath2024: key and query are both False, so nothing is penalised; set at least one")
+        raise ConfigError(
+            "mcgrath2024: key and query are both False, so nothing is penalised; set at least one"
+        )
     return {**dict.fromkeys(chosen, strength), "form": "gram"}
 
 

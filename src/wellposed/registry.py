@@ -12,10 +12,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table from names to objects of one kind; an unknown name is a `ConfigError` that lists the nearest three.
+    """A table from names to objects of one kind; an unknown name is a `ConfigError` that lists the
+    nearest three.
 
-    A new attention, family, task or variant is one new file and one ``register`` line, in this package, in a file that
-    `wellposed.plugins.import_file` runs, or in an installed package with an entry point in the group ``entry_points``.
+    A new attention, family, task or variant is one new file and one ``register`` line, in this
+    package, in a file that `wellposed.plugins.import_file` runs, or in an installed package with an
+    entry point in the group ``entry_points``.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -38,14 +40,18 @@ class Registry(Generic[T]):
 
         def store(entry: T) -> T:
             if name in self._entries:
-                raise ConfigError(f"{self.kind} {name!r} is registered twice: {self._entries[name]!r} and {entry!r}")
+                raise ConfigError(
+                    f"{self.kind} {name!r} is registered twice: {self._entries[name]!r} and"
+                    f" {entry!r}"
+                )
             self._entries[name] = entry
             return entry
 
         return store
 
     def get(self, name: str) -> T:
-        """Return the object registered as ``name``, or raise `ConfigError` naming the nearest three."""
+        """Return the object registered as ``name``, or raise `ConfigError` naming the nearest
+        three."""
         entries = self._all()
         if name not in entries:
             raise unknown_name(self.kind, name, entries)

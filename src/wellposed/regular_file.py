@@ -1,4 +1,5 @@
-"""Reading files of folders that came from elsewhere, where a pipe or a device may stand in the place of a file."""
+"""Reading files of folders that came from elsewhere, where a pipe or a device may stand in the
+place of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device, from which nothing or no end might ever come.
+        OSError: it cannot be read, or is a pipe or a device, from which nothing or no end might
+        ever come.
 
     >>> read_bytes(Path("/dev/zero"))
     Traceback (most recent call last):

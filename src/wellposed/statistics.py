@@ -1,4 +1,5 @@
-"""Mean, standard error, paired test and its verdict in words: the statistics of a comparison over seeds."""
+"""Mean, standard error, paired test and its verdict in words: the statistics of a comparison over
+seeds."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from typing import Any
 from wellposed.errors import DataError, missing_extra
 
 SIGNIFICANCE = 0.05
-# Differences of equal pairs computed in floating point may differ in the last bits; below this share of the values'
-# own size their spread is rounding and no estimate of a variance.
+# Differences of equal pairs computed in floating point may differ in the last bits; below this
+# share of the values' own size their spread is rounding and no estimate of a variance.
 ROUNDING = 1e-12
 _QUANTILES = 20_000
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has no number: ``status`` failed | cancelled | unfinished, and the reason in words."""
+    """Why a run has no number: ``status`` failed | cancelled | unfinished, and the reason in
+    words."""
 
     status: str
     reason: str
@@ -26,7 +28,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class SeedResults:
-    """What a variant reached with each seed: a number where its run finished, else why there is none."""
+    """What a variant reached with each seed: a number where its run finished, else why there is
+    none."""
 
     name: str
     values: Mapping[int, float]
@@ -34,23 +37,33 @@ class SeedResults:
 
     @property
     def ended(self) -> str:
-        """How the other seeds ended: ``failed``, or ``did not finish`` where some were stopped or still run."""
-        return "failed" if all(f.status == "failed" for f in self.failures.values()) else "did not finish"
+        """How the other seeds ended: ``failed``, or ``did not finish`` where some were stopped or
+        still run."""
+        return (
+            "failed"
+            if all(f.status == "failed" for f in self.failures.values())
+            else "did not finish"
+        )
 
     def __str__(self) -> str:
         """The failures in words, for instance ``1 of 3 seeds failed (diverged at step 40)``."""
         seeds = len({*self.values, *self.failures})
         reasons = dict.fromkeys(f.reason for _, f in sorted(self.failures.items()))
-        return f"{len(self.failures)} of {seeds} seed{'s' if seeds > 1 else ''} {self.ended} ({'; '.join(reasons)})"
+        return (
+            f"{len(self.failures)} of {seeds} seed{'s' if seeds > 1 else ''} {self.ended}"
+            f" ({'; '.join(reasons)})"
+        )
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A variant against the baseline on the same seeds: ``mean_difference = mean(variant - baseline)``.
+    """A variant against the baseline on the same seeds: ``mean_difference = mean(variant -
+    baseline)``.
 
-    ``p_value`` is two-sided, of the paired t-test; ``None`` where no test exists (one pair, or a spread of zero around
-    a non-zero mean) or none may be made (see ``obstacle``). ``p_holm`` is the same p after Holm's correction over all
-    variants compared with the baseline. ``verdict`` is the sentence to print.
+    ``p_value`` is two-sided, of the paired t-test; ``None`` where no test exists (one pair, or a
+    spread of zero around a non-zero mean) or none may be made (see ``obstacle``). ``p_holm`` is the
+    same p after Holm's correction over all variants compared with the baseline. ``verdict`` is the
+    sentence to print.
     """
 
     pairs: int
@@ -63,7 +76,8 @@ class PairedComparison:
     higher_is_better: bool
     verdict: str
     obstacle: str = ""
-    """Why nothing can be said: the failed seeds of either side. Those that finished are no fair sample."""
+    """Why nothing can be said: the failed seeds of either side. Those that finished are no fair
+    sample."""
 
     @property
     def significant(self) -> bool:
@@ -72,7 +86,8 @@ class PairedComparison:
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and ``s / sqrt(n)`` with ``s^2 = sum (x - mean)^2 / (n - 1)``; ``None`` for a single value.
+    """Return the mean and ``s / sqrt(n)`` with ``s^2 = sum (x - mean)^2 / (n - 1)``; ``None`` for a
+    single value.
 
     >>> mean_and_standard_error([1.0, 2.0, 3.0, 6.0, 8.0])  # s^2 = 34 / 4, n = 5
     (4.0, 1.3038404810405297)
@@ -94,11 +109,13 @@ def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | Non
 def paired_comparison(
     values: Sequence[float], first: Sequence[float], *, higher_is_better: bool = True
 ) -> PairedComparison:
-    """Test the mean of ``values[i] - first[i]`` against 0: ``t = mean / (s / sqrt(n))``, n - 1 degrees of freedom.
+    """Test the mean of ``values[i] - first[i]`` against 0: ``t = mean / (s / sqrt(n))``, n - 1
+    degrees of freedom.
 
-    Status: exact under normally distributed differences (Student, 1908). The verdict is "no significant difference"
-    where ``p >= 0.05``, and says that there is no test for one pair. Equal pairs throughout give ``p = 1``; equal
-    non-zero differences leave no variance to test with, so ``p`` is ``None``.
+    Status: exact under normally distributed differences (Student, 1908). The verdict is "no
+    significant difference" where ``p >= 0.05``, and says that there is no test for one pair. Equal
+    pairs throughout give ``p = 1``; equal non-zero differences leave no variance to test with, so
+    ``p`` is ``None``.
 
     Args:
         values: one number per seed, of the variant.
@@ -106,20 +123,23 @@ def paired_comparison(
         higher_is_better: whether a positive difference is an improvement.
 
     Returns:
-        `PairedComparison`, with ``p_holm`` equal to ``p_value``; see `holm_correction` for several variants.
+        `PairedComparison`, with ``p_holm`` equal to ``p_value``; see `holm_correction` for several
+        variants.
 
     Raises:
         DataError: different lengths, no value, a value that is not finite.
         ConfigError: scipy is not installed.
 
-    When not to use: with fewer than about five seeds only large effects can be seen; no difference seen is not
-    evidence of equality.
+    When not to use: with fewer than about five seeds only large effects can be seen; no difference
+    seen is not evidence of equality.
 
     >>> paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]).verdict  # t = 7, p = 0.0198
     'better by 2.333 (p = 0.0198, 3 seeds)'
     """
     if len(values) != len(first):
-        raise DataError(f"a paired test needs equal lengths, received {len(values)} and {len(first)} values")
+        raise DataError(
+            f"a paired test needs equal lengths, received {len(values)} and {len(first)} values"
+        )
     _require_finite([*values, *first])
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean, error = mean_and_standard_error(differences)
@@ -133,15 +153,21 @@ def paired_comparison(
         elif error > ROUNDING * scale:
             t_statistic = mean / error
             p_value = _two_sided_p(t_statistic, len(differences) - 1)
-    result = PairedComparison(len(differences), mean, error, t_statistic, p_value, p_value, higher_is_better, "")
+    result = PairedComparison(
+        len(differences), mean, error, t_statistic, p_value, p_value, higher_is_better, ""
+    )
     return replace(result, verdict=_verdict(result))
 
 
-def compare_seeds(variant: SeedResults, baseline: SeedResults, *, higher_is_better: bool = True) -> PairedComparison:
-    """Return `paired_comparison` over the shared seeds, or no test and "cannot be said" where a seed failed.
+def compare_seeds(
+    variant: SeedResults, baseline: SeedResults, *, higher_is_better: bool = True
+) -> PairedComparison:
+    """Return `paired_comparison` over the shared seeds, or no test and "cannot be said" where a
+    seed failed.
 
-    Status: as `paired_comparison`. Seeds drop out because they do badly, so a mean over the others flatters the
-    variant; a failed seed on either side therefore leaves the difference of the finished ones and no verdict.
+    Status: as `paired_comparison`. Seeds drop out because they do badly, so a mean over the others
+    flatters the variant; a failed seed on either side therefore leaves the difference of the
+    finished ones and no verdict.
 
     Args:
         variant: numbers and failures by seed.
@@ -161,7 +187,9 @@ def compare_seeds(variant: SeedResults, baseline: SeedResults, *, higher_is_bett
     obstacles = [str(variant)] if variant.failures else []
     if baseline.failures:
         name = f"the baseline {baseline.name}"
-        obstacles.append(f"{name}: {baseline}" if baseline.values else f"{name} {baseline.ended} on all seeds")
+        obstacles.append(
+            f"{name}: {baseline}" if baseline.values else f"{name} {baseline.ended} on all seeds"
+        )
     if not shared and not obstacles:
         obstacles.append(f"no seed is shared with the baseline {baseline.name}")
     values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))
@@ -169,7 +197,9 @@ def compare_seeds(variant: SeedResults, baseline: SeedResults, *, higher_is_bett
         return paired_comparison(values, first, higher_is_better=higher_is_better)
     difference = None
     if shared:
-        difference, _ = mean_and_standard_error([value - base for value, base in zip(values, first, strict=True)])
+        difference, _ = mean_and_standard_error(
+            [value - base for value, base in zip(values, first, strict=True)]
+        )
     found = PairedComparison(
         len(shared), difference, None, None, None, None, higher_is_better, "", "; ".join(obstacles)
     )
@@ -177,17 +207,20 @@ def compare_seeds(variant: SeedResults, baseline: SeedResults, *, higher_is_bett
 
 
 def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
-    """Return the comparisons with ``p_holm``: sorted ascending, ``p_(k) (m - k + 1)``, made monotone, at most 1.
+    """Return the comparisons with ``p_holm``: sorted ascending, ``p_(k) (m - k + 1)``, made
+    monotone, at most 1.
 
-    Holm (1979): keeps the chance of any false "different" among the m tests at the chosen level. Comparisons without
-    a test are left as they are and not counted in m.
+    Holm (1979): keeps the chance of any false "different" among the m tests at the chosen level.
+    Comparisons without a test are left as they are and not counted in m.
 
     >>> import dataclasses
     >>> one = paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     >>> [round(c.p_holm, 3) for c in holm_correction([one, dataclasses.replace(one, p_value=0.5)])]
     [0.04, 0.5]
     """
-    tested = sorted((c.p_value, index) for index, c in enumerate(comparisons) if c.p_value is not None)
+    tested = sorted(
+        (c.p_value, index) for index, c in enumerate(comparisons) if c.p_value is not None
+    )
     corrected: dict[int, float] = {}
     running = 0.0
     for rank, (p_value, index) in enumerate(tested):
@@ -198,45 +231,62 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
 
 
 def detectable_difference(
-    deviation: float, pairs: int, *, level: float = SIGNIFICANCE, critical: float | None = None, power: float = 0.8
+    deviation: float,
+    pairs: int,
+    *,
+    level: float = SIGNIFICANCE,
+    critical: float | None = None,
+    power: float = 0.8,
 ) -> float:
-    """Return the least true mean difference that a paired test over ``pairs`` seeds calls different with ``power``.
+    """Return the least true mean difference that a paired test over ``pairs`` seeds calls different
+    with ``power``.
 
-    ``delta = nc s / sqrt(n)``, where ``P(|T| > t) = power`` for ``T`` of Student's noncentral distribution with n - 1
-    degrees of freedom and noncentrality ``nc``, and ``t`` the two-sided quantile of the level.
+    ``delta = nc s / sqrt(n)``, where ``P(|T| > t) = power`` for ``T`` of Student's noncentral
+    distribution with n - 1 degrees of freedom and noncentrality ``nc``, and ``t`` the two-sided
+    quantile of the level.
 
-    Status: tolerance (relative error below 1e-3, by quadrature) under normally distributed differences.
+    Status: tolerance (relative error below 1e-3, by quadrature) under normally distributed
+    differences.
 
     Args:
         deviation: standard deviation s of the paired differences over seeds.
         pairs: seeds on either side, at least 2.
-        level: of the two-sided test; divide it by the number of tests for the first step of Holm's correction.
-        critical: standard errors that decide in place of the quantile, for rules such as "two standard errors".
+        level: of the two-sided test; divide it by the number of tests for the first step of Holm's
+        correction.
+        critical: standard errors that decide in place of the quantile, for rules such as "two
+        standard errors".
         power: the chance with which the difference is to be seen.
 
     Raises:
         DataError: fewer than 2 pairs, or a deviation that is negative or not finite.
         ConfigError: scipy is not installed.
 
-    Cost: milliseconds. When not to use: after the experiment, with the deviation of the experiment itself.
+    Cost: milliseconds. When not to use: after the experiment, with the deviation of the experiment
+    itself.
 
     >>> round(detectable_difference(1.0, 5), 2), round(detectable_difference(1.0, 3), 2)
     (1.68, 3.26)
     """
     if pairs < 2 or not 0 <= deviation < math.inf:
-        raise DataError(f"detectable_difference: expected pairs >= 2 and a deviation >= 0, got {pairs} and {deviation}")
+        raise DataError(
+            f"detectable_difference: expected pairs >= 2 and a deviation >= 0, got {pairs} and"
+            f" {deviation}"
+        )
     import numpy as np
 
     special = _scipy_special()
     degrees = pairs - 1
     if critical is None:
         critical = -float(special.stdtrit(degrees, level / 2))
-    # T = (Z + nc) / S with S^2 = chi^2 / degrees: the chance of |T| > t is a mean over quantiles of S.
+    # T = (Z + nc) / S with S^2 = chi^2 / degrees: the chance of |T| > t is a mean over quantiles of
+    # S.
     shares = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     reach = critical * np.sqrt(special.chdtri(degrees, shares) / degrees)
 
     def chance(noncentrality: float) -> float:
-        return float((special.ndtr(noncentrality - reach) + special.ndtr(-noncentrality - reach)).mean())
+        return float(
+            (special.ndtr(noncentrality - reach) + special.ndtr(-noncentrality - reach)).mean()
+        )
 
     low, high = 0.0, 1.0
     while chance(high) < power:
@@ -252,15 +302,22 @@ def _verdict(c: PairedComparison) -> str:
         return f"cannot be said: {c.obstacle}"
     seeds = f"{c.pairs} seed{'s' if c.pairs != 1 else ''}"
     if c.pairs < 2:
-        return f"no significant difference can be claimed (one seed: no test); difference {c.mean_difference:+.4g}"
+        return (
+            "no significant difference can be claimed (one seed: no test); difference"
+            f" {c.mean_difference:+.4g}"
+        )
     if c.p_value is None or c.p_holm is None:
         return (
-            f"no test: the difference is {c.mean_difference:+.4g} on every one of {seeds}, so there is no spread to "
-            "test with"
+            f"no test: the difference is {c.mean_difference:+.4g} on every one of {seeds}, so there"
+            " is no spread to test with"
         )
     if c.t_statistic is None:
         return f"no significant difference (equal on all {seeds})"
-    p = f"p = {c.p_value:.3g}" if c.p_holm == c.p_value else f"p = {c.p_value:.3g}, Holm {c.p_holm:.3g}"
+    p = (
+        f"p = {c.p_value:.3g}"
+        if c.p_holm == c.p_value
+        else f"p = {c.p_value:.3g}, Holm {c.p_holm:.3g}"
+    )
     if c.p_holm >= SIGNIFICANCE:
         return f"no significant difference ({c.mean_difference:+.4g}; {p}, {seeds})"
     better = (c.mean_difference > 0) == c.higher_is_better

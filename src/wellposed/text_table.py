@@ -22,7 +22,9 @@ def format_number(value: Any, digits: int = 4) -> str:
     return str(value)
 
 
-def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+def text_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
+) -> str:
     """Return a titled table; the first ``left`` columns are aligned left, the others right.
 
     >>> print(text_table("norms", ["role", "sigma"], [["query", "1.02"]]))
@@ -36,7 +38,8 @@ def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def aligned(lines: Sequence[Sequence[str]], alignment: str = "lr") -> str:
-    """Return lines of cells as text; ``alignment`` has an l (left) or r (right) for each column, the last one repeated.
+    """Return lines of cells as text; ``alignment`` has an l (left) or r (right) for each column,
+    the last one repeated.
 
     >>> print(aligned([("weight", "error"), ("a", "2e-06")]))
     weight  error
@@ -47,7 +50,9 @@ def aligned(lines: Sequence[Sequence[str]], alignment: str = "lr") -> str:
 
     def padded(line: Sequence[str]) -> str:
         cells = zip(line, widths, sides, strict=False)
-        return "  ".join(cell.ljust(width) if side == "l" else cell.rjust(width) for cell, width, side in cells)
+        return "  ".join(
+            cell.ljust(width) if side == "l" else cell.rjust(width) for cell, width, side in cells
+        )
 
     return "\n".join(padded(line).rstrip() for line in lines)
 

@@ -1,4 +1,5 @@
-"""``python -m tests.attack --minutes N``: attack random compositions and print the largest ratio of every rule."""
+"""``python -m tests.attack --minutes N``: attack random compositions and print the largest ratio of
+every rule."""
 
 from __future__ import annotations
 
@@ -18,8 +19,15 @@ from .table import Table
 def main(words: list[str]) -> int:
     """Return 1 where a certificate was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on (interrupt for the table so far)")
-    parser.add_argument("--seed", type=int, default=0, help="of the run; a case has its own number besides")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=1.0,
+        help="how long to go on (interrupt for the table so far)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the run; a case has its own number besides"
+    )
     parser.add_argument("--case", type=int, help="run this case alone and show it")
     parser.add_argument("--out", type=Path, help="write the table to this file as well")
     options = parser.parse_args(words)
@@ -53,7 +61,9 @@ def _until(end: float, seed: int) -> Table:
             if time.monotonic() > told + 60:
                 told = time.monotonic()
                 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-                print(f"{table.progress()}, slowest {slowest:.1f} s, {memory:.2f} GB", file=sys.stderr)
+                print(
+                    f"{table.progress()}, slowest {slowest:.1f} s, {memory:.2f} GB", file=sys.stderr
+                )
             number += 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""Random modules that `certify` accepts, with a norm, a length, a mask, a ball and scales: one case per number."""
+"""Random modules that `certify` accepts, with a norm, a length, a mask, a ball and scales: one case
+per number."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, Re
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 Part = tuple[type[nn.Module], Sample]
-ACCEPTED: list[Part] = [(kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.attackable]
+ACCEPTED: list[Part] = [
+    (kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.attackable
+]
 KINDS = list(dict.fromkeys(kind for kind, _ in ACCEPTED))
 # Scalar nonlinearities are many and simple.
 WEIGHTS = [1 if kind in ACTIVATIONS else 4 for kind in KINDS]
@@ -26,7 +29,8 @@ WEIGHTS = [1 if kind in ACTIVATIONS else 4 for kind in KINDS]
 
 @dataclass(frozen=True)
 class Case:
-    """One module and one question: is ``|f(X) - f(Y)| <= certify(module, **asked).total |X - Y|``?"""
+    """One module and one question: is ``|f(X) - f(Y)| <= certify(module, **asked).total |X -
+    Y|``?"""
 
     number: int
     seed: int
@@ -47,7 +51,8 @@ class Case:
     ascends_weights: bool = False
 
     def view(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module, as drawn or with other weights, that shows what the certificate speaks of."""
+        """Return a copy of the module, as drawn or with other weights, that shows what the
+        certificate speaks of."""
         module = unrolled(module)
         return module if self.perturbed is None else RealTokens(module, self.perturbed)
 
@@ -61,13 +66,15 @@ class Case:
         ball = "" if self.radius is None else f", tokens within {self.radius:.3g}"
         told = ", ".join([*self.how, *(f"{name}={value}" for name, value in self.asked.items())])
         return (
-            f"{' + '.join(self.parts)}: norm {self.norm}, {self.dtype}, N = {self.tokens}, D = {self.width}{ball}"
+            f"{' + '.join(self.parts)}: norm {self.norm}, {self.dtype}, N = {self.tokens}, D ="
+            f" {self.width}{ball}"
             f"{', ' + told if told else ''}{', weights ascended' if self.ascends_weights else ''}"
         )
 
 
 class Unrolled(nn.Module):
-    """The blocks of a `ReversibleSequential` with an ordinary backward, which can be differentiated twice."""
+    """The blocks of a `ReversibleSequential` with an ordinary backward, which can be differentiated
+    twice."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()
@@ -92,7 +99,8 @@ class RealTokens(nn.Module):
 
 
 def unrolled(module: nn.Module) -> nn.Module:
-    """Return a copy that computes the same with gradients that an attack can use, under the same parameter names."""
+    """Return a copy that computes the same with gradients that an attack can use, under the same
+    parameter names."""
     holder = nn.ModuleDict({"module": copy.deepcopy(module)})
     for parent in list(holder.modules()):
         for name, child in list(parent._modules.items()):
@@ -105,7 +113,9 @@ def draw(seed: int, number: int) -> Case:
     """Return case ``number`` of a seed; the same for the same two numbers."""
     dice = random.Random(f"{seed}/{number}")
     torch.manual_seed(dice.getrandbits(48))
-    shape = dice.choice(("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack"))
+    shape = dice.choice(
+        ("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack")
+    )
     width = 16 if shape == "coupling" else dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
     tokens = parts[0][1].tokens or max(dice.choice(TOKENS), 2 if parts[0][1].two_inputs else 1)
@@ -134,13 +144,19 @@ def draw(seed: int, number: int) -> Case:
     )
 
 
-def _module(dice: random.Random, shape: str, width: int) -> tuple[list[Part], nn.Module, Sample | None]:
-    """The parts, the module, and the sample whose options its `forward` takes (None: no options)."""
+def _module(
+    dice: random.Random, shape: str, width: int
+) -> tuple[list[Part], nn.Module, Sample | None]:
+    """The parts, the module, and the sample whose options its `forward` takes (None: no
+    options)."""
     if shape == "alone":
         (kind,) = dice.choices(KINDS, WEIGHTS)
         part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.attackable]))
         return [part], part[1].build(width), part[1]
-    parts = [_layer(dice) for _ in range(1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2)]
+    parts = [
+        _layer(dice)
+        for _ in range(1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2)
+    ]
     if shape == "coupling":
         halves = [sample.build(width // 2) for _, sample in parts]
         return parts, AdditiveCoupling(halves[0], halves[1]), None
@@ -165,14 +181,19 @@ def _layer(dice: random.Random) -> Part:
 def _mask(
     dice: random.Random, outer: Sample | None, parts: Sequence[Part], tokens: int
 ) -> tuple[dict[str, Any], dict[str, Any], Tensor | None]:
-    """Draw a mask that the module takes, what may be told to `certify` of it, and the tokens that may move."""
+    """Draw a mask that the module takes, what may be told to `certify` of it, and the tokens that
+    may move."""
     if outer is None or not outer.takes_mask:
         return {}, {}, None
     generator = torch.Generator().manual_seed(dice.getrandbits(32))
-    kinds = ["none", "padding"] + (["causal", "padding, causal", "any"] if outer.takes_causal else [])
+    kinds = ["none", "padding"] + (
+        ["causal", "padding, causal", "any"] if outer.takes_causal else []
+    )
     kind = dice.choice(kinds)
     if kind == "any":
-        kept = (torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()) | torch.eye(tokens).bool()
+        kept = (torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()) | torch.eye(
+            tokens
+        ).bool()
         return {"key_padding_mask": AttentionMask(kept, False)}, {}, None
     pattern: MaskKind = "causal" if "causal" in kind else "full"
     how: dict[str, Any] = {"is_causal": True} if "causal" in kind else {}
@@ -193,7 +214,8 @@ def _mask(
 
 @torch.no_grad()
 def _scale(dice: random.Random, module: nn.Module) -> None:
-    """Multiply weights: as they are, all by one factor, each by its own, 1e-3 to 1e3, or 1e-12 to 1e12."""
+    """Multiply weights: as they are, all by one factor, each by its own, 1e-3 to 1e3, or 1e-12 to
+    1e12."""
     how = dice.choice(("as drawn", "as drawn", "one", "each", "extreme"))
     largest = 12.0 if how == "extreme" else 3.0
     common = dice.uniform(-largest, largest)

@@ -18,10 +18,13 @@ from wellposed.linalg import certified_spectral_norm
 from .compositions import Case
 
 ALLOWANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far above 1 rounding may lift a ratio, beside the 8 eps of the outputs that the attack takes off."""
+"""How far above 1 rounding may lift a ratio, beside the 8 eps of the outputs that the attack takes
+off."""
 RESTARTS = 4
 # The check that `certify` makes of itself would speak first.
-_WITHOUT_CROSS_CHECK: dict[str, Any] = {"cross_check": False} if "cross_check" in signature(certify).parameters else {}
+_WITHOUT_CROSS_CHECK: dict[str, Any] = (
+    {"cross_check": False} if "cross_check" in signature(certify).parameters else {}
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,23 @@ class Outcome:
     def ratio(self) -> float:
         """Attacked over certified."""
         worst = max(self.jacobian, self.slope)
-        return 0.0 if worst == 0 or not self.bounded else worst / self.total if self.total else math.inf
+        return (
+            0.0
+            if worst == 0 or not self.bounded
+            else worst / self.total
+            if self.total
+            else math.inf
+        )
 
     @property
     def violates(self) -> bool:
         """Whether the certificate is below what was found, by more than rounding."""
         allowances = (ALLOWANCE[torch.float64], ALLOWANCE[self.slope_dtype])
         found = (self.jacobian, self.slope)
-        return any(value > self.total * (1 + allowed) for value, allowed in zip(found, allowances, strict=True))
+        return any(
+            value > self.total * (1 + allowed)
+            for value, allowed in zip(found, allowances, strict=True)
+        )
 
     @property
     def dtype(self) -> str:
@@ -67,13 +79,15 @@ class Outcome:
 
     def __str__(self) -> str:
         return (
-            f"case {self.case.number}, {self.case}: certified {self.total:.6g}, Jacobian {self.jacobian:.6g}, "
-            f"slope in {self.slope_dtype} {self.slope:.6g}, ratio {self.ratio:.6f}"
+            f"case {self.case.number}, {self.case}: certified {self.total:.6g}, Jacobian"
+            f" {self.jacobian:.6g}, slope in {self.slope_dtype} {self.slope:.6g}, ratio"
+            f" {self.ratio:.6f}"
         )
 
 
 def attacked(case: Case) -> Outcome:
-    """Attack the module, after an ascent of its weights where the case asks for one, and certify what was attacked."""
+    """Attack the module, after an ascent of its weights where the case asks for one, and certify
+    what was attacked."""
     torch.manual_seed(case.number)
     none = Outcome(case, math.inf, 0.0, 0.0)
     module, start = case.module, None
@@ -83,9 +97,14 @@ def attacked(case: Case) -> Outcome:
             if found.module is not None and found.pair is not None:
                 module = copy.deepcopy(module)
                 with torch.no_grad():
-                    for parameter, ascended in zip(module.parameters(), found.module.parameters(), strict=True):
+                    for parameter, ascended in zip(
+                        module.parameters(), found.module.parameters(), strict=True
+                    ):
                         parameter.copy_(ascended)
-                start = torch.randn(RESTARTS, case.tokens, case.width) * found.pair[0].norm(dim=-1).max()
+                start = (
+                    torch.randn(RESTARTS, case.tokens, case.width)
+                    * found.pair[0].norm(dim=-1).max()
+                )
                 start[0] = found.pair[0]
         total = certified(case, module)
         if not math.isfinite(total):
@@ -118,10 +137,13 @@ def _attack(case: Case, module: nn.Module, **how: Any) -> LowerBound:
 
 
 def certified(case: Case, module: nn.Module) -> float:
-    """Return the certified bound; infinite where there is none, or where somebody has vouched for a part of it."""
+    """Return the certified bound; infinite where there is none, or where somebody has vouched for a
+    part of it."""
     asked = {**case.asked, **_WITHOUT_CROSS_CHECK}
     try:
-        certificate = certify(module, seq_len=case.tokens, norm=case.norm, radius=case.radius, **asked)
+        certificate = certify(
+            module, seq_len=case.tokens, norm=case.norm, radius=case.radius, **asked
+        )
     except NotLipschitzError:
         return math.inf
     return math.inf if certificate.label == "empirical" else certificate.total
@@ -132,7 +154,8 @@ def _matrices(module: nn.Module) -> list[Tensor]:
 
 
 def _size_of_weights(module: nn.Module) -> Tensor:
-    """What stands for the certificate while weights are ascended: it grows like the product of their norms.
+    """What stands for the certificate while weights are ascended: it grows like the product of
+    their norms.
 
     It steers the search only; the module that comes out is certified anew.
     """

@@ -25,7 +25,9 @@ class Doubled(nn.Module):
 
 
 def violation() -> Outcome:
-    register_rule(Doubled)(lambda module, site: LayerBound(1.0, "wrong", "exact", out_radius=site.radius))
+    register_rule(Doubled)(
+        lambda module, site: LayerBound(1.0, "wrong", "exact", out_radius=site.radius)
+    )
     module = nn.Sequential(nn.Linear(8, 8), Doubled()).eval()
     return attacked(Case(5, 3, ("Sequential", "Linear", "Doubled"), module, 2, 4, 8))
 
@@ -37,7 +39,11 @@ def test_cases_are_attacked_and_hold(number: int):
     assert outcome.bounded
     assert 0 <= outcome.ratio <= 1 + 1e-4
     again = attacked(draw(0, number))
-    assert (again.total, again.jacobian, again.slope) == (outcome.total, outcome.jacobian, outcome.slope)
+    assert (again.total, again.jacobian, again.slope) == (
+        outcome.total,
+        outcome.jacobian,
+        outcome.slope,
+    )
 
 
 def test_a_rule_that_promises_half_is_reported_with_what_repeats_it():
@@ -72,7 +78,10 @@ def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "attacked", one)
     assert command.main([]) == 0
-    assert "1 cases, 0 of them without a bound. Largest ratio 0.500000, violations 0." in capsys.readouterr().out
+    assert (
+        "1 cases, 0 of them without a bound. Largest ratio 0.500000, violations 0."
+        in capsys.readouterr().out
+    )
 
 
 def test_ratios():
@@ -88,7 +97,9 @@ def test_ratios():
 
 def test_an_unrolled_module_computes_the_same_under_the_same_names():
     inner = ReversibleSequential([InvertibleResidual(nn.Linear(8, 8))])
-    module = nn.Sequential(inner, ReversibleSequential([inner.blocks[0], InvertibleResidual(inner)]))
+    module = nn.Sequential(
+        inner, ReversibleSequential([inner.blocks[0], InvertibleResidual(inner)])
+    )
     plain, x = unrolled(module), torch.randn(2, 3, 8)
     assert torch.equal(plain(x), module(x))
     assert list(plain.state_dict()) == list(module.state_dict())

@@ -1,4 +1,5 @@
-"""Slow, obvious references: attention written out, its Jacobian, and the three norms of a Jacobian."""
+"""Slow, obvious references: attention written out, its Jacobian, and the three norms of a
+Jacobian."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 
-def l2_attention(x: Tensor, w: Tensor, r: Tensor, o: Tensor, bias: Tensor, tau: float = 1.0) -> Tensor:
-    """sum_h softmax(-tau |z_i - z_j|^2 + b_ij) z_h R_h W_O,h with z_h = x W_h; x (N, D), bias (N, N), -inf = masked."""
+def l2_attention(
+    x: Tensor, w: Tensor, r: Tensor, o: Tensor, bias: Tensor, tau: float = 1.0
+) -> Tensor:
+    """sum_h softmax(-tau |z_i - z_j|^2 + b_ij) z_h R_h W_O,h with z_h = x W_h; x (N, D), bias (N,
+    N), -inf = masked."""
     z = torch.einsum("nD,hDd->hnd", x, w)
     square = (z[:, :, None] - z[:, None]).square().sum(-1)
     p = (bias - tau * square).softmax(-1)
@@ -19,7 +23,13 @@ def l2_attention(x: Tensor, w: Tensor, r: Tensor, o: Tensor, bias: Tensor, tau: 
 
 
 def dot_product_attention(
-    x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, bias: Tensor, query_bias: Tensor | None = None
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    bias: Tensor,
+    query_bias: Tensor | None = None,
 ) -> Tensor:
     queries = torch.einsum("nD,hDd->hnd", x, q)
     if query_bias is not None:
@@ -30,7 +40,15 @@ def dot_product_attention(
 
 
 def cosine_attention(
-    x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, bias: Tensor, eps: float, tau: float, nu: float = 1.0
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    bias: Tensor,
+    eps: float,
+    tau: float,
+    nu: float = 1.0,
 ) -> Tensor:
     def unit(a: Tensor) -> Tensor:
         return a / (a.square().sum(-1, keepdim=True) + eps).sqrt()
@@ -56,7 +74,8 @@ def norm_inf(jacobian: Tensor) -> Tensor:
 
 
 def norm_tok(jacobian: Tensor, rounds: int = 10) -> Tensor:
-    """Largest |sum_j J_ij delta_j| with every |delta_j| <= 1, by alternating maximisation (from below)."""
+    """Largest |sum_j J_ij delta_j| with every |delta_j| <= 1, by alternating maximisation (from
+    below)."""
     with torch.no_grad():
         left = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
         for _ in range(rounds):

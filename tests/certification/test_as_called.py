@@ -1,4 +1,5 @@
-"""Every registered rule, every way in which a call can differ from its class: the certificate is right, or refused."""
+"""Every registered rule, every way in which a call can differ from its class: the certificate is
+right, or refused."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ CASES = [
     for index, sample in enumerate(samples)
     if sample.attackable
 ]
-# Options change a bound, seldom what a rule reads: the first and the last sample of a class stand for the rest.
-ENDS = [case for kind, samples in SAMPLES.items() for case in CASES if case.values[0] in (samples[0], samples[-1])]
+# Options change a bound, seldom what a rule reads: the first and the last sample of a class stand
+# for the rest.
+ENDS = [
+    case
+    for kind, samples in SAMPLES.items()
+    for case in CASES
+    if case.values[0] in (samples[0], samples[-1])
+]
 
 
 def _larger(value):
@@ -45,7 +52,8 @@ def _pre_hook(part: nn.Module) -> None:
 
 def _pre_hook_with_kwargs(part: nn.Module) -> None:
     part.register_forward_pre_hook(
-        lambda module, args, kwargs: (tuple(_larger(value) for value in args), kwargs), with_kwargs=True
+        lambda module, args, kwargs: (tuple(_larger(value) for value in args), kwargs),
+        with_kwargs=True,
     )
 
 
@@ -107,12 +115,15 @@ class _Closable:
 
 
 class Adapter(nn.Module):
-    """A low-rank addition beside a layer, which offers the layer's own weight, as adapter libraries do."""
+    """A low-rank addition beside a layer, which offers the layer's own weight, as adapter libraries
+    do."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.base_layer = layer
-        self.down = nn.Parameter(LARGE * torch.randn(1, layer.in_features, dtype=layer.weight.dtype))
+        self.down = nn.Parameter(
+            LARGE * torch.randn(1, layer.in_features, dtype=layer.weight.dtype)
+        )
         self.up = nn.Parameter(torch.randn(layer.out_features, 1, dtype=layer.weight.dtype))
 
     def __getattr__(self, name: str):
@@ -130,7 +141,9 @@ class QuantisedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        plain = [value.as_subclass(torch.Tensor) if isinstance(value, cls) else value for value in args]
+        plain = [
+            value.as_subclass(torch.Tensor) if isinstance(value, cls) else value for value in args
+        ]
         out = function(*plain, **(kwargs or {}))
         return LARGE * out if function is nn.functional.linear else out
 
@@ -210,7 +223,9 @@ def _has_linear(part: nn.Module) -> bool:
 
 
 def _has_buffers(part: nn.Module) -> bool:
-    return any(buffer.is_floating_point() for buffer in part._buffers.values() if buffer is not None)
+    return any(
+        buffer.is_floating_point() for buffer in part._buffers.values() if buffer is not None
+    )
 
 
 def _any(part: nn.Module) -> bool:
@@ -255,14 +270,18 @@ def _size(delta: torch.Tensor, norm) -> torch.Tensor:
     return delta.norm(dim=-1) if delta.ndim == 2 else delta.norm(dim=-1).flatten(1).amax(-1)
 
 
-def _right_or_refused(module: nn.Module, sample: Sample, what: str = "", *, rounding: float = 1e-4) -> bool:
+def _right_or_refused(
+    module: nn.Module, sample: Sample, what: str = "", *, rounding: float = 1e-4
+) -> bool:
     """Return whether there is a certificate; if so, no slope exceeds it."""
     radius = 1.0 if sample.needs_ball else None
     norm = sample.norms[0]
     try:
         certificate = certify(module, seq_len=TOKENS, norm=norm, radius=radius, cross_check=False)
         total = certificate.total
-        if certificate.label == "empirical":  # somebody's word, which the cross-check is there to try
+        if (
+            certificate.label == "empirical"
+        ):  # somebody's word, which the cross-check is there to try
             certify(module, seq_len=TOKENS, norm=norm, radius=radius)
     except (NotLipschitzError, UnsoundBoundError):
         return False
@@ -289,10 +308,16 @@ def _one_part_of_each_class(module: nn.Module) -> list[str]:
 def test_every_rule_is_walked():
     """A new rule is walked as soon as there is a sample of its class."""
     ours = {
-        kind for kind in certifiable_classes() if kind.__module__.startswith(("torch.", "wellposed.", "transformers."))
+        kind
+        for kind in certifiable_classes()
+        if kind.__module__.startswith(("torch.", "wellposed.", "transformers."))
     }
-    assert ours <= SAMPLES.keys(), f"add samples of {sorted(kind.__name__ for kind in ours - SAMPLES.keys())}"
-    ruled = {kind for kind, samples in SAMPLES.items() if any(sample.certifiable for sample in samples)}
+    assert ours <= SAMPLES.keys(), (
+        f"add samples of {sorted(kind.__name__ for kind in ours - SAMPLES.keys())}"
+    )
+    ruled = {
+        kind for kind, samples in SAMPLES.items() if any(sample.certifiable for sample in samples)
+    }
     assert ruled <= ours, f"rules of {sorted(kind.__name__ for kind in ruled - ours)} are gone"
 
 

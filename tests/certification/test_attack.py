@@ -1,4 +1,5 @@
-"""The attack is a lower bound that an independent Jacobian confirms, and it finds what is known to be there."""
+"""The attack is a lower bound that an independent Jacobian confirms, and it finds what is known to
+be there."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def test_the_value_is_the_jacobians_at_the_input_found(reference, attention, nor
     pushed = torch.einsum("tfij,ij->tf", jacobian, found.direction)
     size = {2: pushed.norm(), "inf": pushed.abs().max(), "tok": pushed.norm(dim=-1).max()}[norm]
     assert float(size) >= found.value * (1 - 1e-6)
-    length = {2: torch.Tensor.norm, "inf": lambda t: t.abs().max(), "tok": lambda t: t.norm(dim=-1).max()}[norm]
+    length = {
+        2: torch.Tensor.norm,
+        "inf": lambda t: t.abs().max(),
+        "tok": lambda t: t.norm(dim=-1).max(),
+    }[norm]
     assert float(length(found.direction)) == pytest.approx(1.0)
     assert found.values.shape == (4,)
     assert 0 < found.ratio(certify(attention, seq_len=3, norm=norm)) <= 1
@@ -55,7 +60,12 @@ def test_kim2021_figure_2_is_reproduced():
     start = torch.randn(6, 60, 1, generator=torch.Generator().manual_seed(0)).sign() * 2.0
     start[:, 0] = 0.0
     found = lipschitz_lower_bound(
-        attention, (60, 1), norm="inf", restarts=6, steps=60, start=start * torch.linspace(0.7, 1.4, 6)[:, None, None]
+        attention,
+        (60, 1),
+        norm="inf",
+        restarts=6,
+        steps=60,
+        start=start * torch.linspace(0.7, 1.4, 6)[:, None, None],
     )
     assert 0.8 <= found.ratio(certify(attention, seq_len=60, norm="inf")) <= 1
 
@@ -75,10 +85,14 @@ def test_dot_product_attention_diverges_with_the_input_and_stays_on_a_ball():
     attention = DotProductAttention(2, 1, bias=False).eval()
     token = torch.tensor([[[0.0, 0.0], [1.0, 0.5], [-1.0, 0.3], [0.2, -1.0]]])
     values = [
-        lipschitz_lower_bound(attention, (4, 2), norm=2, restarts=1, steps=0, start=token * scale).value
+        lipschitz_lower_bound(
+            attention, (4, 2), norm=2, restarts=1, steps=0, start=token * scale
+        ).value
         for scale in (100.0, 1000.0)
     ]
-    assert values[1] > 50 * values[0], "with a token at zero the slope grows with the square (kim2021, Figure 8)"
+    assert values[1] > 50 * values[0], (
+        "with a token at zero the slope grows with the square (kim2021, Figure 8)"
+    )
     ball = lipschitz_lower_bound(attention, (4, 2), norm=2, restarts=4, steps=20, radius=0.5)
     assert float(ball.input.norm(dim=-1).max()) <= 0.5 * (1 + 1e-12)
     assert ball.ratio(certify(attention, seq_len=4, norm=2, radius=0.5)) <= 1
@@ -102,16 +116,24 @@ def test_ascent_over_weights_as_well_stays_below_the_bound(attention):
         return l2_attention_bound(*module.head_weights(), constants, norm=2, method="gram").value
 
     before = lipschitz_lower_bound(attention, (3, 4), norm=2, restarts=4, steps=10, inner=1)
-    after = lipschitz_lower_bound(attention, (3, 4), norm=2, restarts=4, steps=40, ascend_weights=bound)
+    after = lipschitz_lower_bound(
+        attention, (3, 4), norm=2, restarts=4, steps=40, ascend_weights=bound
+    )
     ended = certify(after.module, seq_len=3, norm=2, mask="full")
     assert after.value <= ended.total
-    assert after.value / ended.total > before.ratio(certify(attention, seq_len=3, norm=2, mask="full"))
-    assert torch.equal(attention.q_proj.weight, attention.q_proj.weight.float()), "the module itself is untouched"
+    assert after.value / ended.total > before.ratio(
+        certify(attention, seq_len=3, norm=2, mask="full")
+    )
+    assert torch.equal(attention.q_proj.weight, attention.q_proj.weight.float()), (
+        "the module itself is untouched"
+    )
 
 
 def test_functions_classifiers_and_models_with_embeddings():
     head = nn.Sequential(MLP(4, 8), nn.Linear(4, 3)).double()
-    pooled = lipschitz_lower_bound(lambda x: head(x).mean(1), (5, 4), norm="tok", restarts=2, steps=3)
+    pooled = lipschitz_lower_bound(
+        lambda x: head(x).mean(1), (5, 4), norm="tok", restarts=2, steps=3
+    )
     assert pooled.value <= certify(head, seq_len=5).total
 
     class Model(nn.Module):
@@ -139,12 +161,17 @@ def test_it_is_deterministic_and_every_argument_changes_something(attention):
         {"start": torch.ones(3, 3, 4)}, {"perturbed": torch.tensor([True, False, False])},
         {"forward_kwargs": {"is_causal": True}}, {"dtype": torch.float32},
     ):  # fmt: skip
-        assert lipschitz_lower_bound(attention, (3, 4), **{**plain, **changes}).value != first.value, changes
+        assert (
+            lipschitz_lower_bound(attention, (3, 4), **{**plain, **changes}).value != first.value
+        ), changes
 
 
 def test_a_constant_map_has_slope_zero():
     assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2).value == 0.0
-    assert lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2, dtype=None).value == 0.0
+    assert (
+        lipschitz_lower_bound(lambda x: torch.zeros_like(x), (2, 2), steps=2, dtype=None).value
+        == 0.0
+    )
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
     found = lipschitz_lower_bound(zero, (2, 2), steps=2)
@@ -153,7 +180,8 @@ def test_a_constant_map_has_slope_zero():
 
 
 class DividedByItself(nn.Module):
-    """``x W / |W|_F``: 1-Lipschitz; in float32 the squares of small weights underflow, and the division is by tiny."""
+    """``x W / |W|_F``: 1-Lipschitz; in float32 the squares of small weights underflow, and the
+    division is by tiny."""
 
     def __init__(self, size: float) -> None:
         super().__init__()
@@ -174,9 +202,9 @@ def test_the_modules_own_dtype_shows_what_a_float64_copy_hides():
     assert own.value == own.slope == pytest.approx(truth, rel=1e-4)
     assert own.jacobian == pytest.approx(0.5)
     assert (own.found_by, own.dtype) == ("difference", torch.float32)
-    assert lipschitz_lower_bound(DividedByItself(1.0), (3, 4), steps=4, dtype=None).value == pytest.approx(
-        0.5, rel=1e-4
-    )
+    assert lipschitz_lower_bound(
+        DividedByItself(1.0), (3, 4), steps=4, dtype=None
+    ).value == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -187,7 +215,9 @@ def test_rounding_fakes_no_violation_and_hides_little(norm, dtype):
     nn.init.normal_(linear.bias, std=3.0)
     found = lipschitz_lower_bound(linear, (4, 8), norm=norm, restarts=4, steps=20, dtype=None)
     assert found.dtype is dtype
-    least = {torch.float64: 0.999, torch.float32: 0.99, torch.bfloat16: 0.3, torch.float16: 0.9}[dtype]
+    least = {torch.float64: 0.999, torch.float32: 0.99, torch.bfloat16: 0.3, torch.float16: 0.9}[
+        dtype
+    ]
     assert least <= found.ratio(certify(linear, seq_len=4, norm=norm)) <= 1
 
 
@@ -243,9 +273,13 @@ def test_a_backward_without_a_derivative_leaves_the_slopes(dtype):
 
 def test_weights_ascended_are_measured_in_the_modules_own_dtype(attention):
     def bound(module: L2SelfAttention) -> torch.Tensor:
-        return l2_attention_bound(*module.head_weights(), l2_constants(3, mask="full"), norm=2, method="gram").value
+        return l2_attention_bound(
+            *module.head_weights(), l2_constants(3, mask="full"), norm=2, method="gram"
+        ).value
 
-    found = lipschitz_lower_bound(attention, (3, 4), norm=2, restarts=3, steps=20, ascend_weights=bound, dtype=None)
+    found = lipschitz_lower_bound(
+        attention, (3, 4), norm=2, restarts=3, steps=20, ascend_weights=bound, dtype=None
+    )
     assert found.module.q_proj.weight.dtype is torch.float32
     assert not torch.equal(found.module.q_proj.weight, attention.q_proj.weight)
     assert 0.05 < found.ratio(certify(found.module, seq_len=3, norm=2, mask="full")) <= 1
@@ -265,7 +299,9 @@ def test_bad_input(attention):
     with pytest.raises(ConfigError, match="ascend_weights"):
         lipschitz_lower_bound(lambda x: x, (3, 4), ascend_weights=lambda module: torch.ones(()))
     with pytest.raises(ConfigError, match="norm 'tok', the certificate in norm 2"):
-        lipschitz_lower_bound(attention, (3, 4), steps=1).ratio(certify(attention, seq_len=3, norm=2))
+        lipschitz_lower_bound(attention, (3, 4), steps=1).ratio(
+            certify(attention, seq_len=3, norm=2)
+        )
     broken = copy.deepcopy(attention)
     broken.q_proj.weight.data.fill_(math.nan)
     with pytest.raises(ConvergenceError, match="Jacobian was NaN"):
@@ -275,7 +311,8 @@ def test_bad_input(attention):
 
 
 class KinkedSlope(nn.Module):
-    """(x0^2 / 2, |x1|^1.5): its slope is finite everywhere, and has no finite derivative where x1 = 0."""
+    """(x0^2 / 2, |x1|^1.5): its slope is finite everywhere, and has no finite derivative where x1 =
+    0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([x[..., 0].square() / 2, x[..., 1].abs().pow(1.5)], -1)
@@ -283,5 +320,7 @@ class KinkedSlope(nn.Module):
 
 def test_the_ascent_goes_on_where_a_coordinate_has_no_gradient() -> None:
     start = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
-    found = lipschitz_lower_bound(KinkedSlope(), (1, 2), norm=2, restarts=1, steps=50, start=start, radius=100.0)
+    found = lipschitz_lower_bound(
+        KinkedSlope(), (1, 2), norm=2, restarts=1, steps=50, start=start, radius=100.0
+    )
     assert 2.0 < found.value <= 100.0

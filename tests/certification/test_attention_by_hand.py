@@ -1,4 +1,5 @@
-"""Bounds of attention where every norm is a number: heads that read and write two coordinates each."""
+"""Bounds of attention where every norm is a number: heads that read and write two coordinates
+each."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ROOT = math.sqrt(HEAD_DIM)
 
 def by_heads(sizes: tuple[float, float]) -> Tensor:
     """A diagonal weight: head h scales its own two coordinates by its size and by half of it."""
-    return torch.diag(torch.tensor([part for size in sizes for part in (size, size / 2)], dtype=torch.float64))
+    return torch.diag(
+        torch.tensor([part for size in sizes for part in (size, size / 2)], dtype=torch.float64)
+    )
 
 
 def fill(module: Any) -> Any:
@@ -50,12 +53,15 @@ def attention(**options: Any) -> DotProductAttention:
 
 def joined(per_head: list[float]) -> float:
     """Heads of these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
-    together = max(OUT) * math.sqrt(sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True)))
+    together = max(OUT) * math.sqrt(
+        sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True))
+    )
     return min(together, sum(v * o * each for v, o, each in zip(V, OUT, per_head, strict=True)))
 
 
 def mass(mask: str, spread: float, tokens: int = N) -> float:
-    """The root of the largest column sum bound: n_i keys share a row whose logits differ by 2 spread at most."""
+    """The root of the largest column sum bound: n_i keys share a row whose logits differ by 2
+    spread at most."""
     seen = {"full": [tokens] * tokens, "causal": range(1, tokens + 1), "any": [1] * tokens}[mask]
     return math.sqrt(min(tokens, sum(1 / (1 + (n - 1) * math.exp(-2 * spread)) for n in seen)))
 
@@ -84,11 +90,14 @@ def test_dot_product_attention_in_norm_two(mask: Any, radius: float, tokens: int
     masses = [mass(mask, spread, tokens) for spread in key]
     key_masses = [min(found, math.sqrt(tokens / 2)) for found in masses]
     heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
-    # All heads at once: sizes of queries and keys on the ball, and the largest singular value over all heads.
+    # All heads at once: sizes of queries and keys on the ball, and the largest singular value over
+    # all heads.
     keys = [v * k * radius for v, k in zip(V, K, strict=True)]
     queries = [v * (q * radius + b) for v, q, b in zip(V, Q, BQ, strict=True)]
     scale = radius / ROOT
-    whole = max(masses) * max(V) + scale * (max(keys) * max(Q) + max(key_masses) * max(queries) * max(K))
+    whole = max(masses) * max(V) + scale * (
+        max(keys) * max(Q) + max(key_masses) * max(queries) * max(K)
+    )
     by_token = math.sqrt(tokens) * joined([1 + a + b for a, b in zip(query, key, strict=True)])
     expected = min(joined(heads), max(OUT) * whole, by_token)
     certificate = certify(attention(), seq_len=tokens, radius=radius, norm=2, mask=mask)
@@ -101,7 +110,9 @@ def test_what_comes_out_of_a_ball() -> None:
     spread = min(sum(v * o for v, o in zip(V, OUT, strict=True)), max(OUT) * math.hypot(*V))
     model = nn.Sequential(attention(), nn.Linear(D, D).double())
     for norm in ("tok", 2, "inf"):
-        after = next(row for row in certify(model, seq_len=N, radius=R, norm=norm).layers if row.path == "1")
+        after = next(
+            row for row in certify(model, seq_len=N, radius=R, norm=norm).layers if row.path == "1"
+        )
         assert after.radius == pytest.approx(spread * R + constant, rel=1e-5)
 
 
@@ -119,14 +130,17 @@ def test_head_norms_bound_queries_and_keys_whatever_comes_in() -> None:
     assert certify(module, seq_len=N, radius=R).total == pytest.approx(expected, rel=1e-5)
     for mask in ("full", "causal", "any"):
         found = mass(mask, size_q * size_k / ROOT, 12)
-        in_two = joined([found + a + min(found, math.sqrt(6)) * b for a, b in zip(query, key, strict=True)])
+        in_two = joined(
+            [found + a + min(found, math.sqrt(6)) * b for a, b in zip(query, key, strict=True)]
+        )
         total = certify(module, seq_len=12, radius=R, norm=2, mask=mask).total
         assert total == pytest.approx(min(in_two, math.sqrt(12) * expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_rotated_queries_and_keys_keep_their_lengths_alone(norm: Any) -> None:
-    """Then a R^2 is |W_Q| (|W_K| R + |b_k|) R / sqrt d for queries, and with q and k exchanged for keys."""
+    """Then a R^2 is |W_Q| (|W_K| R + |b_k|) R / sqrt d for queries, and with q and k exchanged for
+    keys."""
     module = attention()
     weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, HEADS)
     bk = (5.0, 7.0)
@@ -146,7 +160,9 @@ def test_rotated_queries_and_keys_keep_their_lengths_alone(norm: Any) -> None:
         scale = R / ROOT
         whole = max(masses) * max(V) + scale * (keys * max(Q) + max(key_masses) * queries * max(K))
         expected = min(joined(heads), max(OUT) * whole)
-    found = dot_product_ball_bound(weights, radius=R, seq_len=N, norm=norm, mask="full", rotary=True)
+    found = dot_product_ball_bound(
+        weights, radius=R, seq_len=N, norm=norm, mask="full", rotary=True
+    )
     assert float(found.value) == pytest.approx(expected, rel=1e-5)
 
 
@@ -155,8 +171,12 @@ def split(sizes: tuple[float, float]) -> Tensor:
 
 
 def normalised(per_head: list[float]) -> float:
-    """Heads whose values are normalised after their projection: |W_O| sqrt(sum L^2) or sum L |W_O,h|."""
-    return min(max(OUT) * math.hypot(*per_head), sum(each * o for each, o in zip(per_head, OUT, strict=True)))
+    """Heads whose values are normalised after their projection: |W_O| sqrt(sum L^2) or sum L
+    |W_O,h|."""
+    return min(
+        max(OUT) * math.hypot(*per_head),
+        sum(each * o for each, o in zip(per_head, OUT, strict=True)),
+    )
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "any"])
@@ -183,7 +203,9 @@ def test_cosine_attention(mask: Any, tokens: int) -> None:
         )
         rows, columns = (math.sqrt(tokens), math.sqrt(tokens / 2)) if norm == 2 else (1.0, 1.0)
         columns = min(rows, columns)
-        assert float(first.value) == pytest.approx(normalised([s * t * q for s, t, q, _, _ in heads]), rel=1e-5)
+        assert float(first.value) == pytest.approx(
+            normalised([s * t * q for s, t, q, _, _ in heads]), rel=1e-5
+        )
         by_memory = normalised([s * (rows * v + columns * t * k) for s, t, _, k, v in heads])
         assert float(second.value) == pytest.approx(by_memory, rel=1e-5)
 
@@ -198,8 +220,12 @@ def test_ball_cross_attention(tokens: int) -> None:
     mixed = [o * float(w) for o, w in zip(OUT, share, strict=True)]
 
     def through(per_head: list[float]) -> float:
-        together = max(mixed) * math.sqrt(sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True)))
-        return min(together, sum(v * o * each for v, o, each in zip(V, mixed, per_head, strict=True)))
+        together = max(mixed) * math.sqrt(
+            sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True))
+        )
+        return min(
+            together, sum(v * o * each for v, o, each in zip(V, mixed, per_head, strict=True))
+        )
 
     for norm in ("tok", 2):
         rows, columns = (math.sqrt(tokens), math.sqrt(tokens / 2)) if norm == 2 else (1.0, 1.0)

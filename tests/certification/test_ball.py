@@ -1,4 +1,5 @@
-"""Certificates of ball attention and its parts (B12) against ascended slopes, over weights, masks, norms and scales."""
+"""Certificates of ball attention and its parts (B12) against ascended slopes, over weights, masks,
+norms and scales."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from wellposed.nn import (
 
 ROUNDING = 1 + 1e-9
 MARGIN = 5e-6
-"""What certified spectral norms add for their own rounding, 1e-6 each, in a product of at most five."""
+"""What certified spectral norms add for their own rounding, 1e-6 each, in a product of at most
+five."""
 
 
 def attention(width: int, heads: int, seed: int = 0, **options: Any) -> BallAttention:
@@ -42,13 +44,22 @@ def attention(width: int, heads: int, seed: int = 0, **options: Any) -> BallAtte
     return layer
 
 
-def ratio(module: nn.Module, tokens: int, width: int, norm: Any = "tok", radius: float | None = None, **how: Any):
+def ratio(
+    module: nn.Module,
+    tokens: int,
+    width: int,
+    norm: Any = "tok",
+    radius: float | None = None,
+    **how: Any,
+):
     """Attacked over certified; the attack is told of the mask and may ascend weights."""
     mask = "causal" if how.get("forward_kwargs", {}).get("is_causal") else "any"
     options = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), **how}
     found = lipschitz_lower_bound(module, (tokens, width), norm=norm, radius=radius, **options)
     bounded = module if found.module is None else found.module
-    certificate = certify(bounded, seq_len=tokens, norm=norm, mask=mask, radius=radius, cross_check=False)
+    certificate = certify(
+        bounded, seq_len=tokens, norm=norm, mask=mask, radius=radius, cross_check=False
+    )
     return max(found.ratio(certificate), found.slope / certificate.total)
 
 
@@ -57,15 +68,22 @@ def constant(module: nn.Module) -> Tensor:
     assert isinstance(module, BallAttention)
     path = torch.linalg.matrix_norm(module.o_proj.weight @ module.v_proj.weight, 2)
     affinity = torch.linalg.matrix_norm(module.k_proj.weight.mT @ module.q_proj.weight, 2)
-    return path * (1 + 2 * module.head_scales(torch.float64)[0][0].detach() * affinity.clamp_min(1.0))
+    return path * (
+        1 + 2 * module.head_scales(torch.float64)[0][0].detach() * affinity.clamp_min(1.0)
+    )
 
 
-@pytest.mark.parametrize(("temperature", "tokens", "width"), [(0.1, 2, 2), (1.0, 5, 3), (3.0, 3, 2), (10.0, 3, 2)])
+@pytest.mark.parametrize(
+    ("temperature", "tokens", "width"), [(0.1, 2, 2), (1.0, 5, 3), (3.0, 3, 2), (10.0, 3, 2)]
+)
 def test_the_constant_is_nearly_attained(temperature: float, tokens: int, width: int):
-    """Weights and inputs ascended, logits kept as large as those of weights of norm 1: no looser than 10 %."""
+    """Weights and inputs ascended, logits kept as large as those of weights of norm 1: no looser
+    than 10 %."""
     layer = attention(width, 1, seed=2, temperature=temperature, unit_lipschitz=False)
     layer.temperature_logit.requires_grad_(False)
-    found = ratio(layer, tokens, width, restarts=16, steps=150, scales=(0.3, 2.0), ascend_weights=constant)
+    found = ratio(
+        layer, tokens, width, restarts=16, steps=150, scales=(0.3, 2.0), ascend_weights=constant
+    )
     assert 0.7 < found <= ROUNDING
 
 
@@ -91,7 +109,9 @@ def test_heads_masks_and_norms(norm: Any, heads: int, how: str):
 def test_scales_of_weights_and_temperatures(norm: Any, temperature: float, scale: float):
     layer = attention(4, 2, temperature=temperature, unit_lipschitz=scale == 1.0)
     with torch.no_grad():
-        for index, projection in enumerate((layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)):
+        for index, projection in enumerate(
+            (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+        ):
             projection.weight.mul_(scale if index % 2 else 1 / scale**0.5)
     assert ratio(layer, 3, 4, norm) <= ROUNDING
 
@@ -109,24 +129,34 @@ def test_lengths(tokens: int, norm: Any):
 @pytest.mark.parametrize("norm", ALL_NORMS)
 def test_a_smaller_ball_gives_a_smaller_constant(norm: Any):
     layer = attention(4, 1, temperature=3.0, unit_lipschitz=False)
-    totals = [certify(layer, seq_len=4, norm=norm, radius=r, cross_check=False).total for r in (0.2, 0.5, 1.0, 7.0)]
+    totals = [
+        certify(layer, seq_len=4, norm=norm, radius=r, cross_check=False).total
+        for r in (0.2, 0.5, 1.0, 7.0)
+    ]
     assert totals[0] < totals[1] < totals[2] == totals[3]
     for radius in (0.2, 0.5):
         assert ratio(layer, 4, 4, norm, radius=radius) <= ROUNDING
 
 
 def test_the_formula():
-    """`sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h| r^2)`, each factor from a singular value decomposition."""
+    """`sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h| r^2)`, each factor from a singular value
+    decomposition."""
     layer = attention(6, 2, temperature=2.0, unit_lipschitz=False)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter))
     q, k, v = (p.weight.detach().chunk(2, 0) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    o, (t, w) = layer.o_proj.weight.detach().chunk(2, 1), (s.detach() for s in layer.head_scales(torch.float64))
+    o, (t, w) = (
+        layer.o_proj.weight.detach().chunk(2, 1),
+        (s.detach() for s in layer.head_scales(torch.float64)),
+    )
     norm = lambda matrix: float(torch.linalg.matrix_norm(matrix, 2))  # noqa: E731
     for radius in (0.5, 1.0):
         total = sum(
-            float(w[h]) * norm(o[h] @ v[h]) * (1 + 2 * float(t[h]) * norm(k[h].mT @ q[h]) * radius**2) for h in range(2)
+            float(w[h])
+            * norm(o[h] @ v[h])
+            * (1 + 2 * float(t[h]) * norm(k[h].mT @ q[h]) * radius**2)
+            for h in range(2)
         )
         certificate = certify(layer, seq_len=9, radius=radius, cross_check=False)
         assert certificate.total <= total * (1 + MARGIN)
@@ -140,32 +170,44 @@ def test_one_where_the_weights_have_norm_one():
         layer = attention(8, heads, temperature=4.0)
         assert certify(layer, seq_len=100).total <= 1 + MARGIN
         layer.q_proj.weight.data.mul_(1.5)
-        assert certify(layer, seq_len=100).total > certify(attention(8, heads, temperature=4.0), seq_len=100).total
+        assert (
+            certify(layer, seq_len=100).total
+            > certify(attention(8, heads, temperature=4.0), seq_len=100).total
+        )
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_cross_attention(norm: Any, heads: int):
     torch.manual_seed(heads)
-    layer = BallCrossAttention(4, heads, memory_dim=3, temperature=1.5, unit_lipschitz=False, bias=True).double()
+    layer = BallCrossAttention(
+        4, heads, memory_dim=3, temperature=1.5, unit_lipschitz=False, bias=True
+    ).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter))
-    by_query, by_memory = (float(b.value) for b in ball_cross_attention_bounds(layer, num_queries=3, norm=norm))
+    by_query, by_memory = (
+        float(b.value) for b in ball_cross_attention_bounds(layer, num_queries=3, norm=norm)
+    )
     x = torch.randn(1, 3, 4, dtype=torch.float64)
     memory = torch.randn(1, 5, 3, dtype=torch.float64)
     how: dict[str, Any] = {"norm": norm, "restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
     for fixed in (0.5, 5.0):
         y, q = fixed * memory, fixed * x
-        moving_x = lipschitz_lower_bound(lambda q, y=y: layer(q, y.expand(len(q), -1, -1)), (3, 4), **how)
-        moving_y = lipschitz_lower_bound(lambda y, q=q: layer(q.expand(len(y), -1, -1), y), (5, 3), **how)
+        moving_x = lipschitz_lower_bound(
+            lambda q, y=y: layer(q, y.expand(len(q), -1, -1)), (3, 4), **how
+        )
+        moving_y = lipschitz_lower_bound(
+            lambda y, q=q: layer(q.expand(len(y), -1, -1), y), (5, 3), **how
+        )
         assert moving_x.value / by_query <= ROUNDING
         assert moving_y.value / by_memory <= ROUNDING
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 def test_cross_attention_attains_its_constants(temperature: float):
-    """Two opposite keys, seen alike: the covariance of the values is as large as the ball allows."""
+    """Two opposite keys, seen alike: the covariance of the values is as large as the ball
+    allows."""
     layer = BallCrossAttention(2, 1, temperature=temperature, unit_lipschitz=False).double()
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
         nn.init.eye_(projection.weight)
@@ -179,7 +221,9 @@ def test_cross_attention_attains_its_constants(temperature: float):
     query = torch.tensor([[[0.3, 0.0]]]).double()
     how: dict[str, Any] = {"restarts": 16, "steps": 150, "scales": (0.3, 1.0)}
     found = max(
-        lipschitz_lower_bound(lambda y, q=q: layer(q.expand(len(y), -1, -1), y), (2, 2), **how).value
+        lipschitz_lower_bound(
+            lambda y, q=q: layer(q.expand(len(y), -1, -1), y), (2, 2), **how
+        ).value
         for q in (query, 3 * query)
     )
     assert 0.5 < found / bounds[1] <= ROUNDING
@@ -199,10 +243,14 @@ def test_the_projection_attains_its_constant(norm: Any, width: int):
     total = certify(module, seq_len=2, norm=norm).total
     assert total == pytest.approx((1 + math.sqrt(width)) / 2 if norm == "inf" else 1.0)
     # Just outside the ball, one large entry of squared length (1 - 1/sqrt D)/2 beside equal others.
-    x = torch.full((2, 2, width), math.sqrt((1 + width**-0.5) / 2 / max(width - 1, 1)), dtype=torch.float64)
+    x = torch.full(
+        (2, 2, width), math.sqrt((1 + width**-0.5) / 2 / max(width - 1, 1)), dtype=torch.float64
+    )
     x[..., 0] = math.sqrt((1 - width**-0.5) / 2) if width > 1 else 0.5
     start = 0.7 * (1 + 1e-9) * x
-    found = lipschitz_lower_bound(module, (2, width), norm=norm, restarts=2, steps=0, exact=True, start=start)
+    found = lipschitz_lower_bound(
+        module, (2, width), norm=norm, restarts=2, steps=0, exact=True, start=start
+    )
     assert 0.999 < found.value / total <= 1 + 1e-6
     assert ratio(module, 2, width, norm) <= ROUNDING
 
@@ -233,9 +281,12 @@ def block(residuals: tuple[nn.Module, nn.Module], width: int = 4) -> Block:
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_blocks_keep_their_budget(norm: Any):
-    """Depth 6: convex blocks stay at 1 in norm tok, budgeted ones at L; the attack finds most of it."""
+    """Depth 6: convex blocks stay at 1 in norm tok, budgeted ones at L; the attack finds most of
+    it."""
     convex = nn.Sequential(*(block((ConvexResidual(0.3), ConvexResidual(0.6))) for _ in range(3)))
-    spent = nn.Sequential(*(block((BudgetResidual(4.0, 6), BudgetResidual(4.0, 6, share=0.9))) for _ in range(3)))
+    spent = nn.Sequential(
+        *(block((BudgetResidual(4.0, 6), BudgetResidual(4.0, 6, share=0.9))) for _ in range(3))
+    )
     for stack, budget in ((convex, 1.0), (spent, 4.0)):
         if norm == "tok":
             assert certify(stack, seq_len=3).total <= budget * (1 + 6 * MARGIN)

@@ -1,4 +1,5 @@
-"""Bounds other than L2 attention, each attacked, and where a constant is optimal, shown to be reached."""
+"""Bounds other than L2 attention, each attacked, and where a constant is optimal, shown to be
+reached."""
 
 from __future__ import annotations
 
@@ -27,16 +28,22 @@ from wellposed.nn import DotProductAttention
 MASKS = ("full", "causal", "any")
 
 
-def _ball(count: int, tokens: int, width: int, radius: float, generator: torch.Generator) -> torch.Tensor:
+def _ball(
+    count: int, tokens: int, width: int, radius: float, generator: torch.Generator
+) -> torch.Tensor:
     """Tokens on, in, and at opposite ends of the ball."""
     x = torch.randn(count, tokens, width, generator=generator, dtype=torch.float64)
     x = x / x.norm(dim=-1, keepdim=True) * radius
     x[::3] *= torch.rand(x[::3].shape[:2], generator=generator, dtype=torch.float64)[..., None]
-    x[1::3, 1:] = -x[1::3, :1] * torch.sign(torch.randn(tokens - 1, 1, generator=generator, dtype=torch.float64))
+    x[1::3, 1:] = -x[1::3, :1] * torch.sign(
+        torch.randn(tokens - 1, 1, generator=generator, dtype=torch.float64)
+    )
     return x
 
 
-def _module(tokens: int, width: int, heads: int, scale: float, *, qk_norm: bool = False) -> DotProductAttention:
+def _module(
+    tokens: int, width: int, heads: int, scale: float, *, qk_norm: bool = False
+) -> DotProductAttention:
     module = DotProductAttention(width, heads, qk_norm=qk_norm, eps=0.1).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -53,7 +60,9 @@ def _dot_product(module: DotProductAttention, allowed: torch.Tensor):
     heads = module.num_heads
 
     def split(projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return (x @ projection.weight.mT + projection.bias).unflatten(-1, (heads, -1)).transpose(0, 1)
+        return (
+            (x @ projection.weight.mT + projection.bias).unflatten(-1, (heads, -1)).transpose(0, 1)
+        )
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         q, k, v = (split(p, x) for p in (module.q_proj, module.k_proj, module.v_proj))
@@ -108,12 +117,18 @@ def test_ascent_on_the_ball_finds_no_violation_and_comes_close(reference):
     for _ in range(60):
         optimizer.zero_grad()
         x = z / z.norm(dim=-1, keepdim=True).clamp_min(1)
-        jacobian = reference.jacobians(lambda y, *w: reference.dot_product_attention(y, *w, eye, bias), x, q, k, v)
+        jacobian = reference.jacobians(
+            lambda y, *w: reference.dot_product_attention(y, *w, eye, bias), x, q, k, v
+        )
         a = size(k @ q.mT) / math.sqrt(width)
-        k_p = torch.minimum(torch.tensor(tokens), tokens / (1 + (tokens - 1) * torch.exp(-2 * a))).sqrt()
+        k_p = torch.minimum(
+            torch.tensor(tokens), tokens / (1 + (tokens - 1) * torch.exp(-2 * a))
+        ).sqrt()
         two = size(v) * (k_p + a + torch.minimum(k_p, torch.tensor(math.sqrt(tokens / 2))) * a)
         tok = size(v) * (1 + 2 * a)
-        ratios = torch.stack([reference.norms[2](jacobian) / two, reference.norms["tok"](jacobian) / tok])
+        ratios = torch.stack(
+            [reference.norms[2](jacobian) / two, reference.norms["tok"](jacobian) / tok]
+        )
         ratios.log().sum().backward()
         optimizer.step()
         best = torch.maximum(best, ratios.detach().amax(1))
@@ -151,14 +166,29 @@ def test_cosine_attention_is_bounded_everywhere(reference, mask, eps, tau):
     generator = torch.Generator().manual_seed(4)
     bias = reference.mask_bias(mask, tokens, generator)
     for scale in (1e-3, 1.0, 1e3):
-        q, k, v = (scale * torch.randn(heads, width, 2, generator=generator, dtype=torch.float64) for _ in range(3))
+        q, k, v = (
+            scale * torch.randn(heads, width, 2, generator=generator, dtype=torch.float64)
+            for _ in range(3)
+        )
         o = torch.randn(heads, 2, width, generator=generator, dtype=torch.float64)
         x = torch.randn(90, tokens, width, generator=generator, dtype=torch.float64) / scale
         x = x * torch.logspace(-4, 1, 90, dtype=torch.float64)[:, None, None]
-        jacobian = reference.jacobians(lambda y: reference.cosine_attention(y, q, k, v, o, bias, eps, tau, 1.5), x)  # noqa: B023
+        jacobian = reference.jacobians(
+            lambda y: reference.cosine_attention(y, q, k, v, o, bias, eps, tau, 1.5),  # noqa: B023
+            x,
+        )
         for norm in ("tok", 2, "inf"):
             bound = cosine_attention_bound(
-                q, k, v, o, eps=eps, temperature=tau, value_scale=1.5, seq_len=tokens, norm=norm, mask=mask
+                q,
+                k,
+                v,
+                o,
+                eps=eps,
+                temperature=tau,
+                value_scale=1.5,
+                seq_len=tokens,
+                norm=norm,
+                mask=mask,
             )
             assert reference.norms[norm](jacobian).max() <= bound.value * (1 + 1e-9)
 
@@ -167,7 +197,9 @@ def test_cosine_attention_is_bounded_everywhere(reference, mask, eps, tau):
 def test_cosine_cross_attention_is_bounded_in_both_sequences(reference, norm):
     queries, keys, width, heads = 5, 3, 4, 2
     generator = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(heads, width, 2, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (
+        torch.randn(heads, width, 2, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     o = torch.randn(heads, 2, width, generator=generator, dtype=torch.float64)
 
     def attention(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -181,7 +213,9 @@ def test_cosine_cross_attention_is_bounded_in_both_sequences(reference, norm):
     scale = torch.logspace(-3, 1, 200, dtype=torch.float64)[:, None, None]
     x = torch.randn(200, queries, width, generator=generator, dtype=torch.float64) * scale
     y = torch.randn(200, keys, width, generator=generator, dtype=torch.float64) * scale.flip(0)
-    bounds = cosine_cross_attention_bounds(q, k, v, o, eps=0.1, temperature=2.0, num_queries=queries, norm=norm)
+    bounds = cosine_cross_attention_bounds(
+        q, k, v, o, eps=0.1, temperature=2.0, num_queries=queries, norm=norm
+    )
     for argument, bound in enumerate(bounds):
         jacobian = torch.func.vmap(torch.func.jacrev(attention, argnums=argument))(x, y)
         assert reference.norms[norm](jacobian).max() <= bound.value
@@ -194,7 +228,8 @@ def test_cosine_attention_needs_eps():
 
 
 def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
-    """All energy in head 1, query 0, keys +-1: the slope exceeds the claimed 1 for H = 4 and 12, never our constant."""
+    """All energy in head 1, query 0, keys +-1: the slope exceeds the claimed 1 for H = 4 and 12,
+    never our constant."""
 
     def attention(x: torch.Tensor, heads: int) -> torch.Tensor:
         q = x.unflatten(-1, (heads, -1)).transpose(0, 1)
@@ -210,7 +245,11 @@ def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
         left = torch.linalg.svd(jacobian[0].flatten(1)).U[:, 0]
         for _ in range(30):
             pulled = torch.einsum("f,fij->ij", left, jacobian[0])
-            pushed = torch.einsum("ij,fij->f", pulled / pulled.norm(dim=-1, keepdim=True).clamp_min(1e-30), jacobian[0])
+            pushed = torch.einsum(
+                "ij,fij->f",
+                pulled / pulled.norm(dim=-1, keepdim=True).clamp_min(1e-30),
+                jacobian[0],
+            )
             left = pushed / pushed.norm()
         found = float(pushed.norm())
         assert found <= inverse_d_attention_bound(heads) * (1 + 1e-9)
@@ -221,12 +260,17 @@ def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
         inverse_d_attention_bound(0)
 
 
-@pytest.mark.parametrize("module", [nn.LayerNorm(6, eps=1e-3), nn.RMSNorm(6, eps=1e-3)], ids=["layer", "rms"])
+@pytest.mark.parametrize(
+    "module", [nn.LayerNorm(6, eps=1e-3), nn.RMSNorm(6, eps=1e-3)], ids=["layer", "rms"]
+)
 def test_norm_layers_are_bounded_and_the_bound_is_attained_at_constant_inputs(reference, module):
     module = module.double()
     with torch.no_grad():
         module.weight.copy_(torch.tensor([0.5, -2.0, 1.0, 0.1, 2.0, -1.0]))
-    x = torch.randn(400, 1, 6, dtype=torch.float64) * torch.logspace(-5, 3, 400, dtype=torch.float64)[:, None, None]
+    x = (
+        torch.randn(400, 1, 6, dtype=torch.float64)
+        * torch.logspace(-5, 3, 400, dtype=torch.float64)[:, None, None]
+    )
     x[0] = 0
     jacobian = reference.jacobians(module, x).detach()
     for norm in ("tok", 2, "inf"):
@@ -260,7 +304,11 @@ def test_activation_slopes_are_bounds_and_reached(activation):
     # The grid misses a kink by half a step of 1e-4.
     assert certificate.total * (1 - 2e-4) <= steepest
     assert steepest <= certificate.total * (1 + 1e-9)
-    outer = certify(nn.Sequential(activation, nn.Linear(1, 1)), seq_len=1, radius=12.0).layers[-1].radius
+    outer = (
+        certify(nn.Sequential(activation, nn.Linear(1, 1)), seq_len=1, radius=12.0)
+        .layers[-1]
+        .radius
+    )
     assert float(y.abs().max()) <= outer
 
 
@@ -292,19 +340,28 @@ def _gated_rule():
 
     @register_rule(_Gated)
     def rule(module: _Gated, site) -> LayerBound:
-        return LayerBound(gated_feedforward_bound(module.up, module.gate, module.down, site), "gated, ball (B9)")
+        return LayerBound(
+            gated_feedforward_bound(module.up, module.gate, module.down, site), "gated, ball (B9)"
+        )
 
 
 def test_softmax_diagnostic_holds_is_tight_and_survives_saturation():
     """B10 against the eigenvalues; p1 near 1 is where a plain 1 - p1 would lose every digit."""
-    logits = torch.randn(3000, 5, dtype=torch.float64) * torch.logspace(-2, 1.7, 3000, dtype=torch.float64)[:, None]
+    logits = (
+        torch.randn(3000, 5, dtype=torch.float64)
+        * torch.logspace(-2, 1.7, 3000, dtype=torch.float64)[:, None]
+    )
     p = logits.softmax(-1)
     largest = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None])[:, -1]
     bound = softmax_jacobian_bound(p)
     assert (largest <= bound * (1 + 1e-9) + 1e-15).all()
     assert (bound <= 0.5 + 1e-12).all()
-    tight = torch.tensor([[0.5, 0.25, 0.25], [0.4, 0.3, 0.3], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
-    exact = torch.linalg.eigvalsh(torch.diag_embed(tight) - tight[:, :, None] * tight[:, None])[:, -1]
+    tight = torch.tensor(
+        [[0.5, 0.25, 0.25], [0.4, 0.3, 0.3], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64
+    )
+    exact = torch.linalg.eigvalsh(torch.diag_embed(tight) - tight[:, :, None] * tight[:, None])[
+        :, -1
+    ]
     assert torch.allclose(softmax_jacobian_bound(tight), exact, rtol=1e-12)
     saturated = torch.tensor([1.0, 1e-20, 5e-21], dtype=torch.float64)
     assert float(softmax_jacobian_bound(saturated)) == pytest.approx(2.5e-20, rel=1e-9)
@@ -317,7 +374,9 @@ def test_affinity_bound_holds_is_four_times_below_the_paper_and_tight():
     for scale in (0.1, 1.0, 10.0):
         key = torch.randn(7, 4, generator=generator, dtype=torch.float64)
         query, change = torch.randn(2, 200, 4, generator=generator, dtype=torch.float64).unbind()
-        moved = ((query + change) @ key.mT * scale).softmax(-1) - (query @ key.mT * scale).softmax(-1)
+        moved = ((query + change) @ key.mT * scale).softmax(-1) - (query @ key.mT * scale).softmax(
+            -1
+        )
         bound = affinity_perturbation_bound(key, change, scale=scale)
         assert (moved.norm(dim=-1) <= bound * (1 + 1e-9)).all()
         paper = 2 * scale * torch.linalg.matrix_norm(key, 2) * change.norm(dim=-1)
@@ -325,4 +384,6 @@ def test_affinity_bound_holds_is_four_times_below_the_paper_and_tight():
     opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     change = torch.tensor([[1e-6, 0.0]], dtype=torch.float64)
     moved = (change @ opposite.mT).softmax(-1) - 0.5
-    assert float(moved.norm() / affinity_perturbation_bound(opposite, change, scale=1.0)) == pytest.approx(1, rel=1e-5)
+    assert float(
+        moved.norm() / affinity_perturbation_bound(opposite, change, scale=1.0)
+    ) == pytest.approx(1, rel=1e-5)

@@ -1,4 +1,5 @@
-"""`Certificate.radius`: never beaten, zero without a bound, inside the ball, and only for lengths that are covered."""
+"""`Certificate.radius`: never beaten, zero without a bound, inside the ball, and only for lengths
+that are covered."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def make_model(seed: int, **options: Any) -> WellposedForSequenceClassification:
         "vocab_size": 9, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3,
         "max_position_embeddings": TOKENS, "norm": "none",
     }  # fmt: skip
-    return WellposedForSequenceClassification(WellposedConfig(**{**sizes, **options})).double().eval()
+    return (
+        WellposedForSequenceClassification(WellposedConfig(**{**sizes, **options})).double().eval()
+    )
 
 
 def size_of(delta: Tensor, norm: Norm) -> Tensor:
@@ -44,8 +47,11 @@ def size_of(delta: Tensor, norm: Norm) -> Tensor:
     return delta.norm(dim=-1).amax(-1) if norm == "tok" else delta.abs().flatten(1).amax(-1)
 
 
-def descend(model: WellposedForSequenceClassification, embeds: Tensor, radius: Tensor, norm: Norm) -> Tensor:
-    """The least margin that 15 signed or normalised gradient steps find for ``|delta| <= radius``."""
+def descend(
+    model: WellposedForSequenceClassification, embeds: Tensor, radius: Tensor, norm: Norm
+) -> Tensor:
+    """The least margin that 15 signed or normalised gradient steps find for ``|delta| <=
+    radius``."""
     chosen = model(inputs_embeds=embeds).logits.argmax(-1, keepdim=True)
     delta = torch.zeros_like(embeds)
     limits = radius[:, None, None]
@@ -58,19 +64,31 @@ def descend(model: WellposedForSequenceClassification, embeds: Tensor, radius: T
         if norm == "inf":
             step = gradient.sign()
         else:
-            length = gradient.norm(dim=-1) if norm == "tok" else gradient.flatten(1).norm(dim=-1, keepdim=True)
+            length = (
+                gradient.norm(dim=-1)
+                if norm == "tok"
+                else gradient.flatten(1).norm(dim=-1, keepdim=True)
+            )
             step = gradient / length.clamp_min(1e-300)[..., None]
         delta = delta.detach() - 0.3 * limits * step
         if norm == "inf":
             delta = torch.minimum(torch.maximum(delta, -limits), limits)
         else:
-            length = delta.norm(dim=-1) if norm == "tok" else delta.flatten(1).norm(dim=-1, keepdim=True)
-            delta = delta * (limits[..., 0] / torch.maximum(length, limits[..., 0]).clamp_min(1e-300))[..., None]
+            length = (
+                delta.norm(dim=-1) if norm == "tok" else delta.flatten(1).norm(dim=-1, keepdim=True)
+            )
+            delta = (
+                delta
+                * (limits[..., 0] / torch.maximum(length, limits[..., 0]).clamp_min(1e-300))[
+                    ..., None
+                ]
+            )
         assert bool((size_of(delta, norm) <= radius * (1 + 1e-12)).all())
         with torch.no_grad():
             logits = model(inputs_embeds=embeds + delta).logits
             least = torch.minimum(
-                least, (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin((-1, -2))
+                least,
+                (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin((-1, -2)),
             )
     return least
 
@@ -104,9 +122,16 @@ def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed: int, n
     certificate = certify(model, seq_len=TOKENS, norm=norm, radius=ball)
     assert certificate.ball == ball
     embeds = torch.randn(12, TOKENS, WIDTH, dtype=torch.float64)
-    embeds = embeds / embeds.norm(dim=-1).amax(-1)[:, None, None] * ball * torch.linspace(0.1, 1.2, 12)[:, None, None]
+    embeds = (
+        embeds
+        / embeds.norm(dim=-1).amax(-1)[:, None, None]
+        * ball
+        * torch.linspace(0.1, 1.2, 12)[:, None, None]
+    )
     largest = embeds.norm(dim=-1).amax(-1)
-    radius = certificate.radius(model(inputs_embeds=embeds).logits, largest_token=largest, width=WIDTH)
+    radius = certificate.radius(
+        model(inputs_embeds=embeds).logits, largest_token=largest, width=WIDTH
+    )
     inside = largest < ball
     assert bool((radius[inside] > 0).all())
     assert bool((radius[~inside] == 0).all())
@@ -116,7 +141,8 @@ def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed: int, n
 
 
 def test_a_decision_that_flips_outside_the_ball_has_no_radius_out_there() -> None:
-    """f(x) = (10 - |x|^2, 0) has slope 2 for |x| <= 1; margin / (sqrt 2 L) = 3.54, but f flips at |x| = 3.17."""
+    """f(x) = (10 - |x|^2, 0) has slope 2 for |x| <= 1; margin / (sqrt 2 L) = 3.54, but f flips at
+    |x| = 3.17."""
     on_ball = make_certificate(total=2.0, ball=1.0, tokens=1)
     logits = torch.tensor([[10.0, 0.0]], dtype=torch.float64)
     assert float(make_certificate(total=2.0).radius(logits)) > math.sqrt(10)
@@ -127,13 +153,18 @@ def test_a_decision_that_flips_outside_the_ball_has_no_radius_out_there() -> Non
 
 
 def test_the_room_is_measured_in_the_norm_of_the_certificate() -> None:
-    """In norm inf a token along the diagonal reaches the edge with equal steps of every entry, and no sooner."""
+    """In norm inf a token along the diagonal reaches the edge with equal steps of every entry, and
+    no sooner."""
     logits = torch.tensor([1e6, 0.0])
     token = torch.full((9,), 0.2, dtype=torch.float64)
     largest = float(token.norm())
     for norm in ("tok", 2):
-        assert float(make_certificate(norm=norm, ball=3.0).radius(logits, largest_token=largest)) == pytest.approx(2.4)
-    room = float(make_certificate(norm="inf", ball=3.0).radius(logits, largest_token=largest, width=9))
+        assert float(
+            make_certificate(norm=norm, ball=3.0).radius(logits, largest_token=largest)
+        ) == pytest.approx(2.4)
+    room = float(
+        make_certificate(norm="inf", ball=3.0).radius(logits, largest_token=largest, width=9)
+    )
     assert room == pytest.approx(0.8)
     assert float((token + room).norm()) == pytest.approx(3.0)
 
@@ -151,13 +182,17 @@ def test_every_input_has_its_own_room() -> None:
 
 def test_a_certificate_on_a_ball_asks_where_the_input_stands() -> None:
     logits = torch.tensor([1.0, 0.0])
-    with pytest.raises(ConfigError, match=r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="):
+    with pytest.raises(
+        ConfigError, match=r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="
+    ):
         make_certificate(ball=2.0).radius(logits)
     with pytest.raises(ConfigError, match="must be >= 0"):
         make_certificate(ball=2.0).radius(logits, largest_token=-1.0)
     with pytest.raises(ConfigError, match=r"give largest_token=[^\n]*\n.*give width= >= 1"):
         make_certificate(ball=2.0, norm="inf").radius(logits)
-    assert float(make_certificate().radius(logits, largest_token=99.0)) > 0  # all inputs: nothing to leave
+    assert (
+        float(make_certificate().radius(logits, largest_token=99.0)) > 0
+    )  # all inputs: nothing to leave
 
 
 @pytest.mark.parametrize(
@@ -196,7 +231,8 @@ def test_logits_that_are_not_finite_have_radius_zero(bad: float, total: float) -
 
 
 def test_a_head_so_small_that_its_square_vanishes_is_no_constant() -> None:
-    """|w_0 - w_1| = 1e-200: the square is zero in float64, the radius 1e-190 / 1e-200 = 1e10 is not infinite."""
+    """|w_0 - w_1| = 1e-200: the square is zero in float64, the radius 1e-190 / 1e-200 = 1e10 is not
+    infinite."""
     weight = torch.tensor([[1e-200, 0.0], [0.0, 0.0]], dtype=torch.float64)
     certificate = make_certificate(total=1.0, head=(weight, 1.0))
     logits = torch.tensor([1e-190, 0.0], dtype=torch.float64)
@@ -212,8 +248,14 @@ def test_lengths_are_checked_on_both_sides() -> None:
     with pytest.raises(ShapeError) as caught:
         certificate.radius(logits, tokens=torch.tensor([1, 3, 9]))
     message = str(caught.value)
-    assert "at most 8 tokens, received 9 (1 of 3 inputs are longer); certify again with seq_len=9" in message
-    assert "at least 4 real tokens, received 1 (2 of 3 inputs are shorter); certify again with min_tokens=1" in message
+    assert (
+        "at most 8 tokens, received 9 (1 of 3 inputs are longer); certify again with seq_len=9"
+        in message
+    )
+    assert (
+        "at least 4 real tokens, received 1 (2 of 3 inputs are shorter); certify again with"
+        " min_tokens=1" in message
+    )
     with pytest.raises(ShapeError, match="received 2 "):
         certificate.radius(logits, tokens=2)
     with pytest.raises(ShapeError, match="leave inputs without a token out"):
@@ -229,7 +271,8 @@ def test_a_certificate_for_long_inputs_asks_how_long_they_are() -> None:
 
 
 def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones() -> None:
-    """Mean pooling of 16 tokens moves by |delta| / 4; of one token by |delta|: 4 times the truth."""
+    """Mean pooling of 16 tokens moves by |delta| / 4; of one token by |delta|: 4 times the
+    truth."""
     model = make_model(3, attention="l2_contractive", max_position_embeddings=16)
     for name, parameter in model.named_parameters():
         if ".o_proj." in name or ".down_proj." in name:

@@ -11,14 +11,26 @@ from wellposed.certification import Certificate, CertifiedLayer
 from wellposed.errors import NotLipschitzError
 
 EVERYWHERE = math.inf
-BODY = CertifiedLayer("body", "Sequential", 6.0, "product of the parts", "certified", "", EVERYWHERE)
-FIRST = CertifiedLayer("body.a", "Linear", 2.0, "largest singular value", "exact", "assumes this", EVERYWHERE)
+BODY = CertifiedLayer(
+    "body", "Sequential", 6.0, "product of the parts", "certified", "", EVERYWHERE
+)
+FIRST = CertifiedLayer(
+    "body.a", "Linear", 2.0, "largest singular value", "exact", "assumes this", EVERYWHERE
+)
 LOST = CertifiedLayer("body.b", "LSTM", math.inf, "none", "uncertified", "no rule", 12.3456)
 # Lies beside the body, not in it.
 BESIDE = CertifiedLayer("bodyguard", "Linear", 3.0, "", "exact", "only a reason", EVERYWHERE)
 LAST = CertifiedLayer("c", "ReLU", 1.0, "largest slope", "exact", "", 0.5)
 OPEN = Certificate(
-    math.inf, (BODY, FIRST, LOST, BESIDE, LAST), "uncertified", "tok", 7, 1, "full", "all inputs", "float32"
+    math.inf,
+    (BODY, FIRST, LOST, BESIDE, LAST),
+    "uncertified",
+    "tok",
+    7,
+    1,
+    "full",
+    "all inputs",
+    "float32",
 )
 CLOSED = Certificate(
     1.23456789,
@@ -45,15 +57,20 @@ def test_the_table() -> None:
         "inf    uncertified  12.35   body.b (LSTM)       no rule",
         "3      exact        inf     bodyguard (Linear)  only a reason",
         "1      exact        0.5     c (ReLU)            largest slope",
-        "inf    uncertified          total, norm tok     <= 7 tokens, mask full, all inputs, float32",
+        (
+            "inf    uncertified          total, norm tok     <= 7 tokens, mask full, all inputs,"
+            " float32"
+        ),
     ]
     assert str(CLOSED) == CLOSED.table()
     assert CLOSED.table().splitlines() == [
         "bound  label      radius  module              form or reason",
         "3      exact      inf     bodyguard (Linear)  only a reason",
         "1      exact      0.5     c (ReLU)            largest slope",
-        "1.235  certified          total, norm 2       3 to 7 tokens, mask any/full, tokens with |x_i| <= 2, float32; "
-        "a note; another",
+        (
+            "1.235  certified          total, norm 2       3 to 7 tokens, mask any/full, tokens"
+            " with |x_i| <= 2, float32; a note; another"
+        ),
         "of no use",
     ]
 
@@ -95,9 +112,13 @@ def test_losses_are_the_innermost_factors_above_one_and_the_largest_comes_first(
 
 
 def test_what_has_no_bound_is_named_innermost() -> None:
-    outer = CertifiedLayer("body", "Sequential", math.inf, "none", "uncertified", "see body.b", EVERYWHERE)
+    outer = CertifiedLayer(
+        "body", "Sequential", math.inf, "none", "uncertified", "see body.b", EVERYWHERE
+    )
     whole = CertifiedLayer("", "Model", math.inf, "none", "uncertified", "see body", EVERYWHERE)
-    certificate = Certificate(math.inf, (whole, outer, LOST, BESIDE), "uncertified", "tok", 7, 1, "", "", "")
+    certificate = Certificate(
+        math.inf, (whole, outer, LOST, BESIDE), "uncertified", "tok", 7, 1, "", "", ""
+    )
     assert certificate.uncertified == (LOST,)
     with pytest.raises(NotLipschitzError) as caught:
         certificate.require()

@@ -33,7 +33,11 @@ def _config(**changes) -> SimpleNamespace:
 def test_composition_is_the_product_written_by_hand(norm):
     net = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Dropout(0.5), nn.Linear(7, 3)).eval()
     certificate = certify(net, seq_len=5, norm=norm)
-    size = (lambda w: w.abs().sum(1).max()) if norm == "inf" else (lambda w: torch.linalg.matrix_norm(w, 2))
+    size = (
+        (lambda w: w.abs().sum(1).max())
+        if norm == "inf"
+        else (lambda w: torch.linalg.matrix_norm(w, 2))
+    )
     first, last = (net[index].weight.detach().double() for index in (0, 3))
     by_hand = float(size(first) * 1.128905 * size(last))
     assert certificate.total == pytest.approx(by_hand, rel=3e-6)
@@ -44,7 +48,8 @@ def test_composition_is_the_product_written_by_hand(norm):
 
 
 def test_residuals_and_norm_placements_by_hand():
-    """pre: 1 + LN f; post: LN (1 + f); rezero: 1 + |a| f; with f from the children's own certificates."""
+    """pre: 1 + LN f; post: LN (1 + f); rezero: 1 + |a| f; with f from the children's own
+    certificates."""
     gain = 1 / math.sqrt(0.1)
     for norm, expected in (
         ("none", lambda a, f: (1 + a) * (1 + f)),
@@ -54,7 +59,9 @@ def test_residuals_and_norm_placements_by_hand():
         block = Block(_config(norm=norm)).eval()
         attention = certify(block.attention, seq_len=9).total
         feedforward = certify(block.feedforward, seq_len=9).total
-        assert certify(block, seq_len=9).total == pytest.approx(expected(attention, feedforward), rel=1e-9)
+        assert certify(block, seq_len=9).total == pytest.approx(
+            expected(attention, feedforward), rel=1e-9
+        )
     block = Block(_config(residual="rezero")).eval()
     assert certify(block, seq_len=9).total == 1.0
     block.attention_residual.scale.data.fill_(-0.5)
@@ -89,7 +96,10 @@ def test_the_kim_bracket_is_in_the_l2_bound():
 
 
 def test_the_stack_fixes_the_mask_unless_told_otherwise():
-    encoder, decoder = TransformerStack(_config()).eval(), TransformerStack(_config(), is_causal=True).eval()
+    encoder, decoder = (
+        TransformerStack(_config()).eval(),
+        TransformerStack(_config(), is_causal=True).eval(),
+    )
     assert certify(encoder, seq_len=4).mask == "full"
     assert certify(decoder, seq_len=4).mask == "causal"
     assert certify(decoder, seq_len=4, mask="any").mask == "any"
@@ -99,7 +109,10 @@ def test_the_stack_fixes_the_mask_unless_told_otherwise():
 def test_a_mask_that_the_module_does_not_run_is_refused(is_causal, asked):
     """With mask="full" a causal stack was certified 1.6 times too small in norm 2."""
     stack = TransformerStack(_config(attention="dot_product"), is_causal=is_causal).eval()
-    with pytest.raises(ConfigError, match=f"mask='{asked}', but the module runs {'causal' if is_causal else 'full'}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"mask='{asked}', but the module runs {'causal' if is_causal else 'full'}",
+    ):
         certify(stack, seq_len=8, norm=2, radius=1.0, mask=asked)
 
 
@@ -108,8 +121,13 @@ def test_dot_product_needs_a_ball_and_says_so():
     certificate = certify(stack, seq_len=6)
     assert certificate.total == math.inf
     assert certificate.label == "uncertified"
-    assert [layer.path for layer in certificate.uncertified] == ["layers.0.attention", "layers.1.attention"]
-    with pytest.raises(NotLipschitzError, match=r"layers\.1\.attention \(DotProductAttention\).*pass radius="):
+    assert [layer.path for layer in certificate.uncertified] == [
+        "layers.0.attention",
+        "layers.1.attention",
+    ]
+    with pytest.raises(
+        NotLipschitzError, match=r"layers\.1\.attention \(DotProductAttention\).*pass radius="
+    ):
         certificate.require()
     ball = certify(stack, seq_len=6, radius=1.5)
     assert ball.require() is ball
@@ -117,11 +135,15 @@ def test_dot_product_needs_a_ball_and_says_so():
     assert ball.domain == "tokens with |x_i| <= 1.5"
     radii = [layer.radius for layer in ball.layers]
     assert radii[0] == 1.5
-    assert radii == sorted(radii)[: len(radii)] or max(radii) > 1.5, "the ball grows through residual layers"
+    assert radii == sorted(radii)[: len(radii)] or max(radii) > 1.5, (
+        "the ball grows through residual layers"
+    )
 
 
 def test_a_pre_norm_gives_dot_product_attention_its_ball():
-    certificate = certify(TransformerStack(_config(attention="dot_product", norm="pre")).eval(), seq_len=6)
+    certificate = certify(
+        TransformerStack(_config(attention="dot_product", norm="pre")).eval(), seq_len=6
+    )
     assert math.isfinite(certificate.total)
     assert certificate.domain == "all inputs"
 
@@ -210,7 +232,12 @@ def test_training_mode_dropout():
     attention = L2SelfAttention(4, 2, dropout=0.3)
     assert "eval()" in certify(attention, seq_len=2).uncertified[0].reason
     assert math.isfinite(certify(attention.eval(), seq_len=2).total)
-    assert "eval()" in certify(DotProductAttention(4, 2, dropout=0.3), seq_len=2, radius=1.0).uncertified[0].reason
+    assert (
+        "eval()"
+        in certify(DotProductAttention(4, 2, dropout=0.3), seq_len=2, radius=1.0)
+        .uncertified[0]
+        .reason
+    )
 
 
 @pytest.mark.parametrize("options", [{"tied": False}, {"values": "plain"}])
@@ -305,16 +332,21 @@ def test_every_argument_changes_something():
 
 
 def test_half_precision_l2_weights_are_multiplied_exactly():
-    """R_h = W_h^T W_V,h / sqrt d is formed in float64 from the stored weights, not rounded to bfloat16 first."""
+    """R_h = W_h^T W_V,h / sqrt d is formed in float64 from the stored weights, not rounded to
+    bfloat16 first."""
     layer = L2SelfAttention(8, 2).eval().bfloat16()
     exact = certify(copy.deepcopy(layer).double(), seq_len=4)
     assert certify(layer, seq_len=4).total == exact.total
     rounded = l2_attention_bound(*layer.head_weights(), l2_constants(4)).value.detach()
-    assert abs(float(rounded) / exact.total - 1) > 1e-4, "the rounded product differs, so the test can fail"
+    assert abs(float(rounded) / exact.total - 1) > 1e-4, (
+        "the rounded product differs, so the test can fail"
+    )
 
 
 def test_a_row_of_the_table_says_the_form_of_a_bound_or_why_there_is_none():
-    certificate = certify(nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Bilinear(3, 3, 3)).eval(), seq_len=2)
+    certificate = certify(
+        nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Bilinear(3, 3, 3)).eval(), seq_len=2
+    )
     rows = certificate.table().splitlines()[1:]
     for layer, row in zip(certificate.layers, rows, strict=False):
         assert (layer.reason if layer.label == "uncertified" else layer.form) in row
@@ -322,7 +354,9 @@ def test_a_row_of_the_table_says_the_form_of_a_bound_or_why_there_is_none():
     assert all(layer.form for layer in certificate.layers if layer.label != "uncertified")
 
 
-@pytest.mark.parametrize("name", ["attention_residual", "feedforward_residual", "attention_norm", "feedforward_norm"])
+@pytest.mark.parametrize(
+    "name", ["attention_residual", "feedforward_residual", "attention_norm", "feedforward_norm"]
+)
 def test_a_foreign_part_of_a_block_is_named(name):
     block = Block(_config()).eval()
     setattr(block, name, nn.Identity())

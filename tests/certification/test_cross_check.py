@@ -1,4 +1,5 @@
-"""certify tries itself out: a wrong rule is found and named, and nothing of the module is moved by it."""
+"""certify tries itself out: a wrong rule is found and named, and nothing of the module is moved by
+it."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ def _half_as_much(module: HalfAsMuch, site) -> LayerBound:
 
 
 class OnlyInFloat64(nn.Linear):
-    """A division that underflows in float32: the map is no contraction there, and a float64 copy does not show it."""
+    """A division that underflows in float32: the map is no contraction there, and a float64 copy
+    does not show it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tiny = torch.full((), 1e-25, dtype=x.dtype)
-        return super().forward(x) * (tiny / tiny.square().clamp_min(1e-300).sqrt().clamp_min(torch.finfo(x.dtype).tiny))
+        return super().forward(x) * (
+            tiny / tiny.square().clamp_min(1e-300).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+        )
 
 
 @register_rule(OnlyInFloat64)
@@ -47,9 +51,13 @@ def _only_in_float64(module: OnlyInFloat64, site) -> LayerBound:
 
 @pytest.mark.parametrize("norm", ["tok", "inf", 2])
 def test_a_rule_that_promises_half_is_found_and_named(norm):
-    model = nn.Sequential(nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), HalfAsMuch(8, 8, bias=False)), nn.ReLU())
+    model = nn.Sequential(
+        nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), HalfAsMuch(8, 8, bias=False)), nn.ReLU()
+    )
     nn.init.eye_(model[1][1].weight)
-    with pytest.raises(UnsoundBoundError, match=r"1\.1 \(HalfAsMuch\) has a slope of .* above its bound 0\.5"):
+    with pytest.raises(
+        UnsoundBoundError, match=r"1\.1 \(HalfAsMuch\) has a slope of .* above its bound 0\.5"
+    ):
         certify(model, seq_len=9, norm=norm)
     assert math.isfinite(certify(model, seq_len=9, norm=norm, cross_check=False).total)
 
@@ -77,17 +85,23 @@ def test_what_is_not_tried_is_said():
         return LayerBound(site.operator_norm(module.weight), "of the first input")
 
     assert "not run: TypeError" in certify(Pairs(3, 3), seq_len=2).cross_check
-    assert certify(nn.Linear(3, 3), seq_len=2, cross_check=False).cross_check == "not run: cross_check=False"
+    assert (
+        certify(nn.Linear(3, 3), seq_len=2, cross_check=False).cross_check
+        == "not run: cross_check=False"
+    )
     assert "no bound" in certify(nn.LSTM(3, 3), seq_len=2).cross_check
 
 
 def test_a_forward_pass_that_overflows_is_no_certificate():
-    """Each layer is finite in float32, their product is not, though the bound of exact arithmetic is."""
+    """Each layer is finite in float32, their product is not, though the bound of exact arithmetic
+    is."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     for layer in model:
         nn.init.constant_(layer.weight, 1e30)
     assert math.isfinite(certify(model, seq_len=2, cross_check=False).total)
-    with pytest.raises(NotLipschitzError, match=r"1 \(Linear\) gives NaN or infinity in torch.float32"):
+    with pytest.raises(
+        NotLipschitzError, match=r"1 \(Linear\) gives NaN or infinity in torch.float32"
+    ):
         certify(model, seq_len=2)
     assert certify(model.double(), seq_len=2).total > 1e60
 
@@ -107,7 +121,9 @@ def test_a_width_that_no_part_names_is_found():
 @pytest.mark.parametrize("inference", [False, True])
 def test_nothing_is_moved(inference):
     model = nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(32, 32)), nn.Dropout(0.5), L2SelfAttention(32, 2, contractive=0.9)
+        parametrizations.spectral_norm(nn.Linear(32, 32)),
+        nn.Dropout(0.5),
+        L2SelfAttention(32, 2, contractive=0.9),
     )
     before = copy.deepcopy(model.state_dict())
     learnt = [weight.requires_grad for weight in model.parameters()]
@@ -123,7 +139,9 @@ def test_nothing_is_moved(inference):
     assert sum(learnt) - 1 == sum(weight.requires_grad for weight in model.parameters())
     assert all(weight.grad is None for weight in model.parameters())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
-    assert len(totals) == 2, "one in train mode, where power iteration moves the weight, one in eval mode"
+    assert len(totals) == 2, (
+        "one in train mode, where power iteration moves the weight, one in eval mode"
+    )
     assert math.inf in totals
 
 
@@ -149,6 +167,8 @@ def test_slopes_of_random_compositions_stay_below_what_is_certified():
         pass
 
     for _ in range(10):
-        model = nn.Sequential(Named(8, 8), nn.GELU(), L2SelfAttention(8, 2), nn.LayerNorm(8, eps=0.1)).eval()
+        model = nn.Sequential(
+            Named(8, 8), nn.GELU(), L2SelfAttention(8, 2), nn.LayerNorm(8, eps=0.1)
+        ).eval()
         share = float(certify(model, seq_len=16).cross_check.rsplit(" ", 1)[1])
         assert 0 < share <= 1

@@ -40,7 +40,9 @@ def _asks_for_the_mask(module: nn.Module, site: Any) -> LayerBound:
     return LayerBound(1.0, f"under {site.mask}", out_radius=site.radius)
 
 
-@pytest.mark.parametrize(("mask", "called"), [("causal", {True}), ("full", {False}), ("any", {False}), (None, {False})])
+@pytest.mark.parametrize(
+    ("mask", "called"), [("causal", {True}), ("full", {False}), ("any", {False}), (None, {False})]
+)
 def test_a_causal_certificate_is_tried_with_causal_calls(mask: Any, called: set[bool]) -> None:
     module = Masked()
     assert certify(module, seq_len=3, mask=mask).cross_check.endswith("1.000")
@@ -93,12 +95,20 @@ def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name: str) ->
     steepest = float((module(points).diff() / points.diff()).abs().max())
     assert certify(module, seq_len=2).total == pytest.approx(steepest, rel=2e-4)
     if function is not None:
-        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation=function).double().eval()
+        layer = (
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation=function)
+            .double()
+            .eval()
+        )
         with torch.no_grad():
             layer.linear1.bias.zero_()
-        rows = {row.path: row for row in certify(layer, seq_len=2, radius=1.0, cross_check=False).layers}
+        rows = {
+            row.path: row for row in certify(layer, seq_len=2, radius=1.0, cross_check=False).layers
+        }
         ball = rows["linear1"].lipschitz * rows["linear1"].radius * steepest
-        assert rows["linear2"].radius == pytest.approx(math.inf if name == "sigmoid" else ball, rel=3e-4)
+        assert rows["linear2"].radius == pytest.approx(
+            math.inf if name == "sigmoid" else ball, rel=3e-4
+        )
 
 
 class Gated(nn.Module):
@@ -114,16 +124,22 @@ class Gated(nn.Module):
 
 @register_rule(Gated)
 def _gated(module: Gated, site: Any) -> LayerBound:
-    value = gated_feedforward_bound(module.up, module.gate, module.down, site, slope=1.1, up_bias=0.5, gate_bias=0.25)
+    value = gated_feedforward_bound(
+        module.up, module.gate, module.down, site, slope=1.1, up_bias=0.5, gate_bias=0.25
+    )
     return LayerBound(value, "gated")
 
 
 def test_a_gated_feedforward_by_its_rows() -> None:
-    """|W_d| (l |W_g| max|u| + max|g| |W_u|); |u| is bounded by the longest row of W_u, not by its norm."""
+    """|W_d| (l |W_g| max|u| + max|g| |W_u|); |u| is bounded by the longest row of W_u, not by its
+    norm."""
     up = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
     gate = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     down = torch.tensor([[0.5, 0.0, 0.0], [0.0, 1.5, 0.0]], dtype=torch.float64)
-    for norm, size in (("tok", lambda w: torch.linalg.matrix_norm(w, 2)), ("inf", lambda w: w.abs().sum(-1).max())):
+    for norm, size in (
+        ("tok", lambda w: torch.linalg.matrix_norm(w, 2)),
+        ("inf", lambda w: w.abs().sum(-1).max()),
+    ):
         sizes = [float(size(w)) for w in (up, gate, down)]
         largest_up, largest_gate = 5.0 * 0.7 + 0.5, 2.0 * 0.7 + 0.25
         expected = sizes[2] * (1.1 * sizes[1] * largest_up + sizes[0] * largest_gate)

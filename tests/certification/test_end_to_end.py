@@ -1,4 +1,5 @@
-"""Whole small models, attacked from the embedded input to the logits, in every norm; and their certified radii."""
+"""Whole small models, attacked from the embedded input to the logits, in every norm; and their
+certified radii."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_no_attack_on_a_classifier_exceeds_its_certificate(changes, norm):
     radius = embedding_radius(model) + 0.1 if changes.get("attention") == "dot_product" else None
     certificate = certify(model, seq_len=TOKENS, norm=norm, radius=radius).require()
     assert certificate.label == "certified"
-    found = lipschitz_lower_bound(model, (TOKENS, 6), norm=norm, restarts=4, steps=12, radius=radius)
+    found = lipschitz_lower_bound(
+        model, (TOKENS, 6), norm=norm, restarts=4, steps=12, radius=radius
+    )
     assert 0 < found.ratio(certificate) <= 1
 
 
@@ -61,12 +64,18 @@ def test_language_models_and_bodies(norm):
 
 
 def test_padding_is_covered():
-    """Padded queries see themselves alone, so a padded batch has the constant of its real tokens."""
+    """Padded queries see themselves alone, so a padded batch has the constant of its real
+    tokens."""
     model = WellposedForSequenceClassification(_config()).eval()
     mask = torch.tensor([[1, 1, 1, 0, 0]])
     for norm in NORMS:
         found = lipschitz_lower_bound(
-            model, (TOKENS, 6), norm=norm, restarts=3, steps=8, forward_kwargs={"attention_mask": mask}
+            model,
+            (TOKENS, 6),
+            norm=norm,
+            restarts=3,
+            steps=8,
+            forward_kwargs={"attention_mask": mask},
         )
         assert found.ratio(certify(model, seq_len=TOKENS, norm=norm)) <= 1
 
@@ -99,7 +108,9 @@ def test_no_perturbation_within_the_radius_changes_the_decision():
                 if norm == "tok"
                 else direction.flatten(1).norm(dim=1)[:, None, None]
             )
-            moved = model(inputs_embeds=embeds + 0.999 * radius[:, None, None] * direction / size).logits
+            moved = model(
+                inputs_embeds=embeds + 0.999 * radius[:, None, None] * direction / size
+            ).logits
             assert torch.equal(moved.argmax(-1), chosen)
 
 
@@ -119,7 +130,10 @@ def test_an_unknown_pooling_and_an_untied_attention_are_named():
     model.pool = lambda hidden, padding: hidden.sum(1)
     assert "pooling" in certify(model, seq_len=3).uncertified[0].reason
     untied = certify(WellposedForSequenceClassification(_config(attention="l2")).eval(), seq_len=3)
-    assert [layer.path for layer in untied.uncertified] == ["model.layers.0.attention", "model.layers.1.attention"]
+    assert [layer.path for layer in untied.uncertified] == [
+        "model.layers.0.attention",
+        "model.layers.1.attention",
+    ]
 
 
 def test_the_embeddings_ball_holds_every_token():

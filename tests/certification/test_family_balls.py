@@ -1,4 +1,5 @@
-"""The balls of a model's rows hold the tokens that really enter its parts, and the first is known to the digit."""
+"""The balls of a model's rows hold the tokens that really enter its parts, and the first is known
+to the digit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from wellposed.certification import certify, patch_grid
 
 R = 0.8
-MODELS = [pytest.param(case[2], id=case[1]) for case in families.models() if "Conditional" not in case[1]]
+MODELS = [
+    pytest.param(case[2], id=case[1]) for case in families.models() if "Conditional" not in case[1]
+]
 MODELS = [param for param in MODELS if param.id != "MarianMTModel"]
 
 
@@ -26,10 +29,14 @@ def tokens_seen(model: nn.Module, paths: list[str], run: Callable[[], object]) -
 
         def note(_module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             x = next(
-                value for value in [kwargs.get("hidden_states"), *args, *kwargs.values()] if isinstance(value, Tensor)
+                value
+                for value in [kwargs.get("hidden_states"), *args, *kwargs.values()]
+                if isinstance(value, Tensor)
             )
             if x.ndim < 4:  # images are no tokens yet
-                largest[path] = max(largest.get(path, 0.0), float(x.detach().double().norm(dim=-1).max()))
+                largest[path] = max(
+                    largest.get(path, 0.0), float(x.detach().double().norm(dim=-1).max())
+                )
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True))
     with torch.no_grad():
@@ -45,7 +52,11 @@ def run(model: nn.Module, x: Tensor) -> Callable[[], object]:
         return lambda: model(pixel_values=grid.image(x))
     if isinstance(model, nn.MultiheadAttention):
         return lambda: model(x, x, x)
-    return (lambda: model(inputs_embeds=x)) if hasattr(model, "get_input_embeddings") else (lambda: model(x))
+    return (
+        (lambda: model(inputs_embeds=x))
+        if hasattr(model, "get_input_embeddings")
+        else (lambda: model(x))
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -55,15 +66,23 @@ def test_every_token_that_enters_a_part_lies_in_its_ball(model: nn.Module) -> No
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Weights, positions and biases of a size that shows.
-            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 or "bias" in name else 0.1))
+            parameter.add_(
+                torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 or "bias" in name else 0.1)
+            )
     grid = patch_grid(model)
     width = families.WIDTH if grid is None else grid.size
     tokens = 5 if grid is None else grid.tokens
-    rows = [row for row in certify(model, seq_len=tokens, radius=R, cross_check=False).layers if row.module != "pool"]
+    rows = [
+        row
+        for row in certify(model, seq_len=tokens, radius=R, cross_check=False).layers
+        if row.module != "pool"
+    ]
     paths = {name for name, _ in model.named_modules()} - {""}
     rows = [row for row in rows if row.path in paths and "patch_embeddings" not in row.path]
     x = torch.randn(64, tokens, width, dtype=torch.float64)
-    seen = tokens_seen(model, [row.path for row in rows], run(model, R * x / x.norm(dim=-1, keepdim=True)))
+    seen = tokens_seen(
+        model, [row.path for row in rows], run(model, R * x / x.norm(dim=-1, keepdim=True))
+    )
     for row in rows:
         if row.path in seen:
             assert seen[row.path] <= row.radius * (1 + 1e-6), row.path
@@ -101,7 +120,12 @@ def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well() -> None:
     embeddings = model.embeddings
     cut = embeddings.patch_embeddings.projection
     with torch.no_grad():
-        for parameter in (embeddings.cls_token, embeddings.position_embeddings, cut.weight, cut.bias):
+        for parameter in (
+            embeddings.cls_token,
+            embeddings.position_embeddings,
+            cut.weight,
+            cut.bias,
+        ):
             parameter.zero_()
         cut.weight.flatten(1)[0, 0] = 2.0
         cut.bias[1] = 0.5

@@ -1,4 +1,5 @@
-"""Certificates of models of transformers: what is read, what is refused, and attacks on every family."""
+"""Certificates of models of transformers: what is read, what is refused, and attacks on every
+family."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: flo
                 parameter.mul_(scale)
     ball = {"radius": 2.0} if sample.needs_ball else {}
     certificate = certify(model, seq_len=TOKENS, norm=norm, **ball)
-    found = lipschitz_lower_bound(model, (TOKENS, WIDTH), norm=norm, restarts=4, steps=15, scales=(1e-3, 1e3), **ball)
+    found = lipschitz_lower_bound(
+        model, (TOKENS, WIDTH), norm=norm, restarts=4, steps=15, scales=(1e-3, 1e3), **ball
+    )
     assert math.isfinite(certificate.total)
     assert 0 < found.ratio(certificate) <= 1 + 1e-6  # norms of T5 and Llama divide in float32
     assert "largest slope / bound" in certificate.cross_check
@@ -67,7 +70,8 @@ def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: flo
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_padding_is_covered_in_norm_2(kind: str):
-    """Padded queries attend to the one real token, so its column of the attention matrix has every row in it."""
+    """Padded queries attend to the one real token, so its column of the attention matrix has every
+    row in it."""
     model = {
         "bert": lambda: modeling_bert.BertModel(hf.bert_config(WIDTH)),
         "gpt2": lambda: modeling_gpt2.GPT2Model(hf.gpt2_config(WIDTH)),
@@ -87,14 +91,17 @@ def test_padding_is_covered_in_norm_2(kind: str):
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_an_attention_is_read_as_ours_with_the_same_weights(norm: Any):
-    """The rows of BERT and of GPT-2, whose weights are fused and transposed, are those of our own module."""
+    """The rows of BERT and of GPT-2, whose weights are fused and transposed, are those of our own
+    module."""
     ours = awake(DotProductAttention(WIDTH, 2))
     parts = [ours.q_proj, ours.k_proj, ours.v_proj]
     bert = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
     gpt2 = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(WIDTH)))
     heads = bert.encoder.layer[0].attention
     for theirs, mine in zip(
-        (heads.self.query, heads.self.key, heads.self.value, heads.output.dense), [*parts, ours.o_proj], strict=True
+        (heads.self.query, heads.self.key, heads.self.value, heads.output.dense),
+        [*parts, ours.o_proj],
+        strict=True,
     ):
         theirs.load_state_dict(mine.state_dict())
     with torch.no_grad():
@@ -144,7 +151,9 @@ def test_t5_has_no_scale_and_a_bias_of_positions():
         mine.load_state_dict(theirs.state_dict())
     with torch.no_grad():
         ours.q_proj.weight.mul_(math.sqrt(WIDTH // 2))
-    assert found.lipschitz == pytest.approx(certify(ours, seq_len=TOKENS, radius=found.radius).total, rel=1e-6)
+    assert found.lipschitz == pytest.approx(
+        certify(ours, seq_len=TOKENS, radius=found.radius).total, rel=1e-6
+    )
     asked = certify(model, seq_len=TOKENS, norm=2, mask="full")
     assert row(asked, path).lipschitz == pytest.approx(
         row(certify(model, seq_len=TOKENS, norm=2), path).lipschitz, rel=1e-12
@@ -153,7 +162,11 @@ def test_t5_has_no_scale_and_a_bias_of_positions():
 
 def test_shared_keys_and_values_are_repeated_heads():
     shared = awake(modeling_llama.LlamaModel(hf.llama_config(WIDTH, attention_bias=True)))
-    apart = awake(modeling_llama.LlamaModel(hf.llama_config(WIDTH, attention_bias=True, num_key_value_heads=2)))
+    apart = awake(
+        modeling_llama.LlamaModel(
+            hf.llama_config(WIDTH, attention_bias=True, num_key_value_heads=2)
+        )
+    )
     state = shared.state_dict()
     for name in state:
         if "k_proj" in name or "v_proj" in name:
@@ -174,39 +187,57 @@ def rotated_attention(x, q, k, v, o, query_bias, key_bias, bias):
     def turn(a):
         first, second = a[..., :half], a[..., half:]
         return torch.cat(
-            [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1
+            [
+                first * angle.cos() - second * angle.sin(),
+                second * angle.cos() + first * angle.sin(),
+            ],
+            dim=-1,
         )
 
-    queries, keys = (turn(torch.einsum("nD,hDd->hnd", x, m) + b[:, None]) for m, b in ((q, query_bias), (k, key_bias)))
+    queries, keys = (
+        turn(torch.einsum("nD,hDd->hnd", x, m) + b[:, None])
+        for m, b in ((q, query_bias), (k, key_bias))
+    )
     p = (queries @ keys.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
     return torch.einsum("hij,jD,hDd,hde->ie", p, x, v, o)
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_rotated_attention_with_biases_and_positions(reference: SimpleNamespace, seed: int, norm: Any):
-    """No Jacobian of a written-out reference exceeds the bound; the key bias counts, as it does not cancel."""
+def test_rotated_attention_with_biases_and_positions(
+    reference: SimpleNamespace, seed: int, norm: Any
+):
+    """No Jacobian of a written-out reference exceeds the bound; the key bias counts, as it does not
+    cancel."""
     torch.manual_seed(seed)
     heads, d, width, count, radius, batch = 2, 4, 6, 4, (0.3, 1.0, 2.0, 5.0)[seed], 64
     q, k, v = (torch.randn(heads, width, d, dtype=torch.float64) for _ in range(3))
     o = torch.randn(heads, d, width, dtype=torch.float64)
     query_bias, key_bias = torch.randn(2, heads, d, dtype=torch.float64) * 2
     zero = torch.zeros(heads, d, dtype=torch.float64)
-    weights = AttentionWeights(q, k, v, o, query_bias, key_bias, zero, torch.zeros(width, dtype=torch.float64))
+    weights = AttentionWeights(
+        q, k, v, o, query_bias, key_bias, zero, torch.zeros(width, dtype=torch.float64)
+    )
     bound = dot_product_ball_bound(weights, radius=radius, seq_len=count, norm=norm, rotary=True)
-    unbiased = AttentionWeights(q, k, v, o, query_bias, zero, zero, torch.zeros(width, dtype=torch.float64))
+    unbiased = AttentionWeights(
+        q, k, v, o, query_bias, zero, zero, torch.zeros(width, dtype=torch.float64)
+    )
     assert float(bound.value) > float(
         dot_product_ball_bound(unbiased, radius=radius, seq_len=count, norm=norm, rotary=True).value
     )
     x = torch.randn(batch, count, width, dtype=torch.float64)
     x = radius * x / x.norm(dim=-1, keepdim=True)
     positions = 5 * torch.randn(heads, count, count, dtype=torch.float64)
-    jacobian = reference.jacobians(lambda one: rotated_attention(one, q, k, v, o, query_bias, key_bias, positions), x)
+    jacobian = reference.jacobians(
+        lambda one: rotated_attention(one, q, k, v, o, query_bias, key_bias, positions), x
+    )
     assert float(reference.norms[norm](jacobian).max()) <= float(bound.value) * (1 + 1e-9)
 
 
 def test_rotations_that_rescale_are_refused():
-    config = hf.llama_config(WIDTH, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
+    config = hf.llama_config(
+        WIDTH, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    )
     model = modeling_llama.LlamaModel(config).eval()
     assert model.rotary_emb.attention_scaling != 1.0
     (refused,) = certify(model, seq_len=TOKENS).uncertified
@@ -214,14 +245,20 @@ def test_rotations_that_rescale_are_refused():
 
 
 def test_at_constant_tokens_the_bound_of_a_post_norm_model_is_all_but_attained():
-    """Every norm divides by sqrt(eps) at once where tokens are constant and biases are zero, as they are at first."""
+    """Every norm divides by sqrt(eps) at once where tokens are constant and biases are zero, as
+    they are at first."""
     torch.manual_seed(0)
     model = modeling_roberta.RobertaModel(hf.roberta_config(16, layer_norm_eps=1e-5)).eval()
     table = model.embeddings
-    shifts = (table.position_embeddings.weight[1 : TOKENS + 1], table.token_type_embeddings.weight[:1])
+    shifts = (
+        table.position_embeddings.weight[1 : TOKENS + 1],
+        table.token_type_embeddings.weight[:1],
+    )
     start = -sum(shift.detach().double() for shift in shifts)
     certificate = certify(model, seq_len=TOKENS)
-    found = lipschitz_lower_bound(model, (TOKENS, 16), restarts=1, steps=1, start=start[None], exact=True)
+    found = lipschitz_lower_bound(
+        model, (TOKENS, 16), restarts=1, steps=1, start=start[None], exact=True
+    )
     assert 0.85 < found.ratio(certificate) <= 1
 
 
@@ -231,7 +268,9 @@ def test_a_ball_comes_out_of_every_norm_in_front():
     norm, attention = row(certificate, "h.0.ln_1"), row(certificate, "h.0.attn")
     assert math.isinf(norm.radius)
     weight, bias = model.h[0].ln_1.weight.detach(), model.h[0].ln_1.bias.detach()
-    assert attention.radius == pytest.approx(float(weight.abs().max() * math.sqrt(WIDTH) + bias.norm()), rel=1e-5)
+    assert attention.radius == pytest.approx(
+        float(weight.abs().max() * math.sqrt(WIDTH) + bias.norm()), rel=1e-5
+    )
 
 
 def test_the_layer_alone_needs_the_ball_that_its_model_makes():
@@ -239,7 +278,9 @@ def test_the_layer_alone_needs_the_ball_that_its_model_makes():
     layer = model.encoder.layer[0]
     assert "pass radius=" in certify(layer, seq_len=TOKENS).uncertified[0].reason
     in_model = row(certify(model, seq_len=TOKENS), "encoder.layer.0")
-    assert certify(layer, seq_len=TOKENS, radius=in_model.radius).total == pytest.approx(in_model.lipschitz, rel=1e-9)
+    assert certify(layer, seq_len=TOKENS, radius=in_model.radius).total == pytest.approx(
+        in_model.lipschitz, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -253,15 +294,24 @@ def test_both_ways_of_running_attention_have_the_same_bound(implementation: str)
 def test_attention_of_another_make_is_refused(monkeypatch: pytest.MonkeyPatch):
     model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
     model.config._attn_implementation = "flex_attention"
-    assert "attn_implementation='flex_attention'" in certify(model, seq_len=TOKENS).uncertified[0].reason
+    assert (
+        "attn_implementation='flex_attention'"
+        in certify(model, seq_len=TOKENS).uncertified[0].reason
+    )
     model.config._attn_implementation = "eager"
     with monkeypatch.context() as patch:
         patch.setattr(modeling_bert, "eager_attention_forward", lambda *args, **how: None)
-        assert "stands where transformers runs eager" in certify(model, seq_len=TOKENS).uncertified[0].reason
+        assert (
+            "stands where transformers runs eager"
+            in certify(model, seq_len=TOKENS).uncertified[0].reason
+        )
     model.config._attn_implementation = "sdpa"
     with monkeypatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **how: None)
-        assert "stands where transformers runs sdpa" in certify(model, seq_len=TOKENS).uncertified[0].reason
+        assert (
+            "stands where transformers runs sdpa"
+            in certify(model, seq_len=TOKENS).uncertified[0].reason
+        )
     assert math.isfinite(certify(model, seq_len=TOKENS).total)
 
 
@@ -285,7 +335,10 @@ def test_a_namesake_is_another_class():
     class Namesake(modeling_bert.BertModel):
         pass
 
-    Namesake.__module__, Namesake.__qualname__ = "transformers.models.bert.modeling_bert", "BertModel"
+    Namesake.__module__, Namesake.__qualname__ = (
+        "transformers.models.bert.modeling_bert",
+        "BertModel",
+    )
     other = copy.deepcopy(model)
     other.__class__ = Namesake
     assert math.isinf(certify(other, seq_len=TOKENS).total)
@@ -295,7 +348,9 @@ def test_a_namesake_is_another_class():
 
 def test_a_part_of_another_family_is_refused():
     model = awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
-    model.encoder.layer[0].attention.self = modeling_roberta.RobertaSelfAttention(model.config).eval()
+    model.encoder.layer[0].attention.self = modeling_roberta.RobertaSelfAttention(
+        model.config
+    ).eval()
     refused, behind = certify(model, seq_len=TOKENS).uncertified
     assert "attention.self is transformers.models.roberta" in refused.reason
     assert "no ball reaches it, as encoder.layer.0 has no bound" in behind.reason
@@ -336,7 +391,9 @@ def test_patches_that_overlap_are_refused():
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_encoder_of_torch_with_padding(bias: bool):
     """The fused kernel of eval mode included, which cuts padded tokens out."""
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, bias=bias, layer_norm_eps=0.1)
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, 2, 16, batch_first=True, bias=bias, layer_norm_eps=0.1
+    )
     encoder = awake(nn.TransformerEncoder(layer, 2, enable_nested_tensor=bias))
     padded = torch.zeros(1, TOKENS, dtype=torch.bool)
     padded[0, 2:] = True
@@ -350,11 +407,14 @@ def test_an_encoder_of_torch_with_padding(bias: bool):
 
 
 def test_the_fused_kernel_goes_by_a_flag():
-    """It runs a GELU where the layer was built with one, whatever stands in ``activation`` by now."""
+    """It runs a GELU where the layer was built with one, whatever stands in ``activation`` by
+    now."""
     layer = awake(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, activation="gelu"))
     before = certify(layer, seq_len=TOKENS, radius=1.0).total
     layer.activation = nn.Identity()
-    assert certify(layer, seq_len=TOKENS, radius=1.0, cross_check=False).total == pytest.approx(before, rel=1e-9)
+    assert certify(layer, seq_len=TOKENS, radius=1.0, cross_check=False).total == pytest.approx(
+        before, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,7 +426,9 @@ def test_the_fused_kernel_goes_by_a_flag():
         ({"add_zero_attn": True}, "add_bias_kv"),
     ],
 )
-def test_attention_of_torch_that_is_no_self_attention_of_a_batch(options: dict[str, Any], reason: str):
+def test_attention_of_torch_that_is_no_self_attention_of_a_batch(
+    options: dict[str, Any], reason: str
+):
     module = nn.MultiheadAttention(WIDTH, 2, **{"batch_first": True, **options}).eval()
     (refused,) = certify(module, seq_len=TOKENS, radius=1.0).uncertified
     assert reason in refused.reason
@@ -374,12 +436,11 @@ def test_attention_of_torch_that_is_no_self_attention_of_a_batch(options: dict[s
 
 def test_transformers_is_not_imported_for_its_rules():
     code = (
-        "import sys, torch\n"
-        "from wellposed.certification import certifiable_classes, certify\n"
-        "layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True).eval()\n"
-        "assert certify(layer, seq_len=4).total < float('inf')\n"
-        "assert not any(kind.__module__.startswith('transformers') for kind in certifiable_classes())\n"
-        "assert 'transformers' not in sys.modules, 'imported'\n"
+        "import sys, torch\nfrom wellposed.certification import certifiable_classes, certify\nlayer"
+        " = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True,"
+        " norm_first=True).eval()\nassert certify(layer, seq_len=4).total < float('inf')\nassert"
+        " not any(kind.__module__.startswith('transformers') for kind in"
+        " certifiable_classes())\nassert 'transformers' not in sys.modules, 'imported'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""The ball that comes out of L2 attention holds what it does to zeros, for every number of tokens up to the last."""
+"""The ball that comes out of L2 attention holds what it does to zeros, for every number of tokens
+up to the last."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ TINY = 1e-9
 
 @pytest.mark.parametrize("bias", ["values", "output", "both", "against each other"])
 @pytest.mark.parametrize("options", [{}, {"contractive": 0.9}], ids=["plain", "contractive"])
-def test_the_ball_is_that_of_the_worst_number_of_tokens(options: dict[str, float], bias: str) -> None:
+def test_the_ball_is_that_of_the_worst_number_of_tokens(
+    options: dict[str, float], bias: str
+) -> None:
     torch.manual_seed(1)
     module = L2SelfAttention(4, 2, **options).double().eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
-                if bias in ("both", "against each other") or (bias == "output") == name.startswith("o_"):
+                if bias in ("both", "against each other") or (bias == "output") == name.startswith(
+                    "o_"
+                ):
                     parameter.normal_()
         zeros = [torch.zeros(1, count, 4, dtype=torch.float64) for count in range(1, 7)]
         if bias == "against each other":

@@ -19,7 +19,9 @@ NORMS = ("tok", 2, "inf")
 def linear(*, bias: bool = True) -> nn.Linear:
     module = nn.Linear(WIDTH, WIDTH, bias=bias).double()
     with torch.no_grad():
-        module.weight.copy_(torch.tensor([[3.0, 4, 0, 0], [0, 0, 0, 0], [0, 0, 0, -2], [0, 0, 0, 0]]))
+        module.weight.copy_(
+            torch.tensor([[3.0, 4, 0, 0], [0, 0, 0, 0], [0, 0, 0, -2], [0, 0, 0, 0]])
+        )
         if bias:
             module.bias.copy_(torch.tensor([0.6, 0, -0.8, 0]))
     return module
@@ -36,7 +38,9 @@ def normed(kind: type[nn.Module], eps: float) -> nn.Module:
 
 def ends(module: nn.Module, norm: Any, radius: float | None) -> tuple[float, float]:
     """The bound of a module, and the ball that what follows it is promised."""
-    certificate = certify(nn.Sequential(module, linear()), seq_len=3, norm=norm, radius=radius, cross_check=False)
+    certificate = certify(
+        nn.Sequential(module, linear()), seq_len=3, norm=norm, radius=radius, cross_check=False
+    )
     by_path = {row.path: row for row in certificate.layers}
     # An identity has no row.
     return by_path["0"].lipschitz if "0" in by_path else 1.0, by_path["1"].radius
@@ -62,15 +66,35 @@ PARTS: list[tuple[str, nn.Module, dict[Any, float], float, float]] = [
     ("no dropout", nn.Dropout(0.75).eval(), dict.fromkeys(NORMS, 1), R, math.inf),
     ("maxmin", MaxMin(), dict.fromkeys(NORMS, 1), R, math.inf),
     ("wide ball", BallProjection(WIDTH, radius=0.5), {"tok": 1, 2: 1, "inf": 1}, R, 0.5),
-    ("layer norm", normed(nn.LayerNorm, 0.25), {"tok": 4, 2: 4, "inf": 4 * mean_of_four(True)}, 4 * R + 0.5, 4.5),
-    ("rms norm", normed(nn.RMSNorm, 0.25), {"tok": 4, 2: 4, "inf": 4 * mean_of_four(False)}, 4 * R, 4.0),
-    ("steep norm", normed(nn.LayerNorm, 1e-4), {"tok": 200, 2: 200, "inf": 200 * mean_of_four(True)}, 4.5, 4.5),
+    (
+        "layer norm",
+        normed(nn.LayerNorm, 0.25),
+        {"tok": 4, 2: 4, "inf": 4 * mean_of_four(True)},
+        4 * R + 0.5,
+        4.5,
+    ),
+    (
+        "rms norm",
+        normed(nn.RMSNorm, 0.25),
+        {"tok": 4, 2: 4, "inf": 4 * mean_of_four(False)},
+        4 * R,
+        4.0,
+    ),
+    (
+        "steep norm",
+        normed(nn.LayerNorm, 1e-4),
+        {"tok": 200, 2: 200, "inf": 200 * mean_of_four(True)},
+        4.5,
+        4.5,
+    ),
 ]
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("module", "bounds", "ball", "everywhere"), [part[1:] for part in PARTS], ids=[p[0] for p in PARTS]
+    ("module", "bounds", "ball", "everywhere"),
+    [part[1:] for part in PARTS],
+    ids=[p[0] for p in PARTS],
 )
 def test_the_bound_and_the_ball_of_a_part(
     module: nn.Module, bounds: dict[Any, float], ball: float, everywhere: float, norm: Any
@@ -111,9 +135,13 @@ def test_norm_layers_in_every_norm(width: int) -> None:
     for gain, eps, least in ((1.0, 0.04, 0.0), (3.0, 0.0, 0.5), (2.0, 0.09, 0.4)):
         slope = gain / math.hypot(math.sqrt(eps), least)
         for norm in ("tok", 2):
-            assert layer_norm_bound(gain, eps, width, norm=norm, min_std=least) == pytest.approx(slope)
+            assert layer_norm_bound(gain, eps, width, norm=norm, min_std=least) == pytest.approx(
+                slope
+            )
         centred = 2 - 2 / width + (1 + math.sqrt(width)) / 2
-        assert layer_norm_bound(gain, eps, width, norm="inf", min_std=least) == pytest.approx(slope * centred)
+        assert layer_norm_bound(gain, eps, width, norm="inf", min_std=least) == pytest.approx(
+            slope * centred
+        )
         plain = 1 + (1 + math.sqrt(width)) / 2
         found = layer_norm_bound(gain, eps, width, norm="inf", min_std=least, centred=False)
         assert found == pytest.approx(slope * plain)
@@ -125,4 +153,6 @@ def test_dropout_that_drops_everything_and_flattening_have_no_bound() -> None:
     assert certify(nn.Dropout(1.0).train(), seq_len=2).total == math.inf
     assert certify(nn.Dropout(0.0).train(), seq_len=2).total == 1.0
     assert "mixes tokens into one vector" in certify(nn.Flatten(), seq_len=2).table()
-    assert "a norm over 2 dimensions mixes tokens" in certify(nn.LayerNorm((3, 4)), seq_len=3).table()
+    assert (
+        "a norm over 2 dimensions mixes tokens" in certify(nn.LayerNorm((3, 4)), seq_len=3).table()
+    )

@@ -16,12 +16,20 @@ NORMS = ("tok", "inf", 2)
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_contractive_residual_and_its_stack(norm):
-    blocks = [InvertibleResidual(L2SelfAttention(4, 2, contractive=0.5, max_tokens=6, norm=norm)) for _ in range(2)]
+    blocks = [
+        InvertibleResidual(L2SelfAttention(4, 2, contractive=0.5, max_tokens=6, norm=norm))
+        for _ in range(2)
+    ]
     assert certify(blocks[0].eval(), seq_len=6, norm=norm).total <= 1.5
     stack = certify(ReversibleSequential(blocks).eval(), seq_len=6, norm=norm)
     assert stack.total <= 1.5**2
     assert stack.label == "certified"
-    assert [layer.path for layer in stack.layers] == ["blocks.0", "blocks.0.f", "blocks.1", "blocks.1.f"]
+    assert [layer.path for layer in stack.layers] == [
+        "blocks.0",
+        "blocks.0.f",
+        "blocks.1",
+        "blocks.1.f",
+    ]
     found = lipschitz_lower_bound(blocks[0], (5, 4), norm=norm, restarts=3, steps=10)
     assert 1.0 < found.ratio(certify(blocks[0], seq_len=6, norm=norm)) * 1.5 <= 1.5
 
@@ -42,17 +50,22 @@ def test_couplings(norm):
 
 
 def test_the_shear_is_exact_in_norm_two_and_reached_in_tok():
-    """f the identity, g zero: the golden ratio in norm 2; in tok a mean over tokens reaches almost 1 + L."""
+    """f the identity, g zero: the golden ratio in norm 2; in tok a mean over tokens reaches almost
+    1 + L."""
     coupling = AdditiveCoupling(nn.Identity(), nn.Linear(1, 1, bias=False))
     nn.init.zeros_(coupling.g.weight)
     golden = (1 + math.sqrt(5)) / 2
     assert certify(coupling, seq_len=2, norm=2).total == pytest.approx(golden)
-    assert lipschitz_lower_bound(coupling, (2, 2), norm=2, steps=3, inner=20).value == pytest.approx(golden, rel=1e-6)
+    assert lipschitz_lower_bound(
+        coupling, (2, 2), norm=2, steps=3, inner=20
+    ).value == pytest.approx(golden, rel=1e-6)
 
 
 def test_the_ball_of_a_coupling_holds_its_outputs():
     coupling = AdditiveCoupling(nn.Linear(3, 3), nn.Linear(3, 3))
-    outer = certify(nn.Sequential(coupling, nn.Linear(6, 1)), seq_len=1, radius=2.0).layers[-1].radius
+    outer = (
+        certify(nn.Sequential(coupling, nn.Linear(6, 1)), seq_len=1, radius=2.0).layers[-1].radius
+    )
     x = torch.randn(2000, 1, 6)
     x = 2.0 * x / x.norm(dim=-1, keepdim=True)
     assert float(coupling(x).detach().norm(dim=-1).max()) <= outer < 50

@@ -1,4 +1,5 @@
-"""Every registered rule has samples; each is what it says it is: certified or refused, of the shapes it promises."""
+"""Every registered rule has samples; each is what it says it is: certified or refused, of the
+shapes it promises."""
 
 from __future__ import annotations
 

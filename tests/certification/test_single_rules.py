@@ -18,7 +18,10 @@ def test_a_module_that_stands_twice_counts_twice(norm):
     """named_children() drops repeated modules: 10 was certified where the slope is 100."""
     layer = nn.Linear(4, 4, bias=False)
     layer.weight.data = 10 * torch.eye(4)
-    for twice in (nn.Sequential(layer, layer), nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))):
+    for twice in (
+        nn.Sequential(layer, layer),
+        nn.Sequential(nn.Sequential(layer), nn.Sequential(layer)),
+    ):
         certificate = certify(twice, seq_len=3, norm=norm)
         assert certificate.total == pytest.approx(100, rel=1e-5)
         assert certificate.total >= 100
@@ -37,12 +40,19 @@ def test_a_layer_shared_by_a_stack_counts_at_each_place():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("affine", [False, True])
 def test_an_rms_norm_without_eps_takes_that_of_its_input(dtype, affine):
-    """2,896 was certified in float64, where the slope at 0 is 6.7e7. torch computes half precision in float32."""
+    """2,896 was certified in float64, where the slope at 0 is 6.7e7. torch computes half precision
+    in float32."""
     norm = nn.RMSNorm(4, elementwise_affine=affine, dtype=dtype)
     total = certify(norm, seq_len=1, cross_check=False).total
-    eps = torch.finfo(dtype).eps if dtype in (torch.float32, torch.float64) else torch.finfo(torch.float32).eps
+    eps = (
+        torch.finfo(dtype).eps
+        if dtype in (torch.float32, torch.float64)
+        else torch.finfo(torch.float32).eps
+    )
     step = torch.full((1, 1, 4), 1e-3 * math.sqrt(eps), dtype=torch.float64)
-    step = step.to(dtype) if dtype is not torch.float16 else torch.full((1, 1, 4), 6e-8, dtype=dtype)
+    step = (
+        step.to(dtype) if dtype is not torch.float16 else torch.full((1, 1, 4), 6e-8, dtype=dtype)
+    )
     slope = float(norm(step).detach().double().norm() / step.double().norm())
     assert slope <= total * (1 + torch.finfo(dtype).eps), "the output is rounded"
     if affine or dtype is torch.float64:
@@ -52,7 +62,9 @@ def test_an_rms_norm_without_eps_takes_that_of_its_input(dtype, affine):
 def test_an_rms_norm_without_weights_has_the_dtype_of_the_model_around_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4, elementwise_affine=False))
     assert certify(model, seq_len=1).layers[1].lipschitz == pytest.approx(2896.3, rel=1e-4)
-    assert certify(model.double(), seq_len=1).layers[1].lipschitz == pytest.approx(6.7109e7, rel=1e-4)
+    assert certify(model.double(), seq_len=1).layers[1].lipschitz == pytest.approx(
+        6.7109e7, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4, eps=-1e-3), nn.RMSNorm(4, eps=-1e-3)])
@@ -73,7 +85,9 @@ def test_softplus_jumps_at_its_threshold():
     assert math.isinf(certify(in_model.double(), seq_len=1).total)
 
 
-@pytest.mark.parametrize("activation", [nn.ELU(alpha=3.0, inplace=True), nn.SELU(inplace=True), nn.SiLU(inplace=True)])
+@pytest.mark.parametrize(
+    "activation", [nn.ELU(alpha=3.0, inplace=True), nn.SELU(inplace=True), nn.SiLU(inplace=True)]
+)
 def test_an_activation_in_place_changes_what_a_residual_adds(activation):
     assert "inplace" in certify(activation, seq_len=1).uncertified[0].reason
     assert certify(nn.ReLU(inplace=True), seq_len=1).total == 1.0

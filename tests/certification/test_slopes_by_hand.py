@@ -1,4 +1,5 @@
-"""Which pairs of inputs an attack in the module's own dtype measures, and what it takes off their slopes."""
+"""Which pairs of inputs an attack in the module's own dtype measures, and what it takes off their
+slopes."""
 
 from __future__ import annotations
 
@@ -30,11 +31,21 @@ class Recorded:
         return 3 * x
 
 
-def measured_pairs(start: Tensor, norm: Any, **options: Any) -> tuple[list[tuple[Tensor, Tensor]], Any]:
-    """Attack without any step, and return the pairs measured after the ascent, in the order they came."""
+def measured_pairs(
+    start: Tensor, norm: Any, **options: Any
+) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+    """Attack without any step, and return the pairs measured after the ascent, in the order they
+    came."""
     function = Recorded()
     found = lipschitz_lower_bound(
-        function, tuple(start.shape[1:]), norm=norm, restarts=len(start), start=start, steps=0, dtype=None, **options
+        function,
+        tuple(start.shape[1:]),
+        norm=norm,
+        restarts=len(start),
+        start=start,
+        steps=0,
+        dtype=None,
+        **options,
     )
     own = [x for x in function.seen if x.dtype == start.dtype]
     return list(zip(own[::2], own[1::2], strict=True)), found
@@ -48,7 +59,8 @@ def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_
     torch.manual_seed(0)
     start = torch.randn(2, 3, 4).to(dtype)
     pairs, found = measured_pairs(start, norm)
-    # Along the direction found, along a random one, from start to start, and from start to twice itself.
+    # Along the direction found, along a random one, from start to start, and from start to twice
+    # itself.
     assert len(pairs) == 2 * 2 * lengths + 2
     unit = torch.finfo(dtype).eps
     for first in (0, 2 * lengths):
@@ -56,9 +68,13 @@ def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_
             x, y = (part.double() for part in pairs[first + place])
             assert torch.equal(x.to(dtype), start)
             share = perturbation_size(y - x, norm) / perturbation_size(x, norm)
-            assert share.tolist() == pytest.approx([4.0 ** -(place // 2)] * 2, rel=0.05 if unit > 1e-3 else 1e-4)
+            assert share.tolist() == pytest.approx(
+                [4.0 ** -(place // 2)] * 2, rel=0.05 if unit > 1e-3 else 1e-4
+            )
         up, down = ((y - x).double() for x, y in pairs[first : first + 2])
-        assert float((up + down).abs().max()) <= 4 * unit * float(up.abs().max() + start.double().abs().max())
+        assert float((up + down).abs().max()) <= 4 * unit * float(
+            up.abs().max() + start.double().abs().max()
+        )
         assert 4.0 ** -(lengths - 1) >= unit ** (1 / 3) > 4.0**-lengths
     for (x, y), other in zip(pairs[-2:], (start.roll(1, 0), 2 * start), strict=True):
         assert torch.equal(x, start)
@@ -69,20 +85,30 @@ def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_
     assert found.dtype == dtype
     apart = float(perturbation_size((x - y)[None], norm))
     sizes = 3 * float(perturbation_size(x[None], norm) + perturbation_size(y[None], norm))
-    exact = float(perturbation_size((3 * y.to(dtype)).double()[None] - (3 * x.to(dtype)).double()[None], norm)) / apart
+    exact = (
+        float(
+            perturbation_size(
+                (3 * y.to(dtype)).double()[None] - (3 * x.to(dtype)).double()[None], norm
+            )
+        )
+        / apart
+    )
     assert found.value == found.slope == pytest.approx(exact - 8 * unit * sizes / apart, rel=1e-3)
     assert float(perturbation_size(found.direction[None], norm)) == pytest.approx(1.0)
     torch.testing.assert_close(found.direction * apart, y - x, rtol=1e-6, atol=1e-6)
 
 
 def test_pairs_too_close_do_not_count_and_tokens_that_are_held_do_not_move() -> None:
-    """A jump of one hundredth at zero: steep for close pairs, flat for those as far as rounding asks."""
+    """A jump of one hundredth at zero: steep for close pairs, flat for those as far as rounding
+    asks."""
     start = torch.full((1, 2, 1), 1.0)
 
     def jump(x: Tensor) -> Tensor:
         return torch.where(x > 1.0, 0.01, 0.0) + 0 * x
 
-    found = lipschitz_lower_bound(jump, (2, 1), restarts=1, start=start, steps=0, dtype=None, norm="inf")
+    found = lipschitz_lower_bound(
+        jump, (2, 1), restarts=1, start=start, steps=0, dtype=None, norm="inf"
+    )
     # The shortest of the steps, 1/64, sees the jump: 0.01 x 64.
     assert found.value == pytest.approx(0.64, rel=1e-3)
     held = torch.tensor([True, False])
@@ -112,16 +138,28 @@ def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_s
     found = lipschitz_lower_bound(overflows, (1, 2), restarts=2, start=start, steps=0, dtype=None)
     assert found.value == pytest.approx(1.0, rel=1e-4)
     assert found.values[1] == -math.inf
-    with pytest.raises(ConvergenceError, match=r"outputs in torch\.float32 were NaN or infinite at every input"):
-        lipschitz_lower_bound(lambda x: x * math.nan, (1, 2), restarts=2, start=start, steps=0, dtype=None)
+    with pytest.raises(
+        ConvergenceError, match=r"outputs in torch\.float32 were NaN or infinite at every input"
+    ):
+        lipschitz_lower_bound(
+            lambda x: x * math.nan, (1, 2), restarts=2, start=start, steps=0, dtype=None
+        )
 
 
 def test_both_inputs_climb_where_a_gradient_leads() -> None:
-    """x^2 on a ball of radius 1: the slope |x + y| is 2 at its end, found from far inside by moving both."""
+    """x^2 on a ball of radius 1: the slope |x + y| is 2 at its end, found from far inside by moving
+    both."""
     start = torch.full((1, 1, 1), 0.05)
     slopes = [
         lipschitz_lower_bound(
-            lambda x: x.square(), (1, 1), restarts=1, start=start, steps=steps, dtype=None, radius=1.0, norm=2
+            lambda x: x.square(),
+            (1, 1),
+            restarts=1,
+            start=start,
+            steps=steps,
+            dtype=None,
+            radius=1.0,
+            norm=2,
         ).value
         for steps in (0, 60)
     ]
@@ -137,7 +175,9 @@ def test_directions_of_size_one() -> None:
     ]
     assert steepest_direction(5 * gradient, "inf").tolist() == [[[1, -1], [0, 0]], [[0, 0], [0, 1]]]
     by_token = torch.tensor([[[3.0, -4.0], [0.0, 2.0]]])
-    torch.testing.assert_close(steepest_direction(by_token, "tok"), torch.tensor([[[0.6, -0.8], [0.0, 1.0]]]))
+    torch.testing.assert_close(
+        steepest_direction(by_token, "tok"), torch.tensor([[[0.6, -0.8], [0.0, 1.0]]])
+    )
     torch.testing.assert_close(steepest_direction(by_token, 2), by_token / math.sqrt(29))
     assert steepest_direction(torch.zeros(1, 2, 2), "tok").abs().max() == 0
     assert steepest_direction(torch.zeros(1, 2, 2), 2).abs().max() == 0
@@ -149,8 +189,15 @@ def test_directions_of_size_one() -> None:
     ("value", "total", "ratio"),
     [(0.25, 0.5, 0.5), (3.0, 2.0, 1.5), (0.5, 0.0, math.inf), (0.0, 0.0, 0.0), (0.0, 2.0, 0.0)],
 )
-def test_the_ratio_of_what_was_found_to_what_was_certified(value: float, total: float, ratio: float) -> None:
+def test_the_ratio_of_what_was_found_to_what_was_certified(
+    value: float, total: float, ratio: float
+) -> None:
     found = LowerBound(value, "tok", torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), 0)
-    assert found.ratio(Certificate(total, (), "certified", "tok", 2, 1, "full", "all inputs", "float64")) == ratio
+    assert (
+        found.ratio(
+            Certificate(total, (), "certified", "tok", 2, 1, "full", "all inputs", "float64")
+        )
+        == ratio
+    )
     with pytest.raises(ConfigError, match="the attack is in norm 'tok', the certificate in norm 2"):
         found.ratio(Certificate(total, (), "certified", 2, 2, 1, "full", "all inputs", "float64"))

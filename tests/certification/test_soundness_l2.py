@@ -1,4 +1,5 @@
-"""The heart: no input and no weights exceed a bound of L2 attention, and the two published claims that fail do fail."""
+"""The heart: no input and no weights exceed a bound of L2 attention, and the two published claims
+that fail do fail."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import pytest
 import torch
 
 from wellposed.certification import kim2021_bound, kim2021_mixing
-from wellposed.linalg import l2_attention_bound, l2_constants, l2_constants_alibi, l2_constants_from_weights
+from wellposed.linalg import (
+    l2_attention_bound,
+    l2_constants,
+    l2_constants_alibi,
+    l2_constants_from_weights,
+)
 
 NORMS = ("tok", "inf", 2)
 MASKS = ("full", "causal", "any")
@@ -18,7 +24,8 @@ LARGE = [(33, 2, 2), (64, 1, 1)]
 CASES = [(shape, 10, 48, torch.float64) for shape in SMALL]
 CASES += [(shape, 4, 24, torch.float32) for shape in SMALL]
 CASES += [(shape, 2, 10, dtype) for shape in LARGE for dtype in (torch.float64, torch.float32)]
-# Rounding of the Jacobian, not of the bound: float32 logits are off by a few 1e-6 relative, float64 by 1e-14.
+# Rounding of the Jacobian, not of the bound: float32 logits are off by a few 1e-6 relative, float64
+# by 1e-14.
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
@@ -27,12 +34,17 @@ def test_there_are_enough_cases():
 
 
 def _weights(shape: tuple[int, int, int], generator: torch.Generator):
-    """W, R, W_O at log-uniform scales in 1e-3..1e3; sometimes of low rank, sometimes equal across heads."""
+    """W, R, W_O at log-uniform scales in 1e-3..1e3; sometimes of low rank, sometimes equal across
+    heads."""
     _, width, heads = shape
     dim = width // heads
     scale = lambda: 10 ** (6 * torch.rand((), generator=generator, dtype=torch.float64) - 3)  # noqa: E731
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
-    w, r, o = draw(heads, width, dim) * scale(), draw(heads, dim, dim) * scale(), draw(heads, dim, width) * scale()
+    w, r, o = (
+        draw(heads, width, dim) * scale(),
+        draw(heads, dim, dim) * scale(),
+        draw(heads, dim, width) * scale(),
+    )
     kind = int(torch.randint(4, (), generator=generator))
     if kind == 1:
         w = w[:1].expand_as(w).clone()
@@ -51,24 +63,37 @@ def test_no_random_case_exceeds_the_bound(reference, shape, draws, inputs, dtype
     for _ in range(draws):
         w, r, o = _weights(shape, generator)
         bias = reference.mask_bias(mask, tokens, generator)
-        # Inputs around the scale at which squared distances of z are of order log N, from far below to far above.
+        # Inputs around the scale at which squared distances of z are of order log N, from far below
+        # to far above.
         spread = 10 ** (4 * torch.rand(inputs, 1, 1, generator=generator, dtype=torch.float64) - 2)
-        x = torch.randn(inputs, tokens, width, generator=generator, dtype=torch.float64) * spread / w.norm()
+        x = (
+            torch.randn(inputs, tokens, width, generator=generator, dtype=torch.float64)
+            * spread
+            / w.norm()
+        )
         x[::3, 0] *= 3
         tau = float(10 ** (torch.rand((), generator=generator) - 0.5))
         parts = [part.to(dtype) for part in (w, r, o, bias)]
-        jacobian = reference.jacobians(lambda y: reference.l2_attention(y, *parts, tau), x.to(dtype))  # noqa: B023
+        jacobian = reference.jacobians(
+            lambda y: reference.l2_attention(y, *parts, tau),  # noqa: B023
+            x.to(dtype),
+        )
         assert jacobian.isfinite().all()
         for norm in NORMS:
             found = float(reference.norms[norm](jacobian.double()).max())
-            bound = float(l2_attention_bound(*parts[:3], l2_constants(tokens, mask=mask), norm=norm).value)
+            bound = float(
+                l2_attention_bound(*parts[:3], l2_constants(tokens, mask=mask), norm=norm).value
+            )
             assert found <= bound * (1 + SLACK[dtype]), (norm, found / bound)
-            cheap = l2_attention_bound(*parts[:3], l2_constants(tokens, mask=mask), norm=norm, per_head_only=True)
+            cheap = l2_attention_bound(
+                *parts[:3], l2_constants(tokens, mask=mask), norm=norm, per_head_only=True
+            )
             assert bound <= float(cheap.value) * (1 + 1e-9)
 
 
 def _least_form(w, r, o, constants, norm):
-    """Every form written out for a batch of layers: those of the theory note as printed, then the scaled family."""
+    """Every form written out for a batch of layers: those of the theory note as printed, then the
+    scaled family."""
     size = lambda m: torch.linalg.matrix_norm(m, 2)  # noqa: E731
     heads, dim = w.shape[1], w.shape[-1]
     c = constants.c
@@ -88,7 +113,11 @@ def _least_form(w, r, o, constants, norm):
     three = (size(w) * size(paths)).sum(1)
     forms = [one, three, two]
     if norm == "tok":
-        forms = [one * (1 + 4 * c), three * (1 + 4 * c), two * (math.sqrt(heads) * (1 + 2 * c) + 2 * c)]
+        forms = [
+            one * (1 + 4 * c),
+            three * (1 + 4 * c),
+            two * (math.sqrt(heads) * (1 + 2 * c) + 2 * c),
+        ]
     for s in (torch.ones_like(size(r)), 1 / size(r), (size(w) / size(paths)).sqrt()):
         write = size((paths * s[..., None, None]).flatten(1, 2))
         read = size((w / s[..., None, None]).movedim(1, 2).flatten(2))
@@ -112,7 +141,8 @@ def test_there_are_enough_ascents():
 
 @pytest.mark.parametrize(("norm", "mask", "shape"), ASCENTS, ids=str)
 def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, mask, shape):
-    """Adam on log(true / bound) over X, W, R and W_O at once, each restart with weights of its own."""
+    """Adam on log(true / bound) over X, W, R and W_O at once, each restart with weights of its
+    own."""
     tokens, width, heads = shape
     dim = width // heads
     generator = torch.Generator().manual_seed(11)
@@ -124,22 +154,30 @@ def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, ma
     log_w = torch.zeros(RESTARTS, 1, 1, 1, dtype=torch.float64, requires_grad=True)
     bias = reference.mask_bias(mask, tokens, generator)
     constants = l2_constants(tokens, mask=mask)
-    optimizer = torch.optim.Adam([{"params": [unit, r, o, log_w]}, {"params": [w], "lr": 0.0}], lr=0.05, maximize=True)
+    optimizer = torch.optim.Adam(
+        [{"params": [unit, r, o, log_w]}, {"params": [w], "lr": 0.0}], lr=0.05, maximize=True
+    )
     best = torch.zeros(RESTARTS, dtype=torch.float64)
     for _ in range(35):
         optimizer.zero_grad()
         now = w * log_w.exp()
         x = unit / (now.detach().flatten(1).norm(dim=1)[:, None, None] / width)
-        jacobian = reference.jacobians(lambda y, a, b, e: reference.l2_attention(y, a, b, e, bias), x, now, r, o)
+        jacobian = reference.jacobians(
+            lambda y, a, b, e: reference.l2_attention(y, a, b, e, bias), x, now, r, o
+        )
         ratio = reference.norms[norm](jacobian) / _least_form(now, r, o, constants, norm)
         ratio.log().sum().backward()
         optimizer.step()
         best = torch.maximum(best, ratio.detach())
         with torch.no_grad():
             first = zip(now[:3], r[:3], o[:3], strict=True)
-            shipped = torch.stack([l2_attention_bound(*parts, constants, norm=norm).value for parts in first])
+            shipped = torch.stack(
+                [l2_attention_bound(*parts, constants, norm=norm).value for parts in first]
+            )
             by_hand = _least_form(now[:3], r[:3], o[:3], constants, norm)
-            assert torch.allclose(shipped, by_hand, rtol=4e-6, atol=0), "the code is the formula that was attacked"
+            assert torch.allclose(shipped, by_hand, rtol=4e-6, atol=0), (
+                "the code is the formula that was attacked"
+            )
     assert best.max() <= 1 + 1e-9
     assert best.max() > 0.25, "an attack that finds nothing shows nothing"
     with torch.no_grad():
@@ -150,20 +188,29 @@ def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, ma
 
 
 def test_the_printed_second_power_fails_and_the_fourth_holds(reference):
-    """kim2021 Theorem 3.2, p=2, as printed: violated tenfold. D = H = 1, W = 10, X = (0, 5): J = 100 I."""
-    one, ten = torch.ones(1, 1, 1, dtype=torch.float64), torch.full((1, 1, 1), 10.0, dtype=torch.float64)
+    """kim2021 Theorem 3.2, p=2, as printed: violated tenfold. D = H = 1, W = 10, X = (0, 5): J =
+    100 I."""
+    one, ten = (
+        torch.ones(1, 1, 1, dtype=torch.float64),
+        torch.full((1, 1, 1), 10.0, dtype=torch.float64),
+    )
     r = kim2021_mixing(ten, one)
     x = torch.tensor([[[0.0], [5.0]]], dtype=torch.float64)
-    jacobian = reference.jacobians(lambda y: reference.l2_attention(y, ten, r, one, torch.zeros(2, 2)), x)
+    jacobian = reference.jacobians(
+        lambda y: reference.l2_attention(y, ten, r, one, torch.zeros(2, 2)), x
+    )
     found = float(reference.norms[2](jacobian))
     assert found == pytest.approx(100.0)
     assert found > 3 * float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=True))
     assert found <= float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2))
-    assert found <= float(l2_attention_bound(ten, r, one, l2_constants(2, mask="full"), norm=2).value)
+    assert found <= float(
+        l2_attention_bound(ten, r, one, l2_constants(2, mask="full"), norm=2).value
+    )
 
 
 def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
-    """(4c + 1)/sqrt d would be smaller than 2c + (2c + 1)/sqrt d, and is false: theory note B1', d = 64, N = 2."""
+    """(4c + 1)/sqrt d would be smaller than 2c + (2c + 1)/sqrt d, and is false: theory note B1', d
+    = 64, N = 2."""
     d = 64
     eye = torch.eye(d, dtype=torch.float64)[None]
     direction = torch.ones(d, dtype=torch.float64)
@@ -183,7 +230,8 @@ def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
 
 @pytest.mark.parametrize("norm", ["inf", 2])
 def test_our_bound_is_never_above_kims(norm):
-    """Same map, A_h = W_h W_h^T / sqrt d: ours must not exceed the (corrected) bound of the paper."""
+    """Same map, A_h = W_h W_h^T / sqrt d: ours must not exceed the (corrected) bound of the
+    paper."""
     generator = torch.Generator().manual_seed(5)
     for tokens in (2, 17, 512):
         w, v = torch.randn(2, 4, 12, 3, generator=generator, dtype=torch.float64).unbind()
@@ -195,14 +243,17 @@ def test_our_bound_is_never_above_kims(norm):
 
 
 def test_constant_four_is_optimal_in_one_dimension(reference):
-    """D = 1, half of the others at each side, sqrt(1 + c) away: the true inf norm is 4c + (1 - c)/(1 + c) (B1)."""
+    """D = 1, half of the others at each side, sqrt(1 + c) away: the true inf norm is 4c + (1 -
+    c)/(1 + c) (B1)."""
     tokens = 41
     c = l2_constants(tokens).c
     x = torch.full((1, tokens, 1), math.sqrt(1 + c), dtype=torch.float64)
     x[0, 1::2] *= -1
     x[0, 0] = 0
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    jacobian = reference.jacobians(lambda y: reference.l2_attention(y, one, one, one, torch.zeros(tokens, tokens)), x)
+    jacobian = reference.jacobians(
+        lambda y: reference.l2_attention(y, one, one, one, torch.zeros(tokens, tokens)), x
+    )
     found = float(reference.norms["inf"](jacobian))
     assert found == pytest.approx(4 * c + (1 - c) / (1 + c), rel=1e-6)
     assert found <= float(l2_attention_bound(one, one, one, l2_constants(tokens), norm="inf").value)
@@ -214,16 +265,28 @@ def test_additive_biases_are_covered(reference, norm):
     generator = torch.Generator().manual_seed(2)
     tokens, width = 16, 3
     position = torch.arange(tokens)
-    alibi = (-0.5 * (position[:, None] - position).abs()).double().masked_fill(position[:, None] < position, -math.inf)
+    alibi = (
+        (-0.5 * (position[:, None] - position).abs())
+        .double()
+        .masked_fill(position[:, None] < position, -math.inf)
+    )
     free = torch.randn(tokens, tokens, generator=generator, dtype=torch.float64)
     weights = (free - free.diagonal()[:, None]).exp()
-    for bias, constants in ((alibi, l2_constants_alibi(0.5)), (free, l2_constants_from_weights(weights))):
+    for bias, constants in (
+        (alibi, l2_constants_alibi(0.5)),
+        (free, l2_constants_from_weights(weights)),
+    ):
         for _ in range(4):
-            w, r, o = torch.randn(3, 1, width, width, generator=generator, dtype=torch.float64).unbind()
+            w, r, o = torch.randn(
+                3, 1, width, width, generator=generator, dtype=torch.float64
+            ).unbind()
             x = torch.randn(24, tokens, width, generator=generator, dtype=torch.float64)
             x = x * torch.logspace(-2, 1, 24, dtype=torch.float64)[:, None, None]
             jacobian = reference.jacobians(lambda y: reference.l2_attention(y, w, r, o, bias), x)  # noqa: B023
-            assert reference.norms[norm](jacobian).max() <= l2_attention_bound(w, r, o, constants, norm=norm).value
+            assert (
+                reference.norms[norm](jacobian).max()
+                <= l2_attention_bound(w, r, o, constants, norm=norm).value
+            )
 
 
 def test_fixed_null_keys_are_covered(reference):
@@ -242,4 +305,7 @@ def test_fixed_null_keys_are_covered(reference):
     jacobian = reference.jacobians(attention, x)
     constants = l2_constants(5, mask="full", extra_keys=2)
     for norm in NORMS:
-        assert reference.norms[norm](jacobian).max() <= l2_attention_bound(w, r, o, constants, norm=norm).value
+        assert (
+            reference.norms[norm](jacobian).max()
+            <= l2_attention_bound(w, r, o, constants, norm=norm).value
+        )

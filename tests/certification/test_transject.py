@@ -1,4 +1,5 @@
-"""TransJect's certificates: the whole map against an attack, distances between tokens, and what is refused."""
+"""TransJect's certificates: the whole map against an attack, distances between tokens, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ CERTIFIED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-@pytest.mark.parametrize("options", CERTIFIED, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options", CERTIFIED, ids=lambda options: "-".join(map(str, options.values()))
+)
 def test_certificate_holds_under_attack(options: dict[str, Any], norm: Any) -> None:
     stack = make(**options)
     certificate = certify(stack, seq_len=N, norm=norm).require()
@@ -58,7 +61,10 @@ def test_certificate_of_random_pairs_far_apart() -> None:
     total = certify(stack, seq_len=N, norm=2).total
     for seed in range(20):
         torch.manual_seed(seed)
-        x, y = (10.0 ** torch.randint(-3, 3, (1,)) * torch.randn(1, N, D, dtype=torch.float64) for _ in range(2))
+        x, y = (
+            10.0 ** torch.randint(-3, 3, (1,)) * torch.randn(1, N, D, dtype=torch.float64)
+            for _ in range(2)
+        )
         moved = (stack(x).last_hidden_state - stack(y).last_hidden_state).norm()
         assert moved <= total * (x - y).norm()
 
@@ -86,8 +92,12 @@ FOLLOWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-@pytest.mark.parametrize("options", FOLLOWS, ids=lambda options: "-".join(map(str, options.values())))
-def test_padded_outputs_are_left_out_and_the_table_says_so(options: dict[str, Any], norm: Any) -> None:
+@pytest.mark.parametrize(
+    "options", FOLLOWS, ids=lambda options: "-".join(map(str, options.values()))
+)
+def test_padded_outputs_are_left_out_and_the_table_says_so(
+    options: dict[str, Any], norm: Any
+) -> None:
     stack = make(alpha=0.97, **options)
     for layer in stack.layers:
         if "num_experts" in options:
@@ -97,12 +107,17 @@ def test_padded_outputs_are_left_out_and_the_table_says_so(options: dict[str, An
     x[0, 1] *= 1e4
     moved[0, 0] = 1e-4 * torch.randn(D, dtype=torch.float64)
     padding = torch.tensor([[False, True]])
-    first, second = (stack(part, key_padding_mask=padding).last_hidden_state for part in (x, x + moved))
+    first, second = (
+        stack(part, key_padding_mask=padding).last_hidden_state for part in (x, x + moved)
+    )
     change = (second - first).norm(dim=-1) / moved.norm()
     assert change[0, 0] <= certificate.total < change[0, 1]
     (note,) = certificate.notes
     assert "padded positions are left out" in note
-    for printed in (certificate.table(), certify(nn.Sequential(stack), seq_len=2, norm=norm).table()):
+    for printed in (
+        certificate.table(),
+        certify(nn.Sequential(stack), seq_len=2, norm=norm).table(),
+    ):
         assert printed.count(note) == 1
     assert certificate.to_dict()["notes"] == [note]
 
@@ -166,7 +181,9 @@ def ratios(stack: TransJectStack, x: Tensor) -> list[Tensor]:
     return [(state[:, 0] - state[:, 1]).norm(dim=-1) / first for state in states[1:]]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_experts": 3}, {"num_experts": 2, "spectrum": "random"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_experts": 3}, {"num_experts": 2, "spectrum": "random"}]
+)
 def test_token_distances_stay_within_bounds_on_ascended_pairs(options: dict[str, Any]) -> None:
     stack = make(**options)
     bounds = token_distance_bounds(stack)
@@ -212,7 +229,9 @@ class Adapter(nn.Module):
         return self.base(x) + self.update(x)
 
 
-@pytest.mark.parametrize("part", ["layers.0.attention.experts.0.left", "layers.1.feedforward.up_proj"])
+@pytest.mark.parametrize(
+    "part", ["layers.0.attention.experts.0.left", "layers.1.feedforward.up_proj"]
+)
 @pytest.mark.parametrize("how", ["adapter", "forward"])
 def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str) -> None:
     stack = make(spectrum="random")
@@ -222,7 +241,11 @@ def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str)
         setattr(stack.get_submodule(parent), name, Adapter(wrapped))
     else:
         wrapped.forward = lambda x: 100 * x
-    reason = "whose weights do not say what it computes" if how == "adapter" else "its forward was replaced"
+    reason = (
+        "whose weights do not say what it computes"
+        if how == "adapter"
+        else "its forward was replaced"
+    )
     with pytest.raises(NotLipschitzError, match=rf"{part}.*{reason}"):
         token_distance_bounds(stack)
     with pytest.raises(NotLipschitzError, match=rf"{part}.*{reason}"):

@@ -1,4 +1,5 @@
-"""TransJect's certificates where every number is known: two tokens' width, chosen norms, the recursion by hand."""
+"""TransJect's certificates where every number is known: two tokens' width, chosen norms, the
+recursion by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def stack(**options: Any) -> TransJectStack:
     experts = options.get("num_experts", 1)
     norms = [((1.5, 2.0), (0.5, 3.0)), ((0.5, 5.0), (1.0, 2.0))]
     with torch.no_grad():
-        for layer, alpha, ((left, right), (up, down)) in zip(module.layers, (0.8, -0.4), norms, strict=True):
+        for layer, alpha, ((left, right), (up, down)) in zip(
+            module.layers, (0.8, -0.4), norms, strict=True
+        ):
             layer.residual.weight.fill_(math.atanh(alpha))
             # The last expert has the largest product, the others 1.
             for index, expert in enumerate(layer.attention.experts):
@@ -43,9 +46,12 @@ def with_gates(first: tuple[float, float], second: tuple[float, float]) -> Trans
 
 
 def test_one_expert_whose_sigma_is_a_trace() -> None:
-    """With b = r |U||V| and f = r |W1||W2|: |X| grows by (1 + b)(1 + f), |dX| by as much and b |X| before the last."""
-    # growth: 2.2 x 1.6 = 3.52; |dX|: (2.2 + 1.2) x 1.6 = 5.44, in norm tok (2.2 + 2 x 1.2) x 1.6 = 7.36, as sqrt N = 2
-    # second: 1.5 x 5.44 + 0.5 x 3.52 = 9.92, times 1.4; in norm tok 1.5 x 7.36 + 2 x 0.5 x 3.52 = 14.56
+    """With b = r |U||V| and f = r |W1||W2|: |X| grows by (1 + b)(1 + f), |dX| by as much and b |X|
+    before the last."""
+    # growth: 2.2 x 1.6 = 3.52; |dX|: (2.2 + 1.2) x 1.6 = 5.44, in norm tok (2.2 + 2 x 1.2) x 1.6 =
+    # 7.36, as sqrt N = 2
+    # second: 1.5 x 5.44 + 0.5 x 3.52 = 9.92, times 1.4; in norm tok 1.5 x 7.36 + 2 x 0.5 x 3.52 =
+    # 14.56
     module = stack(spectrum_norm="trace")
     for norm, first, total in ((2, 5.44, 9.92 * 1.4), ("tok", 7.36, 14.56 * 1.4)):
         certificate = certify(module, seq_len=4, norm=norm)
@@ -56,7 +62,8 @@ def test_one_expert_whose_sigma_is_a_trace() -> None:
 
 
 def test_the_spread_of_sigma_multiplies_what_the_second_term_adds() -> None:
-    """k = 2 sqrt(2 d) = 4 for the maximum; for an inexact basis 1 by its condition, sqrt((1 + 0.6)/(1 - 0.6)) = 2."""
+    """k = 2 sqrt(2 d) = 4 for the maximum; for an inexact basis 1 by its condition, sqrt((1 +
+    0.6)/(1 - 0.6)) = 2."""
     inexact = stack(spectrum_norm="trace")
     with torch.no_grad():
         inexact.spectrum.basis.weight.copy_(math.sqrt(1.6) * TURN)
@@ -68,8 +75,10 @@ def test_the_spread_of_sigma_multiplies_what_the_second_term_adds() -> None:
 
 def test_gates_that_follow_the_input() -> None:
     """|w| = 5, then 1/2: gates add b |w| (2 (1 + b) |dX| + b |X|) to b |X|."""
-    # First: gates 1.2 x 5 x (2 x 2.2 + 1.2) = 33.6, so |dX| <= 2.2 + 1.2 + 33.6 = 37, tok 2.2 + 2 x 34.8 = 71.8; x 1.6.
-    # Second: gates 0.5 x 0.5 x (2 x 1.5 x 59.2 + 1.76) = 44.84, so 88.8 + 1.76 + 44.84 = 135.4; x 1.4.
+    # First: gates 1.2 x 5 x (2 x 2.2 + 1.2) = 33.6, so |dX| <= 2.2 + 1.2 + 33.6 = 37, tok 2.2 + 2 x
+    # 34.8 = 71.8; x 1.6.
+    # Second: gates 0.5 x 0.5 x (2 x 1.5 x 59.2 + 1.76) = 44.84, so 88.8 + 1.76 + 44.84 = 135.4; x
+    # 1.4.
     # tok: 1.5 x 114.88 + 2 x 46.6 = 265.52; x 1.4.
     module = with_gates((3.0, 4.0), (0.3, -0.4))
     assert certify(module, seq_len=4, norm=2).total == pytest.approx(189.56, rel=1e-5)
@@ -90,13 +99,18 @@ def test_a_learnt_sigma_adds_nothing_and_its_largest_entry_counts() -> None:
         assert certificate.total == pytest.approx(expected, rel=1e-5)
         assert certificate.notes == ()
     lower, upper = token_distance_bounds(module)[-1]
-    assert (lower, upper) == pytest.approx(((1 - 0.6) * (1 - 0.6) * (1 - 0.25) * (1 - 0.4), expected), rel=1e-5)
+    assert (lower, upper) == pytest.approx(
+        ((1 - 0.6) * (1 - 0.6) * (1 - 0.25) * (1 - 0.4), expected), rel=1e-5
+    )
 
 
 def test_the_room_that_tokens_need_grows_with_the_stack() -> None:
-    """Tokens of norm 0.5 leave with at most 0.5 times the growth, (2.2 x 1.6)(1.5 x 1.4), and meet what follows."""
+    """Tokens of norm 0.5 leave with at most 0.5 times the growth, (2.2 x 1.6)(1.5 x 1.4), and meet
+    what follows."""
     model = nn.Sequential(stack(spectrum_norm="trace"), nn.Linear(2, 2).double())
-    after = next(layer for layer in certify(model, seq_len=4, radius=0.5).layers if layer.path == "1")
+    after = next(
+        layer for layer in certify(model, seq_len=4, radius=0.5).layers if layer.path == "1"
+    )
     assert after.radius == pytest.approx(0.5 * 3.52 * 2.1, rel=1e-5)
     forward = OrthogonalFeedForward(2).double().eval()
     with torch.no_grad():
@@ -145,13 +159,19 @@ def test_dropout_in_one_layer_alone_is_seen() -> None:
 
 
 def test_the_table_says_what_sigma_is_made_from() -> None:
-    forms = {"trace": "sigma by the trace (B8)", "max": "sigma by the max (B8), which grows like sqrt d"}
+    forms = {
+        "trace": "sigma by the trace (B8)",
+        "max": "sigma by the max (B8), which grows like sqrt d",
+    }
     for kind, form in forms.items():
         model = nn.Sequential(stack(spectrum_norm=kind))
         row = next(layer for layer in certify(model, seq_len=4).layers if layer.path == "0")
         assert row.form == form
     model = nn.Sequential(stack(spectrum="random"))
-    assert next(layer for layer in certify(model, seq_len=4).layers if layer.path == "0").form == "fixed sigma (B8)"
+    assert (
+        next(layer for layer in certify(model, seq_len=4).layers if layer.path == "0").form
+        == "fixed sigma (B8)"
+    )
 
 
 def test_a_basis_whose_gram_matrix_is_off_by_one_has_no_condition() -> None:

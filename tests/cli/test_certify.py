@@ -1,4 +1,5 @@
-"""``wellposed certify``: the table of any model, certified accuracy of a classifier's run, and bad input."""
+"""``wellposed certify``: the table of any model, certified accuracy of a classifier's run, and bad
+input."""
 
 from __future__ import annotations
 
@@ -12,22 +13,54 @@ from transformers import BartConfig, BartModel
 
 from wellposed.cli import main
 
-TINY = ["--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
-SHORT = ["--steps", "6", "--eval-every", "6", "--checkpoint-every", "6", "--batch-size", "8", "--quiet", *TINY]
+TINY = [
+    "--model.hidden-size",
+    "8",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+]
+SHORT = [
+    "--steps",
+    "6",
+    "--eval-every",
+    "6",
+    "--checkpoint-every",
+    "6",
+    "--batch-size",
+    "8",
+    "--quiet",
+    *TINY,
+]
 
 
 def write_texts(path: Path, good: str = "good") -> None:
     rng = random.Random(0)
-    rows = [(label, f"a {word} film {rng.choice('xyz')}") for label, word in (("pos", good), ("neg", "bad"))] * 40
-    path.write_text("label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows), encoding="utf-8")
+    rows = [
+        (label, f"a {word} film {rng.choice('xyz')}")
+        for label, word in (("pos", good), ("neg", "bad"))
+    ] * 40
+    path.write_text(
+        "label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows), encoding="utf-8"
+    )
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run of a contractive classifier without LayerNorm, whose certificate says something."""
+    """Return the run of a contractive classifier without LayerNorm, whose certificate says
+    something."""
     folder = tmp_path_factory.mktemp("certify")
     write_texts(folder / "train.tsv")
-    words = ["train", "text_classification", "--data", str(folder / "train.tsv"), "--max-length", "6", *SHORT]
+    words = [
+        "train",
+        "text_classification",
+        "--data",
+        str(folder / "train.tsv"),
+        "--max-length",
+        "6",
+        *SHORT,
+    ]
     words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
     assert main(words) == 0
     return folder / "run"
@@ -37,7 +70,16 @@ def test_a_classifier_run_gives_table_curve_and_files(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    words = ["certify", str(run_folder), "--examples", "8", "--attack-steps", "3", "--out", str(tmp_path)]
+    words = [
+        "certify",
+        str(run_folder),
+        "--examples",
+        "8",
+        "--attack-steps",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*words, "--require"]) == 0
     text = capsys.readouterr().out
     assert "total, norm tok" in text
@@ -53,21 +95,32 @@ def test_a_classifier_run_gives_table_curve_and_files(
     assert (tmp_path / "certified_accuracy.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_norm_length_and_radii_are_those_asked_for(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_norm_length_and_radii_are_those_asked_for(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["certify", str(run_folder), "--norm", "2", "--seq-len", "4", "--radii", "0,0.5"]
     assert main([*words, "--examples", "0"]) == 0
     text = capsys.readouterr().out
     assert "total, norm 2" in text
     assert "<= 4 tokens" in text
     assert "certified accuracy" not in text
-    assert main(["certify", str(run_folder), "--radii", "0,0.5", "--examples", "4", "--split", "valid"]) == 0
+    assert (
+        main(
+            ["certify", str(run_folder), "--radii", "0,0.5", "--examples", "4", "--split", "valid"]
+        )
+        == 0
+    )
     assert "       0.5  " in capsys.readouterr().out
 
 
-def test_a_layer_without_a_bound_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_without_a_bound_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
-    config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, norm="none", vocab_size=9)
+    config = WellposedConfig(
+        hidden_size=8, num_attention_heads=2, num_hidden_layers=1, norm="none", vocab_size=9
+    )
     WellposedForCausalLM(config).save_pretrained(tmp_path / "model")
     assert main(["certify", str(tmp_path / "model"), "--seq-len", "8"]) == 0
     captured = capsys.readouterr()
@@ -75,11 +128,16 @@ def test_a_layer_without_a_bound_is_named(tmp_path: Path, capsys: pytest.Capture
     assert "model.layers.0.attention" in captured.err
     assert "--radius" in captured.err
     assert main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--require"]) == 1
-    assert main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--radius", "9", "--require"]) == 0
+    assert (
+        main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--radius", "9", "--require"])
+        == 0
+    )
     assert "mask causal, tokens with |x_i| <= 9" in capsys.readouterr().out
 
 
-def test_lengths_of_the_data_are_checked(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_of_the_data_are_checked(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every text has 4 tokens."""
     words = ["certify", str(run_folder), "--norm", "2", "--examples", "8", "--attack-steps", "2"]
     assert main([*words, "--min-tokens", "4"]) == 0
@@ -96,8 +154,16 @@ def test_lengths_of_the_data_are_checked(run_folder: Path, capsys: pytest.Captur
 
 @pytest.fixture(scope="module")
 def plain_folder(run_folder: Path) -> Path:
-    """Return the run of a classifier with dot-product attention, which has a bound on a ball only."""
-    words = ["train", "text_classification", "--data", str(run_folder.parent / "train.tsv"), "--max-length", "6"]
+    """Return the run of a classifier with dot-product attention, which has a bound on a ball
+    only."""
+    words = [
+        "train",
+        "text_classification",
+        "--data",
+        str(run_folder.parent / "train.tsv"),
+        "--max-length",
+        "6",
+    ]
     words += [*SHORT, "--model.norm", "none", "--out", str(run_folder.parent / "plain")]
     assert main(words) == 0
     return run_folder.parent / "plain"
@@ -111,17 +177,31 @@ def _rows(folder: Path) -> list[dict[str, float]]:
 def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["certify", str(plain_folder), "--examples", "8", "--attack-steps", "2", "--out", str(tmp_path)]
+    words = [
+        "certify",
+        str(plain_folder),
+        "--examples",
+        "8",
+        "--attack-steps",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(words) == 0
     captured = capsys.readouterr()
-    assert "no bound (model.layers.0.attention), so nothing is certified at any radius above 0" in captured.out
+    assert (
+        "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
+        in captured.out
+    )
     assert "try --radius" in captured.err
     rows = _rows(tmp_path)
     assert rows[0]["certified"] == rows[0]["attacked"] > 0
     assert all(row["certified"] == 0 for row in rows[1:])
 
 
-def test_no_ball_is_suggested_where_none_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_ball_is_suggested_where_none_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = BartConfig(
         d_model=8, vocab_size=11, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=0, bos_token_id=1,
@@ -153,7 +233,9 @@ def test_on_a_ball_radii_stay_inside(
     assert _rows(tmp_path)[1]["certified"] == 0.0
 
 
-def test_bad_usage_is_one_message(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_one_message(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["certify", str(run_folder), "--radii", "a,b"]) == 2
     assert "comma-separated numbers" in capsys.readouterr().err
     assert main(["certify", str(run_folder / "final"), "--data", "x.tsv"]) == 2

@@ -1,4 +1,5 @@
-"""Every file of a finished run, damaged in several ways: each command ends with one line, or with the true numbers."""
+"""Every file of a finished run, damaged in several ways: each command ends with one line, or with
+the true numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def list_of(data: bytes) -> bytes:
 
 
 def words_for_numbers(data: bytes) -> bytes:
-    """Turn every value of a JSON object into one of another type; other files lose their line feeds."""
+    """Turn every value of a JSON object into one of another type; other files lose their line
+    feeds."""
 
     def other(value: Any) -> Any:
         return [] if isinstance(value, str | dict) else {"a": "b"}
@@ -64,7 +66,8 @@ FILES = (
 
 
 def reads(command: str, file: str) -> bool:
-    """Return whether ``command`` reads ``file``; the others are run once, to see that they do not."""
+    """Return whether ``command`` reads ``file``; the others are run once, to see that they do
+    not."""
     both = file in ("config.toml", "manifest.json")
     return both or file.startswith("final/") != (command == "report")
 
@@ -101,15 +104,21 @@ def run(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("file", "manifests"),
-    [(file, True) for file in FILES] + [(file, False) for file in FILES if not file.endswith("manifest.json")],
+    [(file, True) for file in FILES]
+    + [(file, False) for file in FILES if not file.endswith("manifest.json")],
 )
 def test_damage_is_one_line_or_changes_nothing(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, manifests: bool
 ) -> None:
-    """Without manifests a changed digit cannot be told from a true one, but nothing may end in a traceback."""
+    """Without manifests a changed digit cannot be told from a true one, but nothing may end in a
+    traceback."""
     whole = (run / file).read_bytes()
-    kept = {path: path.read_bytes() for path in (run / "manifest.json", run / "final/manifest.json")}
-    examples = 4 if file == "config.toml" else 0  # certified accuracy reads the configuration of the data
+    kept = {
+        path: path.read_bytes() for path in (run / "manifest.json", run / "final/manifest.json")
+    }
+    examples = (
+        4 if file == "config.toml" else 0
+    )  # certified accuracy reads the configuration of the data
     before = answers(run, tmp_path / "page.html", capsys, examples, "config.toml")
     assert {name: status for name, (status, _, _) in before.items()} == dict.fromkeys(before, 0)
     try:
@@ -120,14 +129,20 @@ def test_damage_is_one_line_or_changes_nothing(
             (run / file).write_bytes(damage(whole))
             refused = 0
             read = "config.toml" if what == "cut" else file
-            for name, (status, out, err) in answers(run, tmp_path / "page.html", capsys, examples, read).items():
+            for name, (status, out, err) in answers(
+                run, tmp_path / "page.html", capsys, examples, read
+            ).items():
                 where = f"{name} with {file} {what}"
                 refused += status != 0
                 if status:
                     assert status in (1, 2), where
                     assert (status, out) == (1, "") or not manifests, where
-                    assert Path(file).name in err or not manifests or file.endswith("manifest.json"), where
-                    assert err.count("\n") == 1 or name == "report" or file == "config.toml", f"{where}: {err}"
+                    assert (
+                        Path(file).name in err or not manifests or file.endswith("manifest.json")
+                    ), where
+                    assert err.count("\n") == 1 or name == "report" or file == "config.toml", (
+                        f"{where}: {err}"
+                    )
                     assert len(err) < 2000, where
                 elif manifests:
                     assert out == before[name][1], where
@@ -146,7 +161,11 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(
     file = folder / "final/model.safetensors"
     tensors = load_file(file)
     lost = "model.layers.0.feedforward.up_proj.weight"
-    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != lost},
+        file,
+        metadata={"format": "pt"},
+    )
     assert main(["certify", str(folder), "--examples", "0"]) == 1
     message = capsys.readouterr().err
     assert "model.safetensors" in message
@@ -165,7 +184,9 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(
     assert main(["measure", str(folder)]) == 0
 
 
-def test_a_flipped_bit_is_said_with_both_digests(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_said_with_both_digests(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from hashlib import sha256
 
     folder = Path(shutil.copytree(run, tmp_path / "run"))

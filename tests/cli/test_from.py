@@ -29,11 +29,22 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _words(table: Path, source: Path, out: Path, *more: str) -> list[str]:
-    words = ["train", "text_classification", "--data", str(table), "--max-length", "16", "--from", str(source)]
+    words = [
+        "train",
+        "text_classification",
+        "--data",
+        str(table),
+        "--max-length",
+        "16",
+        "--from",
+        str(source),
+    ]
     return [*words, "--out", str(out), "--quiet", *more]
 
 
-def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(checkpoint: Path, table: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(
+    checkpoint: Path, table: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     assert main(_words(table, checkpoint, out, "--epochs", "2")) == 0
     config = (out / "config.toml").read_text()
@@ -48,7 +59,9 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(checkpoint: Path, tab
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.id2label == {0: "bad", 1: "good"}
-    assert main(_words(table, checkpoint, out, "--epochs", "2", "--resume", "auto")) == 0  # finished: nothing to do
+    assert (
+        main(_words(table, checkpoint, out, "--epochs", "2", "--resume", "auto")) == 0
+    )  # finished: nothing to do
     assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
 
 
@@ -59,7 +72,10 @@ def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
     assert main(_words(table, checkpoint, out, "--steps", "3")) == 0
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     assert "epochs" not in (out / "config.toml").read_text()
-    assert main(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto")) == 0
+    assert (
+        main(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto"))
+        == 0
+    )
     assert main(_words(table, checkpoint, tmp_path / "both", "--steps", "3", "--epochs", "2")) == 2
     assert "--steps 3 and --epochs 2 both say how long to train" in capsys.readouterr().err
 
@@ -77,7 +93,10 @@ def test_an_architecture_of_ours_beside_it_is_refused(
     checkpoint: Path, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(_words(table, checkpoint, tmp_path / "run", "--model.hidden-size", "64")) != 0
-    assert "brings its own architecture; received besides: model.hidden_size = 64" in capsys.readouterr().err
+    assert (
+        "brings its own architecture; received besides: model.hidden_size = 64"
+        in capsys.readouterr().err
+    )
 
 
 def test_epochs_are_counted_in_steps_of_the_data() -> None:
@@ -86,7 +105,8 @@ def test_epochs_are_counted_in_steps_of_the_data() -> None:
     task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     for epochs, batch, accumulation, processes in ((1, 32, 1, 1), (0.5, 32, 3, 1), (2, 7, 1, 2)):
         config = RunConfig(
-            "char_lm", train=TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation)
+            "char_lm",
+            train=TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation),
         )
         batches = -(-len(task.dataset("train")) // batch)
         expected = -(-int(2 * epochs * batches) // (2 * accumulation * processes))
@@ -94,7 +114,9 @@ def test_epochs_are_counted_in_steps_of_the_data() -> None:
 
 
 def test_a_finished_run_of_epochs_is_known_again(tmp_path: Path) -> None:
-    options = TrainOptions(epochs=1, batch_size=8, warmup_share=0.25, schedule="linear", eval_batches=1)
+    options = TrainOptions(
+        epochs=1, batch_size=8, warmup_share=0.25, schedule="linear", eval_batches=1
+    )
     config = RunConfig("char_lm", {"limit_chars": 4000, "seq_len": 64}, train=options)
     assert train(config, tmp_path / "run", progress=False).status == "success"
     assert train(config, tmp_path / "run", resume="auto", progress=False).status == "success"

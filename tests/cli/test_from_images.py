@@ -19,8 +19,28 @@ from tests.support.images import class_folders, image_config
 from wellposed.cli import main
 from wellposed.roles import find_roles
 
-FAST = ("--steps", "2", "--batch-size", "8", "--eval-batches", "1", "--limit-train", "40", "--quiet")
-LEARNING = ("--steps", "40", "--batch-size", "16", "--eval-every", "20", "--learning-rate", "1e-2", "--quiet")
+FAST = (
+    "--steps",
+    "2",
+    "--batch-size",
+    "8",
+    "--eval-batches",
+    "1",
+    "--limit-train",
+    "40",
+    "--quiet",
+)
+LEARNING = (
+    "--steps",
+    "40",
+    "--batch-size",
+    "16",
+    "--eval-every",
+    "20",
+    "--learning-rate",
+    "1e-2",
+    "--quiet",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +51,14 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, pets: Path) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    words = ["train", "image_classification", "--data", str(pets), "--from", str(image_config(folder / "vit"))]
+    words = [
+        "train",
+        "image_classification",
+        "--data",
+        str(pets),
+        "--from",
+        str(image_config(folder / "vit")),
+    ]
     assert main([*words, *LEARNING, "--flip", "--out", str(folder / "run")]) == 0
     return folder / "run"
 
@@ -40,7 +67,9 @@ def train(source: Path, out: Path, *more: str, task: str = "image_classification
     return main(["train", task, "--from", str(source), "--out", str(out), *more])
 
 
-def test_final_is_loaded_by_transformers_alone_in_a_fresh_process(run: Path, pets: Path, tmp_path: Path) -> None:
+def test_final_is_loaded_by_transformers_alone_in_a_fresh_process(
+    run: Path, pets: Path, tmp_path: Path
+) -> None:
     program = """
 import json, sys
 from PIL import Image
@@ -63,7 +92,10 @@ print(json.dumps(labels))
     found = json.loads(ran.stdout)
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join(map(str, images)) + "\n")
-    assert main(["predict", str(run), "--input", str(listed), "--output", str(tmp_path / "out.tsv")]) == 0
+    assert (
+        main(["predict", str(run), "--input", str(listed), "--output", str(tmp_path / "out.tsv")])
+        == 0
+    )
     rows = [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
     assert [row[2] for row in rows] == list(map(str, images))
     for label, probability, path in rows:
@@ -72,7 +104,9 @@ print(json.dumps(labels))
         assert path == str(tmp_path / "gray.png") or f"/{label}/" in path
 
 
-def test_predict_takes_an_image_or_a_folder(run: Path, pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_takes_an_image_or_a_folder(
+    run: Path, pets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert main(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")]) == 0
     assert capsys.readouterr().out.startswith("dog\t")
@@ -92,9 +126,13 @@ def test_the_card_and_the_result_tell_how_images_were_read(run: Path) -> None:
     assert config["id2label"] == {"0": "cat", "1": "dog"}
 
 
-def test_a_trained_model_goes_on_with_its_own_processor(run: Path, pets: Path, tmp_path: Path) -> None:
+def test_a_trained_model_goes_on_with_its_own_processor(
+    run: Path, pets: Path, tmp_path: Path
+) -> None:
     assert train(run, tmp_path / "more", "--data", str(pets), "--epochs", "1", "--quiet") == 0
-    first, second = (folder / "final" / "preprocessor_config.json" for folder in (run, tmp_path / "more"))
+    first, second = (
+        folder / "final" / "preprocessor_config.json" for folder in (run, tmp_path / "more")
+    )
     assert first.read_bytes() == second.read_bytes()
     assert f'processor = "hf:{run / "final"}"' in (tmp_path / "more" / "config.toml").read_text()
     info = json.loads((tmp_path / "more" / "result.json").read_text())["train_info"]
@@ -109,15 +147,28 @@ def test_a_trained_model_goes_on_with_its_own_processor(run: Path, pets: Path, t
         ("beit", "plain,oc3,orthogonal,cosine"),
     ],
 )
-def test_variants_of_a_model_of_images_are_compared(family: str, variants: str, tmp_path: Path) -> None:
-    words = ["compare", "image_classification", "--from", str(image_config(tmp_path / family, family)), *FAST]
+def test_variants_of_a_model_of_images_are_compared(
+    family: str, variants: str, tmp_path: Path
+) -> None:
+    words = [
+        "compare",
+        "image_classification",
+        "--from",
+        str(image_config(tmp_path / family, family)),
+        *FAST,
+    ]
     assert main([*words, "--variants", variants, "--out", str(tmp_path / "runs")]) == 0
     names = variants.split(",")
     assert (tmp_path / "runs" / "report.html").is_file()
-    finals = {name: tmp_path / "runs" / name.replace(":", "-") / "seed-0" / "final" for name in names}
+    finals = {
+        name: tmp_path / "runs" / name.replace(":", "-") / "seed-0" / "final" for name in names
+    }
     model = transformers.AutoModelForImageClassification.from_pretrained(finals["orthogonal"])
     assert type(model).__name__.lower() == f"{family}forimageclassification"
-    query, key = (find_roles(model).attention[0].query.tensor(), find_roles(model).attention[0].key.tensor())
+    query, key = (
+        find_roles(model).attention[0].query.tensor(),
+        find_roles(model).attention[0].key.tensor(),
+    )
     for weight in (query, key):
         assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)
     note = json.loads((finals[names[-1]] / "config.json").read_text())["wellposed"]
@@ -156,7 +207,9 @@ def test_what_cannot_be_trained_is_said_in_one_line(
 
     capsys.readouterr()
     out = tmp_path / "out"
-    assert "give a Hugging Face model with --from FOLDER" in said(main(["train", "image_classification"]))
+    assert "give a Hugging Face model with --from FOLDER" in said(
+        main(["train", "image_classification"])
+    )
     make_checkpoint(tmp_path / "bert")
     capsys.readouterr()
     other_kind = ("no head for", "no preprocessor_config.json", "no tokenizer", "no image_size")
@@ -167,7 +220,9 @@ def test_what_cannot_be_trained_is_said_in_one_line(
     ):
         told = said(train(source, out, "--data", str(pets), task=task or "image_classification"))
         assert any(words in told for words in other_kind)
-    assert "labels cat, dog and the data disc, ring, square, cross; give --new-head" in said(train(run, out, *FAST))
+    assert "labels cat, dog and the data disc, ring, square, cross; give --new-head" in said(
+        train(run, out, *FAST)
+    )
     assert train(run, tmp_path / "new", "--new-head", *FAST) == 0
     capsys.readouterr()
     other = image_config(tmp_path / "larger", image_size=32)
@@ -177,8 +232,15 @@ def test_what_cannot_be_trained_is_said_in_one_line(
     bare = tmp_path / "bare"
     transformers.ViTForImageClassification.from_pretrained(run / "final").save_pretrained(bare)
     capsys.readouterr()
-    assert "no preprocessor_config.json, which says how" in said(train(bare, out, "--data", str(pets)))
-    assert train(bare, tmp_path / "own", "--data", str(pets), "--processor", f"config:{bare}", "--quiet") == 0
+    assert "no preprocessor_config.json, which says how" in said(
+        train(bare, out, "--data", str(pets))
+    )
+    assert (
+        train(
+            bare, tmp_path / "own", "--data", str(pets), "--processor", f"config:{bare}", "--quiet"
+        )
+        == 0
+    )
 
 
 def test_what_predict_cannot_read_is_said(
@@ -189,9 +251,13 @@ def test_what_predict_cannot_read_is_said(
         assert main(["predict", *words]) != 0
         return capsys.readouterr().err
 
-    assert "--text has no effect on this model: it labels images" in said(str(run), "--text", "a cat")
+    assert "--text has no effect on this model: it labels images" in said(
+        str(run), "--text", "a cat"
+    )
     (tmp_path / "list.txt").write_text("nothing.png\n")
-    assert "list.txt:1: nothing.png: no such file" in said(str(run), "--input", str(tmp_path / "list.txt"))
+    assert "list.txt:1: nothing.png: no such file" in said(
+        str(run), "--input", str(tmp_path / "list.txt")
+    )
     (tmp_path / "empty").mkdir()
     assert "no image in the folder" in said(str(run), "--input", str(tmp_path / "empty"))
     (tmp_path / "bad.png").write_bytes(b"no image")
@@ -203,18 +269,34 @@ def test_what_predict_cannot_read_is_said(
     ragged = shutil.copytree(run / "final", tmp_path / "ragged")
     (ragged / "manifest.json").unlink()
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(ragged)
-    assert "the processor gives images of different shapes" in said(str(ragged), "--input", str(pets))
+    assert "the processor gives images of different shapes" in said(
+        str(ragged), "--input", str(pets)
+    )
     make_checkpoint(tmp_path / "bert")
     image = pets / "cat" / "01.jpg"
-    assert f"{image}: is an image, and a BertModel reads texts" in said(str(tmp_path / "bert"), "--input", str(image))
-    assert "pets: is a folder, and a BertModel reads texts" in said(str(tmp_path / "bert"), "--input", str(pets))
+    assert f"{image}: is an image, and a BertModel reads texts" in said(
+        str(tmp_path / "bert"), "--input", str(image)
+    )
+    assert "pets: is a folder, and a BertModel reads texts" in said(
+        str(tmp_path / "bert"), "--input", str(pets)
+    )
 
 
 @pytest.mark.data
 def test_a_vit_learns_the_subset_of_cifar(tmp_path: Path, shared_data: Path) -> None:
     config = image_config(tmp_path / "vit", image_size=32, hidden_size=32, intermediate_size=64)
-    words = ["--data", str(shared_data / "cifar10_subset"), "--limit-train", "1000", "--epochs", "4"]
+    words = [
+        "--data",
+        str(shared_data / "cifar10_subset"),
+        "--limit-train",
+        "1000",
+        "--epochs",
+        "4",
+    ]
     words += ["--learning-rate", "3e-3", "--eval-every", "1000", "--quiet"]
     assert train(config, tmp_path / "run", *words) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["results"]["image_classification"]["accuracy,valid"] > 1.5 * result["reference"]["accuracy"]
+    assert (
+        result["results"]["image_classification"]["accuracy,valid"]
+        > 1.5 * result["reference"]["accuracy"]
+    )

@@ -14,7 +14,15 @@ from tests.support.tokenizer_folders import byte_level_bpe
 
 from wellposed.cli import main
 
-CLASSIFY = ["text_classification", "--data", "{files}/t.tsv", "--max-length", "16", "--epochs", "None"]
+CLASSIFY = [
+    "text_classification",
+    "--data",
+    "{files}/t.tsv",
+    "--max-length",
+    "16",
+    "--epochs",
+    "None",
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "bert", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    bert = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "bert", num_labels=3)
+    bert = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "bert", num_labels=3
+    )
     bert.save_pretrained(folder / "three")
     transformers.AutoTokenizer.from_pretrained(folder / "bert").save_pretrained(folder / "three")
     tokenizer = byte_level_bpe(["a text"])
@@ -39,9 +49,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = {"bos_token_id": 0, "eos_token_id": 0}
     gpt2 = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, **special)
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
-    vit = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    vit = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
     transformers.ViTForImageClassification(vit).save_pretrained(folder / "vit")
-    t5 = transformers.T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    t5 = transformers.T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
     transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
     (folder / "my.py").write_text("import nothing_of_this_name\n")
     return folder
@@ -49,7 +63,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 REFUSED = {
     "an encoder as a language model": (
-        ["language_modeling", "--from", "{files}/bert", "--limit-chars", "20000", "--seq-len", "16"],
+        [
+            "language_modeling",
+            "--from",
+            "{files}/bert",
+            "--limit-chars",
+            "20000",
+            "--seq-len",
+            "16",
+        ],
         "the tokens of a BertLMHeadModel see those after them",
     ),
     "an encoder-decoder as a language model": (
@@ -57,10 +79,23 @@ REFUSED = {
         "a t5 model has no head for causal lm",
     ),
     "an encoder as a translator": (
-        ["translation", "--from", "{files}/bert", "--data", "{files}", "--src", "de", "--tgt", "en"],
+        [
+            "translation",
+            "--from",
+            "{files}/bert",
+            "--data",
+            "{files}",
+            "--src",
+            "de",
+            "--tgt",
+            "en",
+        ],
         "a bert model has no head for seq2seq lm",
     ),
-    "images as texts": ([*CLASSIFY, "--from", "{files}/vit"], "a vit model has no head for sequence classification"),
+    "images as texts": (
+        [*CLASSIFY, "--from", "{files}/vit"],
+        "a vit model has no head for sequence classification",
+    ),
     "weights of other tokens": (
         ["char_lm", "--from", "{files}/gpt2", "--limit-chars", "20000", "--seq-len", "32"],
         "its weights are those of its own tokens, and the data of char_lm is read as others",
@@ -70,7 +105,10 @@ REFUSED = {
         "its weights are those of its own tokens",
     ),
     "other labels": ([*CLASSIFY, "--from", "{files}/three"], "give --new-head to draw a new one"),
-    "a name without network": ([*CLASSIFY, "--from", "bert-base-uncased"], "couldn't find them in the cached files"),
+    "a name without network": (
+        [*CLASSIFY, "--from", "bert-base-uncased"],
+        "couldn't find them in the cached files",
+    ),
     "another width": (
         [*CLASSIFY, "--from", "{files}/wide"],
         "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model",
@@ -106,11 +144,22 @@ def test_weights_that_do_not_fit_are_measured_by_no_command(
     files: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(files / "wide")]) == 1
-    assert "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model" in capsys.readouterr().err
+    assert (
+        "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files: Path, tmp_path: Path) -> None:
-    words = ["compare", *(word.format(files=files) for word in CLASSIFY), "--out", str(tmp_path / "runs"), "--quiet"]
+def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
+    files: Path, tmp_path: Path
+) -> None:
+    words = [
+        "compare",
+        *(word.format(files=files) for word in CLASSIFY),
+        "--out",
+        str(tmp_path / "runs"),
+        "--quiet",
+    ]
     words += ["--steps", "2", "--variants", "plain"]
     assert main([*words, "--from", str(files / "three")]) == 2
     assert main([*words, "--from", str(files / "bert")]) == 0
@@ -137,8 +186,25 @@ def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
 ) -> None:
     words = [word.format(files=files) for word in CLASSIFY]
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
-    assert main(["train", *words, "--from", str(files / "bert"), "--steps", "2", "--out", str(run), "--quiet"]) == 0
-    kept = "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"  # with both ends, the 16 tokens of training
+    assert (
+        main(
+            [
+                "train",
+                *words,
+                "--from",
+                str(files / "bert"),
+                "--steps",
+                "2",
+                "--out",
+                str(run),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
+    kept = (  # with both ends, the 16 tokens of training
+        "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"
+    )
     lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
     capsys.readouterr()
     assert main(["predict", "--from", str(run), "--input", str(lines)]) == 0

@@ -1,4 +1,5 @@
-"""`train --from` on every task that a Hugging Face model has a head for, and `predict` with what it leaves."""
+"""`train --from` on every task that a Hugging Face model has a head for, and `predict` with what it
+leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_lev
 from wellposed.cli import main
 from wellposed.tasks import build_task
 
-LINES = [f"the {colour} {thing} is {size}" for colour in ("red", "green") for thing in ("cat", "hat") for size in "ab"]
+LINES = [
+    f"the {colour} {thing} is {size}"
+    for colour in ("red", "green")
+    for thing in ("cat", "hat")
+    for size in "ab"
+]
 
 
 def results(run: Path) -> dict[str, Any]:
@@ -35,22 +41,64 @@ def gpt2_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
-    words = ["train", "language_modeling", "--from", str(source), "--data", str(text), "--seq-len", "32"]
+    words = [
+        "train",
+        "language_modeling",
+        "--from",
+        str(source),
+        "--data",
+        str(text),
+        "--seq-len",
+        "32",
+    ]
     assert (
-        main([*words, "--epochs", "12", "--batch-size", "8", "--learning-rate", "1e-2", "--out", str(run), "--quiet"])
+        main(
+            [
+                *words,
+                "--epochs",
+                "12",
+                "--batch-size",
+                "8",
+                "--learning-rate",
+                "1e-2",
+                "--out",
+                str(run),
+                "--quiet",
+            ]
+        )
         == 0
     )
     found = results(run)
-    task = build_task("language_modeling", {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"})
+    task = build_task(
+        "language_modeling", {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"}
+    )
     assert 0 < found["bits_per_byte,valid"] < task.reference()["bits_per_byte"]
-    assert found["perplexity,valid"] == pytest.approx(torch.tensor(found["nats_per_token,valid"]).exp().item())
+    assert found["perplexity,valid"] == pytest.approx(
+        torch.tensor(found["nats_per_token,valid"]).exp().item()
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
     assert type(model).__name__ == "GPT2LMHeadModel"
     capsys.readouterr()
-    assert main(["predict", str(run), "--text", "the red", "--max-new-tokens", "4", "--temperature", "0"]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                str(run),
+                "--text",
+                "the red",
+                "--max-new-tokens",
+                "4",
+                "--temperature",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("the red")
 
 
@@ -67,7 +115,10 @@ def pair_table(path: Path) -> Path:
     rows = ["sentence1\tsentence2\tis_duplicate"]
     for _ in range(120):
         first, second = draw.choice(WORDS[:2]), draw.choice(WORDS[:2])
-        rows.append(f"{first} {draw.choice(WORDS)}\t{second} {draw.choice(WORDS)}\t{['no', 'yes'][first == second]}")
+        rows.append(
+            f"{first} {draw.choice(WORDS)}\t{second}"
+            f" {draw.choice(WORDS)}\t{['no', 'yes'][first == second]}"
+        )
     path.write_text("\n".join(rows) + "\n")
     return path
 
@@ -75,7 +126,9 @@ def pair_table(path: Path) -> Path:
 def encoder_folder(folder: Path, family: str) -> Path:
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = (
-        bert_words(WORDS) if family == "bert" else word_level(WORDS, "<s> $A </s>", "<s> $A </s> $B </s>", **marks)
+        bert_words(WORDS)
+        if family == "bert"
+        else word_level(WORDS, "<s> $A </s>", "<s> $A </s> $B </s>", **marks)
     )
     tokenizer.save_pretrained(folder)
     classes = {
@@ -83,7 +136,11 @@ def encoder_folder(folder: Path, family: str) -> Path:
         "roberta": (transformers.RobertaConfig, transformers.RobertaModel),
     }
     config, model = classes[family]
-    extra = {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 33} if family == "roberta" else {}
+    extra = (
+        {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 33}
+        if family == "roberta"
+        else {}
+    )
     model(config(**{**SIZES, "vocab_size": len(tokenizer), **extra})).save_pretrained(folder)
     return folder
 
@@ -92,7 +149,11 @@ def encoder_folder(folder: Path, family: str) -> Path:
 def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, table, run = encoder_folder(tmp_path / family, family), pair_table(tmp_path / "pairs.tsv"), tmp_path / "run"
+    source, table, run = (
+        encoder_folder(tmp_path / family, family),
+        pair_table(tmp_path / "pairs.tsv"),
+        tmp_path / "run",
+    )
     kind = {
         "bert": transformers.BertForSequenceClassification,
         "roberta": transformers.RobertaForSequenceClassification,
@@ -107,7 +168,14 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
 
     monkeypatch.setattr(kind[family], "forward", watched)
     words = ["train", "text_classification", "--from", str(source), "--data", str(table)]
-    words += ["--text-column", "sentence1,sentence2", "--label-column", "is_duplicate", "--max-length", "12"]
+    words += [
+        "--text-column",
+        "sentence1,sentence2",
+        "--label-column",
+        "is_duplicate",
+        "--max-length",
+        "12",
+    ]
     assert main([*words, "--epochs", "1", "--out", str(run), "--quiet"]) == 0
     described = json.loads((run / "result.json").read_text())
     assert "text 'sentence1' + 'sentence2' as a pair" in json.dumps(described)
@@ -130,12 +198,26 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
 def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, table, run = encoder_folder(tmp_path / "bert", "bert"), pair_table(tmp_path / "pairs.tsv"), tmp_path / "run"
-    options = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate", "max_length": 12}
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    source, table, run = (
+        encoder_folder(tmp_path / "bert", "bert"),
+        pair_table(tmp_path / "pairs.tsv"),
+        tmp_path / "run",
+    )
+    options = {
+        "text_column": "sentence1,sentence2",
+        "label_column": "is_duplicate",
+        "max_length": 12,
+    }
+    words = [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     begin = ["train", "text_classification", "--from", str(source), "--data", str(table)]
     assert main([*begin, *words, "--epochs", "1", "--out", str(run), "--quiet"]) == 0
-    task = build_task("text_classification", {"data": str(table), "tokenizer": f"hf:{source}", **options})
+    task = build_task(
+        "text_classification", {"data": str(table), "tokenizer": f"hf:{source}", **options}
+    )
     model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     rows = [line.split("\t") for line in table.read_text().splitlines()[1:]]
     encoded = [task.tokenizer(first, second)["input_ids"] for first, second, _ in rows]
@@ -177,13 +259,17 @@ def seq2seq_folder(folder: Path, family: str) -> Path:
     torch.manual_seed(0)
     model = {
         "t5": lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**sizes, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0)
+            transformers.T5Config(
+                **sizes, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+            )
         ),
         "bart": lambda: transformers.BartForConditionalGeneration(
             transformers.BartConfig(**bart_like, bos_token_id=3, decoder_start_token_id=2)
         ),
         "marian": lambda: transformers.MarianMTModel(
-            transformers.MarianConfig(**bart_like, decoder_start_token_id=0, decoder_vocab_size=len(tokenizer))
+            transformers.MarianConfig(
+                **bart_like, decoder_start_token_id=0, decoder_vocab_size=len(tokenizer)
+            )
         ),
     }[family]()
     model.save_pretrained(folder)
@@ -192,7 +278,9 @@ def seq2seq_folder(folder: Path, family: str) -> Path:
 
 def pairs_table(path: Path) -> Path:
     """Sentences of one word and their translation, the next word twice."""
-    rows = [f"{word}\t{WORDS[(i + 1) % 4]} {WORDS[(i + 1) % 4]}" for i, word in enumerate(WORDS[:4])]
+    rows = [
+        f"{word}\t{WORDS[(i + 1) % 4]} {WORDS[(i + 1) % 4]}" for i, word in enumerate(WORDS[:4])
+    ]
     path.write_text("\n".join(["de\ten", *rows * 30]) + "\n")
     return path
 
@@ -201,10 +289,39 @@ def pairs_table(path: Path) -> Path:
 def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, table, run = seq2seq_folder(tmp_path / family, family), pairs_table(tmp_path / "p.tsv"), tmp_path / "run"
-    words = ["train", "translation", "--from", str(source), "--data", str(table), "--src", "de", "--tgt", "en"]
-    words += ["--max-tokens", "16", "--epochs", "15", "--batch-size", "12", "--learning-rate", "1e-2"]
-    assert main([*words, "--generate-beams", "1", "--eval-every", "1000", "--out", str(run), "--quiet"]) == 0
+    source, table, run = (
+        seq2seq_folder(tmp_path / family, family),
+        pairs_table(tmp_path / "p.tsv"),
+        tmp_path / "run",
+    )
+    words = [
+        "train",
+        "translation",
+        "--from",
+        str(source),
+        "--data",
+        str(table),
+        "--src",
+        "de",
+        "--tgt",
+        "en",
+    ]
+    words += [
+        "--max-tokens",
+        "16",
+        "--epochs",
+        "15",
+        "--batch-size",
+        "12",
+        "--learning-rate",
+        "1e-2",
+    ]
+    assert (
+        main(
+            [*words, "--generate-beams", "1", "--eval-every", "1000", "--out", str(run), "--quiet"]
+        )
+        == 0
+    )
     assert results(run)["perplexity,valid"] < 1.2
     starts = {"t5": 0, "bart": 2, "marian": 0}
     config = json.loads((run / "final" / "config.json").read_text())
@@ -219,7 +336,13 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: P
     table = pairs_table(tmp_path / "p.tsv")
     for family in ("t5", "bart", "marian"):
         source = seq2seq_folder(tmp_path / family, family)
-        options = {"data": str(table), "src": "de", "tgt": "en", "tokenizer": f"hf:{source}", "max_tokens": 16}
+        options = {
+            "data": str(table),
+            "src": "de",
+            "tgt": "en",
+            "tokenizer": f"hf:{source}",
+            "max_tokens": 16,
+        }
         task = build_task("translation", options)
         model = transformers.AutoModelForSeq2SeqLM.from_pretrained(source).eval()
         batch = task.collate([task.dataset("train")[index] for index in range(6)])
@@ -235,7 +358,9 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: P
 def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, vocab_size=20))
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZES, vocab_size=20)
+    )
     model.save_pretrained(tmp_path / "bare")
     assert main(["predict", str(tmp_path / "bare"), "--text", "w0"]) == 1
     assert "the folder has no tokenizer, so no text can be read" in capsys.readouterr().err
@@ -245,7 +370,9 @@ def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(
     assert "name it with --tokenizer hf:FOLDER" in capsys.readouterr().err
 
 
-def test_predict_refuses_a_model_without_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_refuses_a_model_without_a_classifier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = encoder_folder(tmp_path / "bert", "bert")
     assert main(["predict", str(source), "--text", "w0"]) == 2
     assert "a BertModel gives no label of a text" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Variants of a model of the user's, and what a run of it leaves for programs that know nothing of the run."""
+"""Variants of a model of the user's, and what a run of it leaves for programs that know nothing of
+the run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from transformers import AutoTokenizer
 from wellposed.cli import main
 from wellposed.models import load_pretrained, load_saved_model
 
-SMALL = ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2", "--quiet"]
+SMALL = [
+    "--model.hidden-size",
+    "16",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+    "--quiet",
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +35,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _words(files: Path, command: str, out: Path, *more: str, source: str = "tiny-bert") -> list[str]:
-    words = [command, "text_classification", "--data", str(files / "train.tsv"), "--max-length", "16"]
+def _words(
+    files: Path, command: str, out: Path, *more: str, source: str = "tiny-bert"
+) -> list[str]:
+    words = [
+        command,
+        "text_classification",
+        "--data",
+        str(files / "train.tsv"),
+        "--max-length",
+        "16",
+    ]
     return [*words, "--from", str(files / source), "--epochs", "1", "--out", str(out), *more]
 
 
@@ -36,15 +54,25 @@ def _result(folder: Path) -> dict:
 
 
 def _in_a_fresh_process(code: str, cache: Path) -> str:
-    environment = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cache)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        "PYTHONPATH": ":".join(sys.path),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(cache),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_variants_of_a_checkpoint_are_compared(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_of_a_checkpoint_are_compared(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "runs"
-    words = _words(files, "compare", out, "--variants", "plain,key:1e-2,orthogonal", "--seeds", "2", "--quiet")
+    words = _words(
+        files, "compare", out, "--variants", "plain,key:1e-2,orthogonal", "--seeds", "2", "--quiet"
+    )
     assert main(words) == 0
     assert (out / "report.html").is_file()
     shown = capsys.readouterr().out
@@ -55,7 +83,10 @@ def test_variants_of_a_checkpoint_are_compared(files: Path, tmp_path: Path, caps
 
 def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files: Path, tmp_path: Path) -> None:
     assert main(_words(files, "compare", tmp_path / "runs", "--quiet")) == 0
-    assert json.loads((tmp_path / "runs" / "compare.json").read_text())["variants"] == ["plain", "key:1e-2"]
+    assert json.loads((tmp_path / "runs" / "compare.json").read_text())["variants"] == [
+        "plain",
+        "key:1e-2",
+    ]
 
 
 @pytest.mark.parametrize("variant", ["t_fixup", "l2"])
@@ -70,11 +101,15 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(
     card = (out / "final" / "README.md").read_text()
     assert "**A plain `from_pretrained` gives another model**" in card
     model = load_saved_model(out / "final")
-    code = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(out / "final"))
+    code = (
+        card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(out / "final"))
+    )
     code += "import torch; print(model(input_ids=torch.tensor([[2, 5, 6, 3]])).logits.tolist())"
     logits = torch.tensor(json.loads(_in_a_fresh_process(code, tmp_path / "cache")))
     with torch.no_grad():
-        assert torch.allclose(model(input_ids=torch.tensor([[2, 5, 6, 3]])).logits, logits, atol=1e-6)
+        assert torch.allclose(
+            model(input_ids=torch.tensor([[2, 5, 6, 3]])).logits, logits, atol=1e-6
+        )
     assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
 
 
@@ -86,13 +121,25 @@ def test_what_was_drawn_stands_in_the_result_and_is_said_once(
     started = _result(out)["train_info"]["started_from"]
     drawn = ["classifier.bias", "classifier.weight"]
     assert started == {"model": str(files / "tiny-bert"), "new_weights": drawn, "left_out": []}
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("starts from ")]
+    said = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("starts from ")
+    ]
     assert len(said) == 1
     assert said[0].endswith("tiny-bert; drawn at random: classifier.bias, classifier.weight")
 
 
 def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path) -> None:
-    words = ["train", "char_lm", "--limit-chars", "20000", "--seq-len", "64", "--steps", "3", *SMALL]
+    words = [
+        "train",
+        "char_lm",
+        "--limit-chars",
+        "20000",
+        "--seq-len",
+        "64",
+        "--steps",
+        "3",
+        *SMALL,
+    ]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     final = tmp_path / "run" / "final"
     ids = "torch.tensor([[2, 5, 6, 3]])"
@@ -106,7 +153,9 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path)
         f"model = AutoModelForCausalLM.from_pretrained({str(final)!r}, trust_remote_code=True)"
     )
     card = (final / "README.md").read_text()
-    imported = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(final)).strip()
+    imported = (
+        card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(final)).strip()
+    )
     assert imported.startswith("import wellposed.models\n")
     for code in (trusted, imported):
         found = torch.tensor(json.loads(_in_a_fresh_process(code + end, tmp_path / "cache")))
@@ -114,20 +163,35 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path)
 
 
 def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path: Path) -> None:
-    words = ["train", "char_lm", "--limit-chars", "20000", "--seq-len", "64", "--steps", "2", *SMALL]
+    words = [
+        "train",
+        "char_lm",
+        "--limit-chars",
+        "20000",
+        "--seq-len",
+        "64",
+        "--steps",
+        "2",
+        *SMALL,
+    ]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     final = tmp_path / "run" / "final"
-    line = (final / "README.md").read_text().partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
+    line = (
+        (final / "README.md").read_text().partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
+    )
     code = (
-        "import sys; from transformers import PreTrainedTokenizerFast; "
-        f"tokenizer = PreTrainedTokenizerFast{line.replace('FOLDER', str(final))}; "
-        "assert not any(name.startswith('wellposed') for name in sys.modules); print(tokenizer('a cat')['input_ids'])"
+        "import sys; from transformers import PreTrainedTokenizerFast; tokenizer ="
+        f" PreTrainedTokenizerFast{line.replace('FOLDER', str(final))}; assert not"
+        " any(name.startswith('wellposed') for name in sys.modules); print(tokenizer('a"
+        " cat')['input_ids'])"
     )
     expected = load_pretrained(AutoTokenizer, final)("a cat")["input_ids"]
     assert json.loads(_in_a_fresh_process(code, tmp_path / "cache")) == expected
 
 
-def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(files: Path, tmp_path: Path) -> None:
+def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
+    files: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     assert main([*_words(files, "train", out), "--variant", "key:1e-2", "--seed", "3"]) == 0
     card = (out / "final" / "README.md").read_text()
@@ -135,7 +199,12 @@ def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(file
     accuracy = result["results"]["text_classification"]["accuracy,test"]
     examples = result["n-samples"]["text_classification"]["test"]
     assert f"| test | {examples} | accuracy | {accuracy:.6g} |" in card
-    for line in ("- task: text_classification", "- data: train.tsv", "- variant: `key:1e-2`", "- seed: 3"):
+    for line in (
+        "- task: text_classification",
+        "- data: train.tsv",
+        "- variant: `key:1e-2`",
+        "- seed: 3",
+    ):
         assert f"{line}\n" in card
     assert "wellposed train text_classification --data train.tsv" in card
     assert str(files) not in card
@@ -147,7 +216,15 @@ def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(file
 
 def test_a_certificate_stands_in_the_card(files: Path, tmp_path: Path) -> None:
     for variant, certified in (("lipschitz", True), ("post_ln", False)):
-        words = ["train", "text_classification", "--data", str(files / "train.tsv"), "--steps", "2", *SMALL]
+        words = [
+            "train",
+            "text_classification",
+            "--data",
+            str(files / "train.tsv"),
+            "--steps",
+            "2",
+            *SMALL,
+        ]
         assert main([*words, "--variant", variant, "--out", str(tmp_path / variant)]) == 0
         card = (tmp_path / variant / "final" / "README.md").read_text()
         assert ("- certificate: Lipschitz bound " in card) == certified

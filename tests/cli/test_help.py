@@ -31,7 +31,10 @@ def test_help_exits_zero_and_imports_nothing_heavy() -> None:
     calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
     calls += [["train", "char_lm", "-h"], ["compare", "listops", "--help-all"]]
     found = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(calls)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROBE, json.dumps(calls)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, found.stderr
     for words, line in zip(calls, found.stdout.splitlines(), strict=True):
@@ -40,7 +43,9 @@ def test_help_exits_zero_and_imports_nothing_heavy() -> None:
         assert "usage: wellposed" in said, words
 
 
-def test_every_command_and_task_and_variant_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_and_task_and_variant_is_in_the_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--help"]) == 0
     assert main(["compare"]) == 0
     text = capsys.readouterr().out
@@ -85,7 +90,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("module", ["wellposed", "wellposed.cli"])
 def test_the_command_without_its_script(module: str) -> None:
-    found = subprocess.run([sys.executable, "-m", module, "trane"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-m", module, "trane"], capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stdout) == (2, "")
     assert "nearest: train" in found.stderr
 
@@ -128,6 +135,8 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_python_dash_m_is_the_same_command() -> None:
-    found = subprocess.run([sys.executable, "-m", "wellposed", "--help"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-m", "wellposed", "--help"], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0
     assert "usage: wellposed" in found.stdout

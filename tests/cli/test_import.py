@@ -1,4 +1,5 @@
-"""A task, a variant, an attention and a model family from outside the package: from a file, and from a package."""
+"""A task, a variant, an attention and a model family from outside the package: from a file, and
+from a package."""
 
 from __future__ import annotations
 
@@ -54,7 +55,17 @@ def mine(base):
     """My attention."""
     return replace(base, model=replace(base.model, attention="mine"))
 '''
-TINY = ["--steps", "2", "--eval-every", "2", "--batch-size", "8", "--model.hidden-size", "8", "--quiet"]
+TINY = [
+    "--steps",
+    "2",
+    "--eval-every",
+    "2",
+    "--batch-size",
+    "8",
+    "--model.hidden-size",
+    "8",
+    "--quiet",
+]
 TINY += ["--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
 
 
@@ -67,33 +78,55 @@ def wellposed(home: Path, *words: str | Path) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the plug-in `my.py`, its rows and a comparison of its variant on its task."""
+    """Return a folder with the plug-in `my.py`, its rows and a comparison of its variant on its
+    task."""
     folder = tmp_path_factory.mktemp("plugged")
     rng = random.Random(0)
-    rows = [(label, f"a {word} film {rng.choice('xyz')}") for label, word in (("pos", "good"), ("neg", "bad"))] * 40
-    (folder / "rows.tsv").write_text("label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8")
+    rows = [
+        (label, f"a {word} film {rng.choice('xyz')}")
+        for label, word in (("pos", "good"), ("neg", "bad"))
+    ] * 40
+    (folder / "rows.tsv").write_text(
+        "label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8"
+    )
     (folder / "my.py").write_text(PLUGIN, encoding="utf-8")
-    words = ["compare", "films", "--variants", "post_ln,mine", "--import", folder / "my.py", "--out", folder / "runs"]
+    words = [
+        "compare",
+        "films",
+        "--variants",
+        "post_ln,mine",
+        "--import",
+        folder / "my.py",
+        "--out",
+        folder / "runs",
+    ]
     done = wellposed(folder / "home", *words, *TINY)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_a_run_records_what_it_imported(folder: Path) -> None:
-    config = tomllib.loads((folder / "runs" / "mine" / "seed-0" / "config.toml").read_text(encoding="utf-8"))
+    config = tomllib.loads(
+        (folder / "runs" / "mine" / "seed-0" / "config.toml").read_text(encoding="utf-8")
+    )
     file = folder / "my.py"
     assert (config["task"], config["model"]["attention"]) == ("films", "mine")
     assert config["imports"] == {str(file.resolve()): sha256(file.read_bytes()).hexdigest()}
 
 
 def test_a_fresh_process_imports_it_again_and_labels_lines(folder: Path) -> None:
-    done = wellposed(folder / "home", "predict", folder / "runs" / "mine" / "seed-0", "--text", "a good film x")
+    done = wellposed(
+        folder / "home", "predict", folder / "runs" / "mine" / "seed-0", "--text", "a good film x"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\t")[0] in ("pos", "neg")
 
 
 def test_a_folder_from_elsewhere_runs_no_code(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["predict", str(folder / "runs" / "mine" / "seed-0"), "--text", "a good film"]) == 2
@@ -103,7 +136,9 @@ def test_a_folder_from_elsewhere_runs_no_code(
     assert "wellposed_import" not in " ".join(sys.modules)
 
 
-def test_a_file_that_changed_or_went_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changed_or_went_is_not_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
     file = tmp_path / "changed.py"
     shutil.copy(folder / "my.py", file)
@@ -120,11 +155,18 @@ def test_a_file_that_changed_or_went_is_not_run(folder: Path, tmp_path: Path, mo
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("def", "SyntaxError"),
-        ("from wellposed.tasks import TASKS\nTASKS.register('listops')(None)", "task 'listops' is registered twice"),
+        (
+            "from wellposed.tasks import TASKS\nTASKS.register('listops')(None)",
+            "task 'listops' is registered twice",
+        ),
     ],
 )
 def test_a_file_that_fails_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str, says: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    says: str,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = tmp_path / "my.py"
@@ -136,25 +178,33 @@ def test_a_file_that_fails_is_one_line(
     assert not (tmp_path / "wellposed").exists()
 
 
-def test_an_installed_package_brings_its_names_by_entry_points(folder: Path, tmp_path: Path) -> None:
+def test_an_installed_package_brings_its_names_by_entry_points(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copy(folder / "my.py", tmp_path / "mine.py")
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     groups = ("tasks", "variants", "attentions", "families")
-    (info / "entry_points.txt").write_text("".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups))
+    (info / "entry_points.txt").write_text(
+        "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups)
+    )
     code = (
-        "import json; from wellposed.tasks import TASKS; found = ['films' in TASKS];"
-        "from wellposed.nn import ATTENTIONS; from wellposed.recipes.variants import VARIANTS;"
-        "from wellposed.roles import FAMILIES;"
-        "print(json.dumps([*found, *('mine' in table for table in (VARIANTS, ATTENTIONS, FAMILIES))]))"
+        "import json; from wellposed.tasks import TASKS; found = ['films' in TASKS];from"
+        " wellposed.nn import ATTENTIONS; from wellposed.recipes.variants import VARIANTS;from"
+        " wellposed.roles import FAMILIES;print(json.dumps([*found, *('mine' in table for table in"
+        " (VARIANTS, ATTENTIONS, FAMILIES))]))"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
     def run() -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": path}
         return subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
         )
 
     done = run()

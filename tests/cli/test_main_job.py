@@ -1,4 +1,5 @@
-"""The main job from the command line: compare, report, predict, measure, and what happens on bad input."""
+"""The main job from the command line: compare, report, predict, measure, and what happens on bad
+input."""
 
 from __future__ import annotations
 
@@ -13,8 +14,17 @@ import pytest
 
 from wellposed.cli import main
 
-TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
-TINY = ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+TEXT = (
+    "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
+)
+TINY = [
+    "--model.hidden-size",
+    "16",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+]
 SHORT = ["--steps", "4", "--eval-every", "2", "--checkpoint-every", "2", "--batch-size", "4", *TINY]
 
 
@@ -24,8 +34,29 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("main_job")
     with gzip.open(folder / "prose.txt.gz", "wt", encoding="utf-8") as file:
         file.write(TEXT)
-    words = ["compare", "char_lm", "--data", str(folder / "prose.txt.gz"), "--seq-len", "24", *SHORT]
-    assert main([*words, "--variants", "post_ln,oc3:1e-3", "--seeds", "2", "--out", str(folder / "runs")]) == 0
+    words = [
+        "compare",
+        "char_lm",
+        "--data",
+        str(folder / "prose.txt.gz"),
+        "--seq-len",
+        "24",
+        *SHORT,
+    ]
+    assert (
+        main(
+            [
+                *words,
+                "--variants",
+                "post_ln,oc3:1e-3",
+                "--seeds",
+                "2",
+                "--out",
+                str(folder / "runs"),
+            ]
+        )
+        == 0
+    )
     return folder
 
 
@@ -35,14 +66,27 @@ def test_a_comparison_leaves_runs_and_one_report(workspace: Path) -> None:
     assert page.count("<script") == 1
     for variant in ("post_ln", "oc3-1e-3"):
         for seed in (0, 1):
-            result = json.loads((workspace / "runs" / variant / f"seed-{seed}" / "result.json").read_text())
+            result = json.loads(
+                (workspace / "runs" / variant / f"seed-{seed}" / "result.json").read_text()
+            )
             assert result["train_info"]["status"] == "success"
             assert result["seed"] == seed
 
 
 def test_resume_keeps_finished_runs(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (workspace / "runs").glob("*/*/final/model.safetensors")}
-    words = ["compare", "char_lm", "--data", str(workspace / "prose.txt.gz"), "--seq-len", "24", *SHORT]
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in (workspace / "runs").glob("*/*/final/model.safetensors")
+    }
+    words = [
+        "compare",
+        "char_lm",
+        "--data",
+        str(workspace / "prose.txt.gz"),
+        "--seq-len",
+        "24",
+        *SHORT,
+    ]
     words += ["--variants", "post_ln,oc3:1e-3", "--seeds", "2", "--out", str(workspace / "runs")]
     assert main(words) == 2
     assert "--resume auto" in capsys.readouterr().err
@@ -51,7 +95,9 @@ def test_resume_keeps_finished_runs(workspace: Path, capsys: pytest.CaptureFixtu
     assert "difference" in capsys.readouterr().out
 
 
-def test_predict_continues_a_text_past_the_positions(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_continues_a_text_past_the_positions(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(workspace / "runs" / "post_ln" / "seed-0")
     assert main(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]) == 0
     first = capsys.readouterr().out
@@ -59,7 +105,9 @@ def test_predict_continues_a_text_past_the_positions(workspace: Path, capsys: py
     assert len(first.rstrip("\n")) > len("the quick") + 40
     assert main(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]) == 0
     assert capsys.readouterr().out == first
-    assert main(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"]) == 0
+    assert (
+        main(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"]) == 0
+    )
     assert capsys.readouterr().out != first
 
 
@@ -72,13 +120,22 @@ def test_a_fresh_process_loads_the_same_model(workspace: Path) -> None:
         "import sys, torch, wellposed.models; from transformers import AutoModelForCausalLM as M;"
         "print(M.from_pretrained(sys.argv[1])(torch.arange(9)[None]).logits.double().sum().item())"
     )
-    found = subprocess.check_output([sys.executable, "-c", code, str(final)], text=True, stderr=subprocess.DEVNULL)
+    found = subprocess.check_output(
+        [sys.executable, "-c", code, str(final)], text=True, stderr=subprocess.DEVNULL
+    )
     with torch.no_grad():
-        here = AutoModelForCausalLM.from_pretrained(final)(torch.arange(9)[None]).logits.double().sum().item()
+        here = (
+            AutoModelForCausalLM.from_pretrained(final)(torch.arange(9)[None])
+            .logits.double()
+            .sum()
+            .item()
+        )
     assert float(found) == pytest.approx(here, abs=0, rel=1e-12)
 
 
-def test_measure_prints_and_writes(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_prints_and_writes(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
     assert main(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]) == 0
     out = capsys.readouterr().out
@@ -87,7 +144,9 @@ def test_measure_prints_and_writes(workspace: Path, tmp_path: Path, capsys: pyte
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}
 
 
-def test_report_over_several_folders(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_over_several_folders(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(workspace / "runs"), "--out", str(page)]) == 0
     assert page.is_file()
@@ -110,10 +169,15 @@ def test_classify_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "--quiet",
     ]
     assert main(words) == 0
-    (tmp_path / "lines.txt").write_text("the film was fine 3\nthe film was dull 4\n", encoding="utf-8")
+    (tmp_path / "lines.txt").write_text(
+        "the film was fine 3\nthe film was dull 4\n", encoding="utf-8"
+    )
     out = tmp_path / "labels.tsv"
     capsys.readouterr()
-    assert main(["predict", str(run), "--input", str(tmp_path / "lines.txt"), "--output", str(out)]) == 0
+    assert (
+        main(["predict", str(run), "--input", str(tmp_path / "lines.txt"), "--output", str(out)])
+        == 0
+    )
     labels = [line.split("\t")[0] for line in out.read_text().splitlines()]
     assert len(labels) == 2
     assert set(labels) <= {"good", "bad"}
@@ -121,7 +185,19 @@ def test_classify_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def _train(folder: Path, data: Path, *more: str) -> int:
     return main(
-        ["train", "char_lm", "--data", str(data), "--seq-len", "24", *SHORT, "--out", str(folder), "--quiet", *more]
+        [
+            "train",
+            "char_lm",
+            "--data",
+            str(data),
+            "--seq-len",
+            "24",
+            *SHORT,
+            "--out",
+            str(folder),
+            "--quiet",
+            *more,
+        ]
     )
 
 
@@ -152,7 +228,9 @@ def test_bad_text_is_one_message(
         ("label\ttext\n" + "1\tfine\n0\tdull\n" * 9, "20"),
     ],
 )
-def test_bad_rows_name_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, says: str) -> None:
+def test_bad_rows_name_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, says: str
+) -> None:
     (tmp_path / "films.tsv").write_text(rows, encoding="utf-8")
     words = [
         "train",
@@ -169,10 +247,26 @@ def test_bad_rows_name_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Traceback" not in captured.err
 
 
-def test_unknown_key_in_a_config_file(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_key_in_a_config_file(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = (workspace / "runs" / "post_ln" / "seed-0" / "config.toml").read_text()
-    (tmp_path / "config.toml").write_text(config.replace("learning_rate", "learning_rat"), encoding="utf-8")
-    assert main(["train", "char_lm", "--config", str(tmp_path / "config.toml"), "--out", str(tmp_path / "run")]) == 2
+    (tmp_path / "config.toml").write_text(
+        config.replace("learning_rate", "learning_rat"), encoding="utf-8"
+    )
+    assert (
+        main(
+            [
+                "train",
+                "char_lm",
+                "--config",
+                str(tmp_path / "config.toml"),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
     assert "nearest: learning_rate" in capsys.readouterr().err
 
 
@@ -182,13 +276,27 @@ def test_resume_into_a_changed_config_lists_the_fields(
     run = tmp_path / "run"
     assert _train(run, workspace / "prose.txt.gz") == 0
     capsys.readouterr()
-    assert _train(run, workspace / "prose.txt.gz", "--resume", "auto", "--learning-rate", "0.5", "--seed", "3") == 2
+    assert (
+        _train(
+            run,
+            workspace / "prose.txt.gz",
+            "--resume",
+            "auto",
+            "--learning-rate",
+            "0.5",
+            "--seed",
+            "3",
+        )
+        == 2
+    )
     message = capsys.readouterr().err
     assert "train.learning_rate" in message
     assert "train.seed" in message
 
 
-def test_a_checkpoint_cut_in_half_is_named(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_cut_in_half_is_named(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert _train(run, workspace / "prose.txt.gz") == 0
     (run / "result.json").unlink()

@@ -1,4 +1,5 @@
-"""The model of `measure`, `certify` and `predict`: a folder or a config.json, as the first word or after `--from`."""
+"""The model of `measure`, `certify` and `predict`: a folder or a config.json, as the first word or
+after `--from`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def test_a_folder_is_the_same_as_the_first_word_and_after_from(
     bert: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = []
-    for words in ([command[0], str(bert), *command[1:]], [*command, "--from", str(bert)], [*command, f"--from={bert}"]):
+    for words in (
+        [command[0], str(bert), *command[1:]],
+        [*command, "--from", str(bert)],
+        [*command, f"--from={bert}"],
+    ):
         assert main(words) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2] != ""
@@ -47,7 +52,10 @@ def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["predict", "--from", "{bert}/config.json", "--text", "a"], "a config.json holds no weights"),
+        (
+            ["predict", "--from", "{bert}/config.json", "--text", "a"],
+            "a config.json holds no weights",
+        ),
         (["measure", "--from"], "--from names no model"),
         (["certify", "--from", "{bert}/no-such"], "no such folder"),
         (["measure", "--from", "{bert}/broken.json"], "broken.json"),
@@ -56,7 +64,9 @@ def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
 def test_what_is_no_model_is_one_line(
     bert: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (bert / "broken.json").write_text('{"model_type": "bert", "hidden_size": 15, "num_attention_heads": 2}')
+    (bert / "broken.json").write_text(
+        '{"model_type": "bert", "hidden_size": 15, "num_attention_heads": 2}'
+    )
     assert main([word.format(bert=bert) for word in words]) != 0
     message = capsys.readouterr().err
     assert says in message
@@ -66,7 +76,9 @@ def test_what_is_no_model_is_one_line(
 def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(
     bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(bert, id2label={0: "bad", 1: "good"})
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        bert, id2label={0: "bad", 1: "good"}
+    )
     model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
     capsys.readouterr()

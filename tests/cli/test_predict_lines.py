@@ -17,7 +17,11 @@ LINES = ["a good film x", "a\u2028bad film y", "a good\x0cfilm\x85z", "a bad\x1c
 
 @pytest.mark.parametrize("way", ["file", "CRLF", "gzip", "standard input", "--text"])
 def test_four_lines_are_four_labels(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+    small_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    way: str,
 ) -> None:
     data = ("\r\n" if way == "CRLF" else "\n").join([*LINES, ""]).encode()
     file = tmp_path / "lines"
@@ -33,10 +37,17 @@ def test_four_lines_are_four_labels(
     assert all(label.split("\t")[0] in ("pos", "neg") for label in labels[:-1])
 
 
-def test_a_cut_gzip_is_one_line(small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_gzip_is_one_line(
+    small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "lines.gz"
     whole = gzip.compress("\n".join(LINES * 50).encode())
-    for data in (whole[: len(whole) // 2], whole[:-4], whole[:20] + bytes([whole[20] ^ 255]) + whole[21:], whole[:2]):
+    for data in (
+        whole[: len(whole) // 2],
+        whole[:-4],
+        whole[:20] + bytes([whole[20] ^ 255]) + whole[21:],
+        whole[:2],
+    ):
         file.write_bytes(data)
         assert main(["predict", str(small_run), "--input", str(file)]) == 1
         message = capsys.readouterr().err

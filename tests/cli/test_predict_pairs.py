@@ -14,9 +14,26 @@ SMALL = ["--steps", "2", "--batch-size", "2", "--eval-batches", "1", *SIZES]
 
 
 @pytest.mark.slow
-def test_pairs_are_read_from_lines_with_a_tab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_are_read_from_lines_with_a_tab(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
-    assert main(["train", "retrieval", "--data", "builtin", "--num-train", "8", *SMALL, "--out", str(run)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "retrieval",
+                "--data",
+                "builtin",
+                "--num-train",
+                "8",
+                *SMALL,
+                "--out",
+                str(run),
+            ]
+        )
+        == 0
+    )
     assert type(load_run_model(run)[0]).__name__ == "WellposedForSequencePairClassification"
     lines, out = tmp_path / "pairs.txt", tmp_path / "labels.txt"
     lines.write_text("one text\tanother text\nthe same\tthe same\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""``wellposed predict`` on an encoder-decoder: no line lost or moved, long lines, n-best, files whole or absent."""
+"""``wellposed predict`` on an encoder-decoder: no line lost or moved, long lines, n-best, files
+whole or absent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LIMIT = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a small corpus and an untrained translation model, saved as ``model``."""
+    """Return a folder with a small corpus and an untrained translation model, saved as
+    ``model``."""
     from wellposed.models import build_model
     from wellposed.tasks import build_task
 
@@ -33,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     rows = [draw.choices(list(WORDS), k=draw.randint(1, 4)) for _ in range(60)]
     (folder / "train.de").write_text("".join(" ".join(row) + "\n" for row in rows))
-    (folder / "train.en").write_text("".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows))
+    (folder / "train.en").write_text(
+        "".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows)
+    )
     options = {"data": str(folder), "src": "de", "tgt": "en", "vocab_size": 60, "max_tokens": LIMIT}
     task = build_task("translation", options)
     torch.manual_seed(0)
@@ -48,7 +52,16 @@ def predict(folder: Path, lines: str | bytes, *more: str, name: str = "in.txt") 
     source, out = folder / name, folder / "out.txt"
     source.write_bytes(lines.encode() if isinstance(lines, str) else lines)
     out.unlink(missing_ok=True)
-    words = ["predict", str(folder / "model"), "--input", str(source), "--output", str(out), "--batch-size", "3"]
+    words = [
+        "predict",
+        str(folder / "model"),
+        "--input",
+        str(source),
+        "--output",
+        str(out),
+        "--batch-size",
+        "3",
+    ]
     return main([*words, "--beams", "1", "--max-new-tokens", "4", *more]), out
 
 
@@ -58,7 +71,8 @@ def some_lines(count: int) -> list[str]:
 
 
 def test_lines_keep_their_number_and_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every line of a file of several chunks is what the line gives alone; blank lines stay blank."""
+    """Every line of a file of several chunks is what the line gives alone; blank lines stay
+    blank."""
     monkeypatch.setattr(translation, "CHUNK_BATCHES", 3)
     lines = some_lines(25)
     code, out = predict(folder, "\n".join(lines) + "\n")
@@ -71,13 +85,21 @@ def test_lines_keep_their_number_and_order(folder: Path, monkeypatch: pytest.Mon
     for line in sorted(set(lines) - {""})[:2]:
         assert predict(folder, line)[0] == 0
         alone[line] = out.read_text().removesuffix("\n")
-    assert all(found == alone[line] for line, found in zip(lines, together, strict=True) if line in alone)
+    assert all(
+        found == alone[line] for line, found in zip(lines, together, strict=True) if line in alone
+    )
     assert len(set(together)) > 3
 
 
 @pytest.mark.parametrize(
     ("content", "count"),
-    [("a\n\nb", 3), ("\n", 1), ("a\r\nb\r\n", 2), ("  \n\t\na\n", 3), ("eins\x0bzwei\u2028drei\n", 1)],
+    [
+        ("a\n\nb", 3),
+        ("\n", 1),
+        ("a\r\nb\r\n", 2),
+        ("  \n\t\na\n", 3),
+        ("eins\x0bzwei\u2028drei\n", 1),
+    ],
 )
 def test_only_line_feeds_end_lines(folder: Path, content: str, count: int) -> None:
     code, out = predict(folder, content)
@@ -85,14 +107,19 @@ def test_only_line_feeds_end_lines(folder: Path, content: str, count: int) -> No
     assert out.read_bytes().count(b"\n") == count
 
 
-def test_long_lines_are_refused_with_their_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_lines_are_refused_with_their_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     long = "eins zwei " * LIMIT
     lines = f"eins\n{long}\nzwei\n{long}\n"
     code, out = predict(folder, lines)
     said = capsys.readouterr().err
     assert code == 1
     assert not out.exists()
-    assert f"2 lines have more tokens than the positions of the model, {LIMIT}; give --long truncate" in said
+    assert (
+        f"2 lines have more tokens than the positions of the model, {LIMIT}; give --long truncate"
+        in said
+    )
     assert "in.txt:2: " in said
     assert "in.txt:4: " in said
     for choice, what in (("truncate", "cut to their start"), ("split", "translated in parts")):
@@ -112,11 +139,24 @@ def test_parts_of_a_long_line_hold_all_of_it() -> None:
 
 def test_several_texts_per_line(folder: Path) -> None:
     code, out = predict(
-        folder, "eins\n\nzwei drei\n", "--beams", "3", "--n-best", "2", "--gnmt", "--length-penalty", "0.6"
+        folder,
+        "eins\n\nzwei drei\n",
+        "--beams",
+        "3",
+        "--n-best",
+        "2",
+        "--gnmt",
+        "--length-penalty",
+        "0.6",
     )
     assert code == 0
     rows = [line.split("\t") for line in out.read_text().splitlines()]
-    assert [(row[0], row[1]) for row in rows if row[0] != "2"] == [("1", "1"), ("1", "2"), ("3", "1"), ("3", "2")]
+    assert [(row[0], row[1]) for row in rows if row[0] != "2"] == [
+        ("1", "1"),
+        ("1", "2"),
+        ("3", "1"),
+        ("3", "2"),
+    ]
     scores = [float(row[2]) for row in rows if row[0] == "3"]
     assert scores[0] >= scores[1]
 
@@ -146,7 +186,21 @@ def test_zipped_and_piped_input(
     assert predict(folder, gzip.compress(lines), name="in.txt.gz")[0] == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     capsys.readouterr()
-    assert main(["predict", str(folder / "model"), "--input", "-", "--beams", "1", "--max-new-tokens", "4"]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                str(folder / "model"),
+                "--input",
+                "-",
+                "--beams",
+                "1",
+                "--max-new-tokens",
+                "4",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == (folder / "out.txt").read_text()
 
 
@@ -157,7 +211,14 @@ def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in.txt:2: not UTF-8: byte 0xf6 at byte 3 of the line" in capsys.readouterr().err
     assert predict(folder, "")[0] == 1
     assert "the file is empty" in capsys.readouterr().err
-    words = ["predict", str(folder / "model"), "--text", "eins", "--output", str(folder / "nowhere" / "out.txt")]
+    words = [
+        "predict",
+        str(folder / "model"),
+        "--text",
+        "eins",
+        "--output",
+        str(folder / "nowhere" / "out.txt"),
+    ]
     assert main(words) == 1
     assert "nowhere does not exist" in capsys.readouterr().err
 
@@ -175,7 +236,10 @@ def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_a_source_can_be_read_twice(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\ntwo")
-    for source in (LineSource(text=None, path=tmp_path / "a.txt"), LineSource(text="one\ntwo\n", path=None)):
+    for source in (
+        LineSource(text=None, path=tmp_path / "a.txt"),
+        LineSource(text="one\ntwo\n", path=None),
+    ):
         assert list(source) == list(source) == ["one", "two"]
     with pytest.raises(DataError, match=r"b\.txt: no such file; nearest: a\.txt"):
         LineSource(text=None, path=tmp_path / "b.txt")

@@ -1,4 +1,5 @@
-"""A saved model goes to the hub as it is; where it cannot, it is safe and the command to try again is told."""
+"""A saved model goes to the hub as it is; where it cannot, it is safe and the command to try again
+is told."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from wellposed.cli import main
 
 SHORT = ["--steps", "2", "--eval-every", "2", "--batch-size", "4", "--seq-len", "24", "--quiet"]
-SHORT += ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+SHORT += [
+    "--model.hidden-size",
+    "16",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+]
 
 
 class Hub:
@@ -37,7 +45,9 @@ class Hub:
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
         assert repo_id in self.private
-        self.files.update({p.name: p.read_bytes() for p in folder_path.iterdir() if p.name not in ignore_patterns})
+        self.files.update(
+            {p.name: p.read_bytes() for p in folder_path.iterdir() if p.name not in ignore_patterns}
+        )
 
     def upload_file(self, *, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> None:
         assert repo_id in self.private
@@ -69,7 +79,9 @@ def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_finished_training_is_uploaded_with_its_card(
     hub: type[Hub], words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*words, "--out", str(finished), "--resume", "auto", "--push-to-hub", "me/prose"]) == 0
+    assert (
+        main([*words, "--out", str(finished), "--resume", "auto", "--push-to-hub", "me/prose"]) == 0
+    )
     assert capsys.readouterr().out.splitlines()[-1] == "https://hub.test/me/prose"
     assert hub.private == {"me/prose": True}
     final = {path.name: path.read_bytes() for path in (finished / "final").iterdir()}
@@ -88,7 +100,9 @@ def test_without_a_token_the_run_is_safe_and_the_command_told_works_later(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(hub, "refusal", LocalTokenNotFoundError("Token is required.\nMore about it."))
+    monkeypatch.setattr(
+        hub, "refusal", LocalTokenNotFoundError("Token is required.\nMore about it.")
+    )
     out = tmp_path / "my run"
     assert main([*words, "--out", str(out), "--push-to-hub", "me/prose"]) == 1
     said = capsys.readouterr()
@@ -108,7 +122,11 @@ def test_the_verb_makes_a_public_repository_where_asked(hub: type[Hub], finished
 
 
 def test_what_cannot_be_uploaded_is_refused_before_the_hub_is_asked(
-    hub: type[Hub], words: list[str], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: type[Hub],
+    words: list[str],
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*words, "--out", str(tmp_path / "run"), "--push-to-hub", "me/my/prose"]) == 2
     assert "expected NAME or OWNER/NAME" in capsys.readouterr().err

@@ -19,7 +19,9 @@ def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in lines[1:-1]] == list(RECIPES)
     assert all(" min" in line or " h" in line for line in lines[1:-1])
     figure_2 = next(line for line in lines if line.startswith("kim2021/figure-2"))
-    assert figure_2.split()[1:7] == ["0.2", "min", "0.2", "min", "~5", "min"], "measured, and estimates with a ~"
+    assert figure_2.split()[1:7] == ["0.2", "min", "0.2", "min", "~5", "min"], (
+        "measured, and estimates with a ~"
+    )
 
 
 def test_every_recipe_has_a_medium_scale_of_at_most_ten_hours() -> None:
@@ -28,7 +30,19 @@ def test_every_recipe_has_a_medium_scale_of_at_most_ten_hours() -> None:
 
 
 def test_a_plan_says_what_could_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "sengupta2023/table-1", "kim2021/figure-11", "--plan", "--scale", "medium"]) == 0
+    assert (
+        main(
+            [
+                "reproduce",
+                "sengupta2023/table-1",
+                "kim2021/figure-11",
+                "--plan",
+                "--scale",
+                "medium",
+            ]
+        )
+        == 0
+    )
     table, figure = capsys.readouterr().out.split("kim2021/figure-11")
     assert "seeds:        5" in table
     assert "a difference of 1.8 in test accuracy, in points is seen with a chance of 80%" in table
@@ -50,7 +64,12 @@ def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name.partition("/")[0] for name in listed} == {
         "kim2021", "sengupta2023", "zhang2021", "huang2020", "mcgrath2024", "frontier",
     }  # fmt: skip
-    assert {"mcgrath2024/figure-1", "mcgrath2024/figure-3", "mcgrath2024/table-1", "mcgrath2024/qr"} <= listed
+    assert {
+        "mcgrath2024/figure-1",
+        "mcgrath2024/figure-3",
+        "mcgrath2024/table-1",
+        "mcgrath2024/qr",
+    } <= listed
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
@@ -61,15 +80,24 @@ def test_every_listed_recipe_resolves_to_a_function_of_a_request(name: str) -> N
     assert request.annotation is Request
 
 
-def test_a_recipe_without_its_data_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "mcgrath2024/figure-1", "--scale", "mini", "--out", str(tmp_path)]) == 2
+def test_a_recipe_without_its_data_says_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["reproduce", "mcgrath2024/figure-1", "--scale", "mini", "--out", str(tmp_path)]) == 2
+    )
     said = capsys.readouterr().err
     assert "--data FOLDER" in said
     assert "ids-sst-train.csv, quora-train.csv, sts-train.csv" in said
 
 
-def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "kim2021/figure-3", "--scale", "toy", "--out", str(tmp_path), "--quiet"]) == 0
+def test_a_recipe_prints_paper_says_and_we_got(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["reproduce", "kim2021/figure-3", "--scale", "toy", "--out", str(tmp_path), "--quiet"])
+        == 0
+    )
     captured = capsys.readouterr()
     assert "paper says:" in captured.out
     assert "we got:" in captured.out
@@ -84,12 +112,17 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
         request.announce("half way")
         panel = Panel("t", "x", "y")
         holds = recipe.function != "kim2021.figures_2_7_8_bounds:figure_7"
-        return Reproduction([{"a": 1}], [panel], "nothing", holds, criterion=Criterion("it is larger", seeds=3))
+        return Reproduction(
+            [{"a": 1}], [panel], "nothing", holds, criterion=Criterion("it is larger", seeds=3)
+        )
 
     monkeypatch.setattr(Recipe, "__call__", made)
     assert main(["reproduce", "kim2021", "--out", str(tmp_path), "--strict"]) == 1
     captured = capsys.readouterr()
-    assert captured.out.count("verdict:    holds") == sum(name.startswith("kim2021/") for name in RECIPES) - 1
+    assert (
+        captured.out.count("verdict:    holds")
+        == sum(name.startswith("kim2021/") for name in RECIPES) - 1
+    )
     assert "DOES NOT HOLD" in captured.out
     assert "test:       it is larger" in captured.out
     assert "seeds:      3; uncertainty: none" in captured.out
@@ -112,19 +145,41 @@ def test_a_papers_name_gives_each_recipe_what_it_reads(
     monkeypatch.setattr(Recipe, "__call__", made)
     (tmp_path / "data").mkdir()
     data, out = str(tmp_path / "data"), str(tmp_path / "out")
-    words = ["reproduce", "zhang2021", "--out", out, "--data", data, "--languages", "en,fr", "--vectors", "glove.txt"]
+    words = [
+        "reproduce",
+        "zhang2021",
+        "--out",
+        out,
+        "--data",
+        data,
+        "--languages",
+        "en,fr",
+        "--vectors",
+        "glove.txt",
+    ]
     assert main(words) == 0
     assert seen["zhang2021/theorem-2.1"] == (None, None, None)
     assert seen["zhang2021/table-1"] == (data, None, "en,fr")
     assert seen["zhang2021/table-4"] == (data, "glove.txt", None)
-    assert main(["reproduce", "kim2021", "--out", out, "--encoder", "e", "--languages", "en,fr"]) == 2
-    assert "kim2021: none of its recipes reads --encoder, --languages; leave it out" in capsys.readouterr().err
+    assert (
+        main(["reproduce", "kim2021", "--out", out, "--encoder", "e", "--languages", "en,fr"]) == 2
+    )
+    assert (
+        "kim2021: none of its recipes reads --encoder, --languages; leave it out"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [([], "name a recipe"), (["kim2021/figre-2"], "nearest: kim2021/figure-2"), (["kim2022"], "unknown recipe")],
+    [
+        ([], "name a recipe"),
+        (["kim2021/figre-2"], "nearest: kim2021/figure-2"),
+        (["kim2022"], "unknown recipe"),
+    ],
 )
-def test_wrong_names_are_usage_errors(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_names_are_usage_errors(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", *words]) == 2
     assert says in capsys.readouterr().err

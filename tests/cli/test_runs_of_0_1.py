@@ -1,7 +1,8 @@
-"""A run folder and its checkpoints as version 0.1 wrote them: every command takes them, and resuming goes on with them.
+"""A run folder and its checkpoints as version 0.1 wrote them: every command takes them, and
+resuming goes on with them.
 
-The folder was written by the sources of 0.1.0 (`train text_classification --steps 4 --checkpoint-every 2`); it is never
-written anew.
+The folder was written by the sources of 0.1.0
+(`train text_classification --steps 4 --checkpoint-every 2`); it is never written anew.
 """
 
 from __future__ import annotations
@@ -16,8 +17,25 @@ from safetensors.torch import load_file
 from wellposed.cli import main
 
 SAVED = Path(__file__).parent / "saved"
-TRAINED = ["--max-length", "6", "--quiet", "--eval-every", "2", "--checkpoint-every", "2", "--batch-size", "8"]
-TRAINED += ["--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+TRAINED = [
+    "--max-length",
+    "6",
+    "--quiet",
+    "--eval-every",
+    "2",
+    "--checkpoint-every",
+    "2",
+    "--batch-size",
+    "8",
+]
+TRAINED += [
+    "--model.hidden-size",
+    "8",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+]
 TRAINED += ["--variant", "l2_contractive", "--model.norm", "none"]
 
 
@@ -34,21 +52,30 @@ def resume(run: Path, steps: int) -> int:
 
 
 @pytest.mark.parametrize("command", ["certify", "measure", "report"])
-def test_a_command_takes_the_run(old_run: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_takes_the_run(
+    old_run: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, str(old_run), *(["--out", "page"] if command == "report" else [])]) == 0
-    assert {"certify": "certified", "measure": "token_embedding", "report": "0.839"}[command] in capsys.readouterr().out
+    assert {"certify": "certified", "measure": "token_embedding", "report": "0.839"}[
+        command
+    ] in capsys.readouterr().out
 
 
-def test_predictions_are_of_the_weights_it_saved(old_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_are_of_the_weights_it_saved(
+    old_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("lines.txt").write_text("a good film x\na bad film y\n", encoding="utf-8")
     assert main(["predict", str(old_run), "--input", "lines.txt"]) == 0
-    labels, probabilities = zip(*(line.split() for line in capsys.readouterr().out.splitlines()), strict=True)
+    labels, probabilities = zip(
+        *(line.split() for line in capsys.readouterr().out.splitlines()), strict=True
+    )
     assert set(labels) <= {"pos", "neg"}
     assert all(0.5 <= float(probability) < 1 for probability in probabilities)
 
 
 def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_0_1_ended_in(old_run: Path) -> None:
-    """The last checkpoint, the result and the final model gone, as after a kill: steps 3 and 4 are made again."""
+    """The last checkpoint, the result and the final model gone, as after a kill: steps 3 and 4 are
+    made again."""
     finished = load_file(old_run / "final" / "model.safetensors")
     for name in ("final", "checkpoint-4"):
         shutil.rmtree(old_run / name)
@@ -58,7 +85,8 @@ def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_0_1_ended_in(old_r
     again = load_file(old_run / "final" / "model.safetensors")
     assert again.keys() == finished.keys()
     for name, weight in finished.items():
-        # Two Adam steps of at most 1e-3; other kernels round otherwise, and a lost optimizer state moves by the step.
+        # Two Adam steps of at most 1e-3; other kernels round otherwise, and a lost optimizer state
+        # moves by the step.
         assert (again[name] - weight).abs().max() < 1e-5, name
 
 

@@ -14,7 +14,12 @@ from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.cli import main
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 PLUGIN = """
 import transformers
 
@@ -42,7 +47,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _words(files: Path, source: Path | str, out: Path, *more: str) -> list[str]:
-    words = ["sweep", "mcgrath2024", "--data", str(files / "rows"), "--scale", "toy", "--seeds", "1", "--quiet"]
+    words = [
+        "sweep",
+        "mcgrath2024",
+        "--data",
+        str(files / "rows"),
+        "--scale",
+        "toy",
+        "--seeds",
+        "1",
+        "--quiet",
+    ]
     return [*words, "--cells", "key:1e-2", "--from", str(source), "--out", str(out), *more]
 
 
@@ -51,26 +66,40 @@ def _trial(out: Path, cell: str = "key-1e-2") -> dict:
 
 
 @pytest.mark.parametrize("source", ["bert", "bert/config.json", "bare/config.json"])
-def test_the_grid_is_trained_on_an_encoder_of_the_users(files: Path, tmp_path: Path, source: str) -> None:
+def test_the_grid_is_trained_on_an_encoder_of_the_users(
+    files: Path, tmp_path: Path, source: str
+) -> None:
     if source.startswith("bare"):
         (files / "bare").mkdir(exist_ok=True)
-        shutil.copy(files / "bert" / "config.json", files / "bare")  # no tokenizer: word pieces of the train rows
+        shutil.copy(
+            files / "bert" / "config.json", files / "bare"
+        )  # no tokenizer: word pieces of the train rows
     assert main(_words(files, files / source, tmp_path)) == 0
     trial = _trial(tmp_path)
     body = transformers.BertModel.from_pretrained(files / "bert").num_parameters()
     heads = 7 * (SIZES["hidden_size"] + 1)
     assert trial["status"] == "success"
-    assert (trial["parameters"] == body + heads) != source.startswith("bare")  # word pieces make another embedding
-    assert json.loads((tmp_path / "sweep.json").read_text())["settings"]["encoder"] == str(files / source)
+    assert (trial["parameters"] == body + heads) != source.startswith(
+        "bare"
+    )  # word pieces make another embedding
+    assert json.loads((tmp_path / "sweep.json").read_text())["settings"]["encoder"] == str(
+        files / source
+    )
 
 
-def test_models_of_another_kind_are_refused(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_of_another_kind_are_refused(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = byte_level_bpe(WORDS)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(files / "gpt2")
-    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(files / "gpt2")
-    short = transformers.BertConfig(**SIZES, vocab_size=len(bert_words(WORDS)), max_position_embeddings=8)
+    short = transformers.BertConfig(
+        **SIZES, vocab_size=len(bert_words(WORDS)), max_position_embeddings=8
+    )
     bert_words(WORDS).save_pretrained(files / "short")
     transformers.BertModel(short).save_pretrained(files / "short")
     refused = {
@@ -94,7 +123,9 @@ def test_code_of_the_users_runs_in_every_process_and_is_recorded(
     own = tmp_path / "own"
     shutil.copytree(files / "bert", own)
     config = json.loads((own / "config.json").read_text())
-    (own / "config.json").write_text(json.dumps({**config, "model_type": "own-encoder", "architectures": ["OwnModel"]}))
+    (own / "config.json").write_text(
+        json.dumps({**config, "model_type": "own-encoder", "architectures": ["OwnModel"]})
+    )
     assert main(_words(files, own, tmp_path / "without")) != 0
     assert "own-encoder" in capsys.readouterr().err
     plugin = tmp_path / "my.py"
@@ -102,5 +133,12 @@ def test_code_of_the_users_runs_in_every_process_and_is_recorded(
     words = _words(files, own, tmp_path / "with", "--import", str(plugin), "--jobs", "2")
     assert main(words) == 0
     recorded = {str(plugin.resolve()): sha256(plugin.read_bytes()).hexdigest()}
-    assert json.loads((tmp_path / "with" / "sweep.json").read_text())["settings"]["imports"] == recorded
-    assert _trial(tmp_path / "with")["imports"] == _trial(tmp_path / "with", "baseline")["imports"] == recorded
+    assert (
+        json.loads((tmp_path / "with" / "sweep.json").read_text())["settings"]["imports"]
+        == recorded
+    )
+    assert (
+        _trial(tmp_path / "with")["imports"]
+        == _trial(tmp_path / "with", "baseline")["imports"]
+        == recorded
+    )

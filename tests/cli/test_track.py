@@ -1,4 +1,5 @@
-"""``--track``: a tracker of one's own from a file, the figures of the report, and a comparison as one record more."""
+"""``--track``: a tracker of one's own from a file, the figures of the report, and a comparison as
+one record more."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from tests.support.notebook import Notebook
 
 register_tracker_class(Notebook)
 """
-TINY = ["--model.hidden-size", "16", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2", "--quiet"]
+TINY = [
+    "--model.hidden-size",
+    "16",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+    "--quiet",
+]
 SHORT = ["--steps", "2", "--eval-every", "2", "--batch-size", "4", "--seq-len", "24", *TINY]
 
 
@@ -28,38 +37,82 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)  # and is gone after the test
     monkeypatch.delitem(LOGGER_TYPE_TO_CLASS, "notebook")
     (tmp_path / "my.py").write_text(PLUGIN, encoding="utf-8")
-    (tmp_path / "prose.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
-    return ["--data", str(tmp_path / "prose.txt"), *SHORT, "--import", str(tmp_path / "my.py"), "--track", "notebook"]
+    (tmp_path / "prose.txt").write_text(
+        "the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8"
+    )
+    return [
+        "--data",
+        str(tmp_path / "prose.txt"),
+        *SHORT,
+        "--import",
+        str(tmp_path / "my.py"),
+        "--track",
+        "notebook",
+    ]
 
 
 def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> None:
     assert main(["train", "char_lm", *words, "--out", str(tmp_path / "run")]) == 0
     (record,) = Notebook.records
-    assert {"curves", "spectra"} <= {part for name in record.shown for part in name.split("-")}, record.shown.keys()
+    assert {"curves", "spectra"} <= {part for name in record.shown for part in name.split("-")}, (
+        record.shown.keys()
+    )
     for pixels in record.shown.values():
         assert pixels.dtype == np.uint8
         assert (pixels.ndim, pixels.shape[0], pixels.shape[3]) == (4, 1, 3)
         assert pixels.min() < 100 < pixels.max() == 255
 
 
-def test_a_comparison_is_one_record_more(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "char_lm", *words, "--variants", "post_ln,pre_ln", "--out", str(tmp_path / "runs")]) == 0
+def test_a_comparison_is_one_record_more(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "compare",
+                "char_lm",
+                *words,
+                "--variants",
+                "post_ln,pre_ln",
+                "--out",
+                str(tmp_path / "runs"),
+            ]
+        )
+        == 0
+    )
     *runs, comparison = Notebook.records
     assert [run.config["variant"] for run in runs] == ["post_ln", "pre_ln"]
     assert comparison.config["variant"] == "post_ln,pre_ln"
     ((_, means),) = comparison.rows
     for run in runs:
-        assert means[f"final/{run.config['variant']}/test/loss"] == run.rows[-1][1]["final/test/loss"]
+        assert (
+            means[f"final/{run.config['variant']}/test/loss"] == run.rows[-1][1]["final/test/loss"]
+        )
     assert set(comparison.shown) == set(runs[0].shown)
 
 
-def test_a_tracker_that_is_not_installed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prose.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
+def test_a_tracker_that_is_not_installed_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prose.txt").write_text(
+        "the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8"
+    )
     for command in (["train"], ["compare"]):
         out = tmp_path / command[0]
-        words = [*command, "char_lm", "--data", str(tmp_path / "prose.txt"), *SHORT, "--out", str(out)]
+        words = [
+            *command,
+            "char_lm",
+            "--data",
+            str(tmp_path / "prose.txt"),
+            *SHORT,
+            "--out",
+            str(out),
+        ]
         assert main([*words, "--track", "clearml"]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert "'clearml', which is not installed; nothing was trained; run: pip install clearml" in said
+        assert (
+            "'clearml', which is not installed; nothing was trained; run: pip install clearml"
+            in said
+        )
         assert not out.exists()

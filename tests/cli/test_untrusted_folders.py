@@ -1,4 +1,5 @@
-"""A folder from somewhere else: none of its code runs, no pickle is read, and a mistyped path is never looked up."""
+"""A folder from somewhere else: none of its code runs, no pickle is read, and a mistyped path is
+never looked up."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import torch
 
 from wellposed.cli import main
 
-COMMAND = [sys.executable, "-c", "import sys; from wellposed.cli import main; sys.exit(main(sys.argv[1:]))"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from wellposed.cli import main; sys.exit(main(sys.argv[1:]))",
+]
 
 
 def edit(path: Path, **values: object) -> None:
@@ -23,12 +28,20 @@ def edit(path: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "model"])
-def test_code_of_a_folder_never_runs_whatever_standard_input_says(small_run: Path, tmp_path: Path, kind: str) -> None:
+def test_code_of_a_folder_never_runs_whatever_standard_input_says(
+    small_run: Path, tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(small_run / "final", folder, ignore=shutil.ignore_patterns("manifest.json"))
-    (folder / "code.py").write_text(f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\n", encoding="utf-8")
+    (folder / "code.py").write_text(
+        f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\n", encoding="utf-8"
+    )
     if kind == "tokenizer":
-        edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "code.T"]}, tokenizer_class="T")
+        edit(
+            folder / "tokenizer_config.json",
+            auto_map={"AutoTokenizer": [None, "code.T"]},
+            tokenizer_class="T",
+        )
     else:
         edit(folder / "config.json", auto_map={"AutoConfig": "code.C"}, model_type="unheard_of")
     done = subprocess.run(
@@ -61,9 +74,9 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(
     # The advice holds: what it says makes a folder that loads.
     import transformers
 
-    transformers.AutoModelForSequenceClassification.from_pretrained(str(folder), use_safetensors=False).save_pretrained(
-        str(folder)
-    )
+    transformers.AutoModelForSequenceClassification.from_pretrained(
+        str(folder), use_safetensors=False
+    ).save_pretrained(str(folder))
     assert main(["measure", str(folder)]) == 0
 
 
@@ -116,7 +129,10 @@ def test_a_mistyped_path_is_never_looked_up_on_the_hub(
 
 
 def test_a_hub_name_is_one_line_offline(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(small_run, tmp_path / "imdb")
     monkeypatch.chdir(tmp_path)
@@ -131,9 +147,18 @@ def test_a_hub_name_is_one_line_offline(
 
 def test_without_a_network_the_hub_is_tried_once(tmp_path: Path) -> None:
     """Hugging Face alone prints a notice for every try, five after the first."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+    }
     done = subprocess.run(
-        [*COMMAND, "measure", "nobody-at-all/nothing"], capture_output=True, text=True, check=False, env=environment
+        [*COMMAND, "measure", "nobody-at-all/nothing"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("wellposed: nobody-at-all/nothing: ")

@@ -1,4 +1,5 @@
-"""A step that raises before its end leaves the weights where they were, at the next step or when the handle goes."""
+"""A step that raises before its end leaves the weights where they were, at the next step or when
+the handle goes."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_weights_come_back_from_a_step_that_broke(
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
     optimizer.broken = False
-    # Decay, and half precision, are kept out of a step by a weight of zero while the optimizer steps.
+    # Decay, and half precision, are kept out of a step by a weight of zero while the optimizer
+    # steps.
     assert bool((layer.weight == 0).all()) == (decay > 0 or dtype == torch.bfloat16)
     if how == "remove":
         handle.remove()

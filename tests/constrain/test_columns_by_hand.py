@@ -1,4 +1,5 @@
-"""Columns of a length: what counts as within rounding, what moves, and how far the report says it moved."""
+"""Columns of a length: what counts as within rounding, what moves, and how far the report says it
+moved."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ def held(layer: nn.Module, bound: float = 1.0) -> Constraint:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("units", [1.5, 4.0])
-def test_a_column_within_the_rounding_of_its_entries_is_not_touched(dtype: torch.dtype, units: float) -> None:
-    """Two units of the dtype, and one of float64 for every entry that is squared and summed: 64 here."""
+def test_a_column_within_the_rounding_of_its_entries_is_not_touched(
+    dtype: torch.dtype, units: float
+) -> None:
+    """Two units of the dtype, and one of float64 for every entry that is squared and summed: 64
+    here."""
     eps = torch.finfo(dtype).eps
     layer = nn.Linear(2, 64, bias=False, dtype=torch.float64)
     with torch.no_grad():
@@ -70,7 +74,9 @@ def test_columns_that_a_step_takes_to_zero_are_counted(batched: bool) -> None:
     gradient = layers[1].weight.grad
     assert gradient is not None
     gradient[:, 1:3] = layers[1].weight.detach()[:, 1:3]
-    with pytest.raises(ConvergenceError, match=r"1\.weight: 2 of 4 columns are zero or not finite .*: \[1, 2\]"):
+    with pytest.raises(
+        ConvergenceError, match=r"1\.weight: 2 of 4 columns are zero or not finite .*: \[1, 2\]"
+    ):
         optimizer.step()
 
 

@@ -1,4 +1,5 @@
-"""`constrain_`: weights stay orthogonal under any optimizer, from the nearest start, and leave no trace."""
+"""`constrain_`: weights stay orthogonal under any optimizer, from the nearest start, and leave no
+trace."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import warnings
 
 import pytest
 import torch
-from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, isometry_error, problem, train
+from tests.support.constrained import (
+    NAMES,
+    OPTIMIZERS,
+    WIDTH,
+    Mixed,
+    errors,
+    isometry_error,
+    problem,
+    train,
+)
 from torch import nn
 
 from wellposed.constrain import Constraint, ConstraintWarning, constrain_
@@ -44,7 +54,9 @@ def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size: float) -
             optimizer.step()
     assert handle.error().worst <= 1e-5
     assert max(isometry_error(getattr(model, name).weight) for name in ("tall", "wide")) <= 1e-5
-    assert float(torch.linalg.det(model.square.weight.detach().double())) == pytest.approx(sign, abs=1e-4)
+    assert float(torch.linalg.det(model.square.weight.detach().double())) == pytest.approx(
+        sign, abs=1e-4
+    )
 
 
 def test_a_large_step_is_said_once() -> None:
@@ -142,11 +154,15 @@ def test_weights_without_gradient_are_left_alone() -> None:
     before = copy.deepcopy(model.state_dict())
     model.head(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
-    assert all(torch.equal(model.state_dict()[f"{name}.weight"], before[f"{name}.weight"]) for name in NAMES)
+    assert all(
+        torch.equal(model.state_dict()[f"{name}.weight"], before[f"{name}.weight"])
+        for name in NAMES
+    )
 
 
 def test_trains_a_teacher_as_well_as_a_parametrisation() -> None:
-    """Student and teacher of orthogonal layers: the same loss as torch's Cayley parametrisation, or better."""
+    """Student and teacher of orthogonal layers: the same loss as torch's Cayley parametrisation, or
+    better."""
     generator = torch.Generator().manual_seed(0)
     width = 24
     teacher = [torch.linalg.qr(torch.randn(width, width, generator=generator))[0] for _ in range(2)]
@@ -155,7 +171,9 @@ def test_trains_a_teacher_as_well_as_a_parametrisation() -> None:
 
     def fit(*, parametrised: bool) -> float:
         torch.manual_seed(1)
-        student = nn.Sequential(nn.Linear(width, width, bias=False), nn.ELU(), nn.Linear(width, width, bias=False))
+        student = nn.Sequential(
+            nn.Linear(width, width, bias=False), nn.ELU(), nn.Linear(width, width, bias=False)
+        )
         for index in (0, 2):
             nn.init.orthogonal_(student[index].weight)
             if parametrised:

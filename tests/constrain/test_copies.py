@@ -1,4 +1,5 @@
-"""Copies of a constrained optimizer have no constraint, and say so at their first step; resuming is silent."""
+"""Copies of a constrained optimizer have no constraint, and say so at their first step; resuming is
+silent."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def constrained(kind: str = "adamw", where: Any = NAMES) -> tuple[Mixed, Optimiz
 def test_a_copied_pair_warns_at_its_first_step(how: str, kind: str, where: Any) -> None:
     model, optimizer, _ = constrained(kind, where)
     other, copied = COPIES[how]((model, optimizer))
-    with pytest.warns(ConstraintWarning, match=r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"):
+    with pytest.warns(
+        ConstraintWarning, match=r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"
+    ):
         train(other, copied, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,16 +15,31 @@ import torch
 def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "support" / "constrain_worker.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    pairs = [("ddp", "single"), ("fsdp2", "single"), ("fsdp2 bf16", "single bf16"), ("fsdp2 decay", "single decay")]
-    pairs += [(f"{way} {to}", f"single {to}") for to in ("spectral", "columns") for way in ("ddp", "fsdp2")]
+    pairs = [
+        ("ddp", "single"),
+        ("fsdp2", "single"),
+        ("fsdp2 bf16", "single bf16"),
+        ("fsdp2 decay", "single decay"),
+    ]
+    pairs += [
+        (f"{way} {to}", f"single {to}")
+        for to in ("spectral", "columns")
+        for way in ("ddp", "fsdp2")
+    ]
     for kind, reference in pairs:
         half = "bf16" in kind
         for found in ranks:
-            assert found[kind]["losses"] == pytest.approx(ranks[0][reference]["losses"], rel=0.03 if half else 1e-5)
+            assert found[kind]["losses"] == pytest.approx(
+                ranks[0][reference]["losses"], rel=0.03 if half else 1e-5
+            )
             assert max(found[kind]["errors"].values()) <= (4e-3 if half else 1e-5)
             assert len(found[kind]["errors"]) == 3
             if not half:
@@ -32,5 +47,6 @@ def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path: Path) -> None:
                     expected = torch.tensor(ranks[0][reference]["weights"][name])
                     assert torch.allclose(torch.tensor(value), expected, atol=2e-5), (kind, name)
         assert ranks[0][kind]["weights"] == ranks[1][kind]["weights"], kind
-    # The mark of Lie coordinates travels with a sharded optimizer checkpoint: one square weight has it.
+    # The mark of Lie coordinates travels with a sharded optimizer checkpoint: one square weight has
+    # it.
     assert ranks[0]["fsdp2"]["marks"] == 1

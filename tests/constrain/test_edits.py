@@ -1,4 +1,5 @@
-"""Weights edited behind the optimizer's back are orthogonal again after one step; halves keep to their rounding."""
+"""Weights edited behind the optimizer's back are orthogonal again after one step; halves keep to
+their rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from wellposed.linalg import isometry_error as fast_error
 EDITS: dict[str, Callable[[nn.Linear], object]] = {
     "data.mul_": lambda layer: layer.weight.data.mul_(1.5),
     "one entry of data": lambda layer: layer.weight.data[0, 0].add_(0.01),
-    "data =": lambda layer: setattr(layer.weight, "data", torch.ones_like(layer.weight) + layer.weight.data),
+    "data =": lambda layer: setattr(
+        layer.weight, "data", torch.ones_like(layer.weight) + layer.weight.data
+    ),
     "three entries of data": lambda layer: layer.weight.data.view(-1)[:3].mul_(1.001),
     "load_state_dict": lambda layer: layer.load_state_dict({"weight": 0.5 * layer.weight.detach()}),
 }
@@ -67,14 +70,16 @@ def test_a_weight_left_alone_is_not_measured_anew() -> None:
 
 
 def worst_for_bfloat16() -> Tensor:
-    """Orthonormal columns of `+-1/sqrt(254)`, which bfloat16 rounds up by nearly half its spacing, all of them."""
+    """Orthonormal columns of `+-1/sqrt(254)`, which bfloat16 rounds up by nearly half its spacing,
+    all of them."""
     columns = torch.ones(254, 2, dtype=torch.float64)
     columns[127:, 1] = -1
     return columns / 254**0.5
 
 
 def test_half_weights_reach_their_bound_and_no_less() -> None:
-    """Each entry moves by a part of at most u = 2^-8, so an entry of W^T W by 2 u + u^2; once 4e-3 was promised."""
+    """Each entry moves by a part of at most u = 2^-8, so an entry of W^T W by 2 u + u^2; once 4e-3
+    was promised."""
     exact = worst_for_bfloat16()
     assert isometry_error(exact) < 1e-14
     stored = isometry_error(exact.to(torch.bfloat16))

@@ -1,4 +1,5 @@
-"""An embedding of more vectors than dimensions: held at the size it has, its columns stay orthogonal."""
+"""An embedding of more vectors than dimensions: held at the size it has, its columns stay
+orthogonal."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def train(model: Bag, optimizer: torch.optim.Optimizer, steps: int) -> list[floa
 
 
 def frame_gain(table: Tensor) -> float:
-    """The slow reference: root of the mean eigenvalue of E^T E, which are all equal for orthogonal columns."""
+    """The slow reference: root of the mean eigenvalue of E^T E, which are all equal for orthogonal
+    columns."""
     return math.sqrt(float(table.detach().double().square().sum()) / DIM)
 
 
@@ -79,7 +81,9 @@ def test_a_table_with_few_vectors_keeps_them_orthogonal_at_the_length_they_had()
 @pytest.mark.parametrize("vocab", [DIM, DIM - 1])
 def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(vocab: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(vocab, DIM, padding_idx=0), nn.Flatten(), nn.Linear(2 * DIM, 2))
+    model = nn.Sequential(
+        nn.Embedding(vocab, DIM, padding_idx=0), nn.Flatten(), nn.Linear(2 * DIM, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
     handle = constrain_(model, optimizer, where="0", embeddings="fit")
     ids = torch.randint(0, vocab, (32, 2))
@@ -122,7 +126,9 @@ def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone() -> None:
     after = model.words.weight.detach()
     # one d x d matrix, fitted on six of the eight unseen vectors, explains the other two
     turn = torch.linalg.solve(before[rare][:DIM].double(), after[rare][:DIM].double())
-    torch.testing.assert_close(before[rare].double() @ turn, after[rare].double(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        before[rare].double() @ turn, after[rare].double(), atol=1e-4, rtol=0
+    )
     assert float((after - before)[: VOCAB - 8].norm(dim=1)[1:].min()) > 0.1
 
 
@@ -140,4 +146,6 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     resumed.load_state_dict(state)
     assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
     assert train(again, resumed, 10) == expected
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items()
+    )

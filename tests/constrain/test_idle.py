@@ -1,4 +1,5 @@
-"""A constraint whose optimizer never steps while another trains the weights says so, once, and only then."""
+"""A constraint whose optimizer never steps while another trains the weights says so, once, and only
+then."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind: str) -> 
     flags = {"foreach": kind == "foreach", "fused": kind == "fused"}
     other = torch.optim.AdamW(model.parameters(), lr=1e-3, **flags)
     train(model, other, 3)
-    with pytest.warns(ConstraintWarning, match=r"took no step: another optimizer(.|\n)*square\.weight"):
+    with pytest.warns(
+        ConstraintWarning, match=r"took no step: another optimizer(.|\n)*square\.weight"
+    ):
         train(model, other, 1)
     train(model, other, 4)  # a second warning would be an error
 
@@ -37,7 +40,9 @@ def test_no_word_without_cause() -> None:
             model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
             nn.functional.mse_loss(model(x), y).backward()
         train(model, optimizer, 5)
-        assert not model.square.weight._post_accumulate_grad_hooks, "who has stepped is not watched any more"
+        assert not model.square.weight._post_accumulate_grad_hooks, (
+            "who has stepped is not watched any more"
+        )
         handle.remove()
         constrain_(model, optimizer, where="square").remove()
         train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 6)
@@ -47,11 +52,20 @@ def test_the_trainer_that_makes_its_own_optimizer_is_noticed(tmp_path: object) -
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     config = transformers.BertConfig(
-        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
     )
     model = transformers.BertForSequenceClassification(config)
-    constrain_(model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), roles=("query", "key"))
-    rows = [{"input_ids": torch.randint(0, 30, (5,)), "labels": torch.tensor(index % 2)} for index in range(12)]
+    constrain_(
+        model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), roles=("query", "key")
+    )
+    rows = [
+        {"input_ids": torch.randint(0, 30, (5,)), "labels": torch.tensor(index % 2)}
+        for index in range(12)
+    ]
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=5, report_to=[], save_strategy="no",
         use_cpu=True, disable_tqdm=True, logging_strategy="no",

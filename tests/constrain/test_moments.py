@@ -15,10 +15,14 @@ class Momentum(torch.optim.SGD):
 
 def layers() -> nn.ModuleDict:
     torch.manual_seed(0)
-    return nn.ModuleDict({"square": nn.Linear(5, 5, bias=False), "tall": nn.Linear(4, 7, bias=False)})
+    return nn.ModuleDict(
+        {"square": nn.Linear(5, 5, bias=False), "tall": nn.Linear(4, 7, bias=False)}
+    )
 
 
-def push(model: nn.ModuleDict, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
+def push(
+    model: nn.ModuleDict, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]
+) -> None:
     for name, gradient in gradients.items():
         model[name].weight.grad = gradient.clone()
     optimizer.step()
@@ -37,7 +41,8 @@ def test_moments_of_square_weights_restart_from_zero_and_no_others() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     push(model, optimizer, noise(model))
     square, tall = model["square"].weight, model["tall"].weight
-    # Numbers beside the tensors restart as numbers of their kind; flags say how to compute, and stay.
+    # Numbers beside the tensors restart as numbers of their kind; flags say how to compute, and
+    # stay.
     optimizer.state[square].update(count=5, ratio=0.5, flag=True, name="n")
     constrain_(model, optimizer, where=nn.Linear)
     before, moment = square.detach().clone(), optimizer.state[tall]["momentum_buffer"].clone()

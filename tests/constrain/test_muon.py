@@ -23,7 +23,11 @@ def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
     biases = [parameter for parameter in twin.parameters() if parameter.ndim == 1]
     muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1)
     adamw = torch.optim.AdamW(
-        [{"params": [twin.head.weight], "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=1e-3
+        [
+            {"params": [twin.head.weight], "weight_decay": 0.1},
+            {"params": biases, "weight_decay": 0.0},
+        ],
+        lr=1e-3,
     )
     x, y = problem()
     for _ in range(5):
@@ -32,14 +36,21 @@ def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
         nn.functional.mse_loss(twin(x), y).backward()
         muon.step()
         adamw.step()
-    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items()
+    )
 
 
 def test_embeddings_and_what_is_tied_to_them_go_to_adamw() -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
+    model = nn.ModuleDict(
+        {"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)}
+    )
     model["head"].weight = model["words"].weight
     optimizer = MuonAndAdamW(model)
-    held = {group["method"]: [tuple(entry.shape) for entry in group["params"]] for group in optimizer.param_groups[:1]}
+    held = {
+        group["method"]: [tuple(entry.shape) for entry in group["params"]]
+        for group in optimizer.param_groups[:1]
+    }
     assert held == {"muon": [(4, 4)]}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
 

@@ -1,4 +1,5 @@
-"""Every optimizer of torch: within tolerance after fifty steps, on a square, a tall and a wide weight, or refused."""
+"""Every optimizer of torch: within tolerance after fifty steps, on a square, a tall and a wide
+weight, or refused."""
 
 from __future__ import annotations
 
@@ -35,11 +36,17 @@ TAKEN: dict[str, Callable[[Any], Optimizer]] = {
 SHAPES = [(8, 8), (12, 5), (5, 12)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str
+)
 @pytest.mark.parametrize("kind", TAKEN)
-def test_fifty_steps_stay_within_the_tolerance(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_fifty_steps_stay_within_the_tolerance(
+    kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
     torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES)
+    layers = nn.ModuleList(
+        nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
+    )
     optimizer = TAKEN[kind](layers.parameters())
     handle = constrain_(layers, optimizer, where=nn.Linear)
     start = [weight.detach().clone() for weight in layers.parameters()]
@@ -63,5 +70,7 @@ def test_an_optimizer_without_one_step_for_one_gradient_is_refused(kind: str) ->
     layer = nn.Linear(4, 4)
     before = layer.weight.detach().clone()
     with pytest.raises(ConfigError, match=f"{kind} does not take one step from one gradient"):
-        constrain_(nn.Sequential(layer), getattr(torch.optim, kind)(list(layer.parameters())), where="0")
+        constrain_(
+            nn.Sequential(layer), getattr(torch.optim, kind)(list(layer.parameters())), where="0"
+        )
     assert torch.equal(layer.weight, before)

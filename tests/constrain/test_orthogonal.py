@@ -1,4 +1,5 @@
-"""The parametrisation: orthogonal at every step, starts and loads at the nearest matrix, leaves plainly."""
+"""The parametrisation: orthogonal at every step, starts and loads at the nearest matrix, leaves
+plainly."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gain", [1.0, 0.5])
-def test_starts_at_the_nearest_matrix_and_stays_orthogonal(shape: tuple[int, int], gain: float) -> None:
+def test_starts_at_the_nearest_matrix_and_stays_orthogonal(
+    shape: tuple[int, int], gain: float
+) -> None:
     layer = nn.Linear(shape[1], shape[0])
     before = layer.weight.detach().clone()
     orthogonal(layer, gain=gain)
@@ -41,7 +44,9 @@ def test_starts_at_the_nearest_matrix_and_stays_orthogonal(shape: tuple[int, int
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_components_are_reached_and_an_assigned_weight_is_projected(shape: tuple[int, int]) -> None:
+def test_both_components_are_reached_and_an_assigned_weight_is_projected(
+    shape: tuple[int, int],
+) -> None:
     layer = orthogonal(nn.Linear(shape[1], shape[0]))
     for sign in (1.0, -1.0):
         target = nearest(torch.randn(shape))
@@ -62,7 +67,9 @@ def test_moving_the_base_keeps_the_weight(shape: tuple[int, int]) -> None:
     before = layer.weight.detach().clone()
     layer.weight = layer.weight
     assert torch.allclose(layer.weight, before, atol=2e-6)
-    assert float(layer.get_parameter("parametrizations.weight.original").detach().abs().max()) == 0.0
+    assert (
+        float(layer.get_parameter("parametrizations.weight.original").detach().abs().max()) == 0.0
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,7 +124,9 @@ def test_bfloat16_is_computed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # from inside torch.compile
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # from inside torch.compile
 def test_compiles_whole(shape: tuple[int, int]) -> None:
     layer = orthogonal(nn.Linear(shape[1], shape[0]))
     x = torch.randn(3, shape[1])

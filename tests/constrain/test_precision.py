@@ -6,7 +6,16 @@ import math
 
 import pytest
 import torch
-from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, errors, isometry_error, problem, train
+from tests.support.constrained import (
+    NAMES,
+    OPTIMIZERS,
+    WIDTH,
+    Mixed,
+    errors,
+    isometry_error,
+    problem,
+    train,
+)
 from torch import nn
 
 from wellposed.constrain import constrain_
@@ -34,7 +43,9 @@ def test_bfloat16_steps_smaller_than_its_spacing_are_kept() -> None:
     before = model.square.weight.detach().clone()
     gradient = torch.randn(WIDTH, WIDTH).to(torch.bfloat16)
     for _ in range(200):
-        model.square.weight.grad = (before.float() @ (gradient.float() - gradient.float().T)).to(torch.bfloat16)
+        model.square.weight.grad = (before.float() @ (gradient.float() - gradient.float().T)).to(
+            torch.bfloat16
+        )
         optimizer.step()
     assert float((model.square.weight.detach() - before).float().norm()) > 0.1
 
@@ -51,7 +62,8 @@ def test_weights_loaded_over_bfloat16_ones_are_taken_up() -> None:
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_weights_spoiled_from_outside_come_back(seen: bool) -> None:
-    """At once where torch counts the change; a change through ``.data`` is seen when the error is next measured."""
+    """At once where torch counts the change; a change through ``.data`` is seen when the error is
+    next measured."""
     model = Mixed()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     constrain_(model, optimizer, where=NAMES)

@@ -1,4 +1,5 @@
-"""A Hugging Face model keeps its class, keys and files while its projections are exactly orthogonal."""
+"""A Hugging Face model keeps its class, keys and files while its projections are exactly
+orthogonal."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
     model = tiny_bert()
     keys = list(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where=["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"])
+    handle = constrain_(
+        model,
+        optimizer,
+        where=["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"],
+    )
     # 2 layers of query, key, value, attention output and the second feed-forward weight.
     assert len(handle.paths) == 10
     tokens, labels = torch.randint(1, 40, (8, 6)), torch.randint(0, 2, (8,))
@@ -74,7 +79,9 @@ def test_accelerate_wrapper_is_looked_through() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
-    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0))
+    model, optimizer = accelerator.prepare(
+        plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    )
     handle = constrain_(model, optimizer, where="0")
     start = plain[0].weight.detach().clone()
     moved = []

@@ -1,4 +1,5 @@
-"""What `where` means, and every refusal of `constrain_`: named, all at once, before anything is changed."""
+"""What `where` means, and every refusal of `constrain_`: named, all at once, before anything is
+changed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ class TestWhere:
             ("re:(tall|wide)", {"tall", "wide"}),
             ("*.square", {"square"}),
             (nn.Linear, {"square", "tall", "wide", "head"}),
-            (lambda name, module: isinstance(module, nn.Linear) and module.in_features == 24, {"wide"}),
+            (
+                lambda name, module: isinstance(module, nn.Linear) and module.in_features == 24,
+                {"wide"},
+            ),
         ],
     )
     def test_forms(self, where: object, expected: set[str]) -> None:
@@ -48,7 +52,9 @@ class TestWhere:
 
 class TestErrors:
     def test_shapes_are_all_named(self) -> None:
-        model = nn.ModuleDict({"norm": nn.LayerNorm(4), "conv": nn.Conv1d(4, 4, 3), "fine": nn.Linear(4, 4)})
+        model = nn.ModuleDict(
+            {"norm": nn.LayerNorm(4), "conv": nn.Conv1d(4, 4, 3), "fine": nn.Linear(4, 4)}
+        )
         with pytest.raises(ShapeError, match=r"norm\.weight(.|\n)*conv\.weight") as caught:
             constrain_(model, sgd(model), where="*")
         assert "fine.weight" not in str(caught.value)
@@ -57,9 +63,13 @@ class TestErrors:
 
     def test_embedding_with_more_vectors_than_dimensions(self) -> None:
         model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "positions": nn.Embedding(6, 8)})
-        with pytest.raises(ShapeError, match=r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"):
+        with pytest.raises(
+            ShapeError, match=r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"
+        ):
             constrain_(model, sgd(model), where=nn.Embedding)
-        with pytest.raises(ConfigError, match=r"embeddings must be 'refuse' or 'fit', received 'rows'"):
+        with pytest.raises(
+            ConfigError, match=r"embeddings must be 'refuse' or 'fit', received 'rows'"
+        ):
             constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")
         assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
 
@@ -69,7 +79,9 @@ class TestErrors:
         with pytest.raises(ShapeError, match=r"head\.weight: an embedding of 20 vectors"):
             constrain_(model, sgd(model), where="head")
 
-    def test_tied_weight_is_constrained_once_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_tied_weight_is_constrained_once_and_said(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
         model["b"].weight = model["a"].weight
         handle = constrain_(model, sgd(model), where=["a", "b"])
@@ -80,7 +92,9 @@ class TestErrors:
 
     def test_parameter_the_optimizer_does_not_own(self) -> None:
         model, other = Mixed(), Mixed()
-        with pytest.raises(ConfigError, match=r"square\.weight: not owned by the given optimizer \(SGD\)"):
+        with pytest.raises(
+            ConfigError, match=r"square\.weight: not owned by the given optimizer \(SGD\)"
+        ):
             constrain_(model, sgd(other), where="square")
 
     def test_frozen(self) -> None:
@@ -103,7 +117,9 @@ class TestErrors:
 
     def test_quantised(self) -> None:
         model = Mixed()
-        model.square.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.int8), requires_grad=False)
+        model.square.weight = nn.Parameter(
+            torch.zeros(WIDTH, WIDTH, dtype=torch.int8), requires_grad=False
+        )
         with pytest.raises(ConfigError, match=r"square\.weight.*int8, quantised"):
             constrain_(model, sgd(model), where="square")
 
@@ -115,7 +131,9 @@ class TestErrors:
 
     def test_weight_decay_names_both_ways_out(self) -> None:
         model = Mixed()
-        with pytest.raises(ConfigError, match=r"weight_decay=0, or pass .*'ignore'(.|\n)*square\.weight.*0\.01"):
+        with pytest.raises(
+            ConfigError, match=r"weight_decay=0, or pass .*'ignore'(.|\n)*square\.weight.*0\.01"
+        ):
             constrain_(model, torch.optim.AdamW(model.parameters()), where="square")
         adafactor = torch.optim.Adafactor(model.parameters(), weight_decay=0.1)
         with pytest.raises(ConfigError, match="Adafactor"):

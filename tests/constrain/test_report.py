@@ -5,7 +5,9 @@ from __future__ import annotations
 from wellposed.constrain import ConstrainedWeight, ConstraintReport, OrthogonalityErrors
 
 ROWS = (
-    ConstrainedWeight("a.weight", (4, 12), 0.98765, 0.123, 0.0456, 0.0, 1.23e-7, ("head.weight", "tail.weight")),
+    ConstrainedWeight(
+        "a.weight", (4, 12), 0.98765, 0.123, 0.0456, 0.0, 1.23e-7, ("head.weight", "tail.weight")
+    ),
     ConstrainedWeight("b", (16, 2), 1.0, 0.0, 0.0, 123.0, 0.0),
 )
 
@@ -14,9 +16,18 @@ def test_the_table_of_a_report() -> None:
     report = ConstraintReport(ROWS)
     assert report.table() == str(report)
     assert [line.rstrip() for line in report.table().splitlines()] == [
-        "weight                                shape   gain  moved F  moved 2  error before  error after",
-        "a.weight = head.weight = tail.weight   4x12  0.988     0.12    0.046             0      1.2e-07",
-        "b                                      16x2      1        0        0       1.2e+02            0",
+        (
+            "weight                                shape   gain  moved F  moved 2  error before "
+            " error after"
+        ),
+        (
+            "a.weight = head.weight = tail.weight   4x12  0.988     0.12    0.046             0    "
+            "  1.2e-07"
+        ),
+        (
+            "b                                      16x2      1        0        0       1.2e+02    "
+            "        0"
+        ),
     ]
 
 

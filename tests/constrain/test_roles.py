@@ -1,4 +1,5 @@
-"""Weights chosen by the roles they play: parts of fused weights each by itself, adapters, and what is refused."""
+"""Weights chosen by the roles they play: parts of fused weights each by itself, adapters, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -58,10 +59,19 @@ def torch_model() -> nn.Module:
     return Torch()
 
 
-# Of each model: the fused parameter of layer 0, and its query, key and value in (out, in) orientation, cut by hand.
+# Of each model: the fused parameter of layer 0, and its query, key and value in (out, in)
+# orientation, cut by hand.
 FUSED: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
-    "gpt2": (gpt2, "transformer.h.0.attn.c_attn.weight", lambda w: tuple(part.T for part in w.split(16, dim=1))),
-    "phi3": (phi3, "model.layers.0.self_attn.qkv_proj.weight", lambda w: tuple(w.split([16, 8, 8]))),
+    "gpt2": (
+        gpt2,
+        "transformer.h.0.attn.c_attn.weight",
+        lambda w: tuple(part.T for part in w.split(16, dim=1)),
+    ),
+    "phi3": (
+        phi3,
+        "model.layers.0.self_attn.qkv_proj.weight",
+        lambda w: tuple(w.split([16, 8, 8])),
+    ),
     "torch": (torch_model, "layer.self_attn.in_proj_weight", lambda w: tuple(w.split(16))),
 }
 
@@ -121,7 +131,9 @@ def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> N
 def test_parts_are_held_under_muon_and_in_half_precision(to: Set, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = phi3().to(dtype)
-    optimizer = MuonAndAdamW(model, lr=5e-2, adamw_lr=1e-2, weight_decay=0.1, roles=("query", "key"))
+    optimizer = MuonAndAdamW(
+        model, lr=5e-2, adamw_lr=1e-2, weight_decay=0.1, roles=("query", "key")
+    )
     handle = constrain_(model, optimizer, roles=("query", "key"), to=to)
     fused = model.get_parameter(FUSED["phi3"][1])
     value = fused[24:].detach().clone()
@@ -141,7 +153,12 @@ def test_ignored_decay_is_left_out_of_the_held_part_alone() -> None:
         model = gpt2().double().eval()
         fused = model.get_parameter("transformer.h.0.attn.c_attn.weight")
         optimizer = torch.optim.AdamW([fused], lr=1e-2, weight_decay=decay)
-        constrain_(model, optimizer, where="transformer.h.0.attn.c_attn.weight[0:16]", weight_decay="ignore")
+        constrain_(
+            model,
+            optimizer,
+            where="transformer.h.0.attn.c_attn.weight[0:16]",
+            weight_decay="ignore",
+        )
         for _ in range(5):
             fused.grad = torch.ones_like(fused) + fused.detach()
             optimizer.step()
@@ -168,7 +185,8 @@ def test_merged_gate_and_up_are_two_matrices() -> None:
 
 
 def test_part_by_part_steps_are_those_of_three_separate_weights() -> None:
-    """The same numbers as three layers of their own, held in the ambient space as tall weights are."""
+    """The same numbers as three layers of their own, held in the ambient space as tall weights
+    are."""
     torch.manual_seed(0)
     attention = nn.TransformerEncoderLayer(16, 2, 32).double()
     fused = attention.get_parameter("self_attn.in_proj_weight")
@@ -227,7 +245,9 @@ def test_a_resumed_run_of_parts_goes_on_bit_for_bit() -> None:
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = gpt2().eval()
-        return model, torch.optim.AdamW(parameter_groups(model, 0.1, roles=("query", "key")), lr=1e-2)
+        return model, torch.optim.AdamW(
+            parameter_groups(model, 0.1, roles=("query", "key")), lr=1e-2
+        )
 
     model, optimizer = fresh()
     constrain_(model, optimizer, roles=("query", "key"))
@@ -239,7 +259,9 @@ def test_a_resumed_run_of_parts_goes_on_bit_for_bit() -> None:
     other.load_state_dict(state)
     constrain_(resumed, other, roles=("query", "key"))
     assert train(resumed, other, 4) == train(model, optimizer, 4)
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items()
+    )
 
 
 class TestParameterGroups:
@@ -266,7 +288,8 @@ class TestParameterGroups:
 
 
 class Adapted(nn.Module):
-    """A linear layer as adapters leave it: the frozen layer inside, and two low-rank factors, the last one zero."""
+    """A linear layer as adapters leave it: the frozen layer inside, and two low-rank factors, the
+    last one zero."""
 
     def __init__(self, base: nn.Linear, rank: int = 3) -> None:
         super().__init__()
@@ -282,7 +305,11 @@ class Adapted(nn.Module):
 def adapted_bert() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
     )
     model = transformers.BertForSequenceClassification(config)
     for layer in model.bert.encoder.layer:
@@ -295,15 +322,22 @@ class TestAdapters:
     def test_a_frozen_weight_is_refused_and_says_what_to_do(self) -> None:
         model = adapted_bert()
         for selection in ({"roles": "query"}, {"where": "*.query"}):
-            with pytest.raises(ConfigError, match=r"query\.base_layer\.weight: frozen.*adapters=True"):
+            with pytest.raises(
+                ConfigError, match=r"query\.base_layer\.weight: frozen.*adapters=True"
+            ):
                 constrain_(model, sgd(model), **selection)
 
     def test_the_factors_are_held_instead(self) -> None:
         model = adapted_bert()
         optimizer = sgd(model)
-        handle = constrain_(model, optimizer, roles="query", adapters=True, to="spectral", bound=0.8)
+        handle = constrain_(
+            model, optimizer, roles="query", adapters=True, to="spectral", bound=0.8
+        )
         inside = "bert.encoder.layer.0.attention.self.query"
-        assert handle.paths[:2] == (f"{inside}.lora_A.default.weight", f"{inside}.lora_B.default.weight")
+        assert handle.paths[:2] == (
+            f"{inside}.lora_A.default.weight",
+            f"{inside}.lora_B.default.weight",
+        )
         assert len(handle.paths) == 4
         labels = torch.randint(0, 2, (8,))
         for _ in range(5):
@@ -311,7 +345,10 @@ class TestAdapters:
             model(input_ids=torch.randint(0, 30, (8, 5)), labels=labels).loss.backward()
             optimizer.step()
             for path in handle.paths:
-                assert float(torch.linalg.svdvals(model.get_parameter(path).detach().double())[0]) <= 0.8
+                assert (
+                    float(torch.linalg.svdvals(model.get_parameter(path).detach().double())[0])
+                    <= 0.8
+                )
         assert bool(model.get_parameter(handle.paths[1]).any())
 
     def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(self) -> None:

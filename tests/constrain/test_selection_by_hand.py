@@ -62,7 +62,11 @@ def test_names_types_and_functions_in_the_order_of_the_model(where: Any, found: 
 
 def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     owner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    rows = ["self_attn.in_proj_weight[0:4]", "self_attn.in_proj_weight[4:8]", "self_attn.in_proj_weight[8:12]"]
+    rows = [
+        "self_attn.in_proj_weight[0:4]",
+        "self_attn.in_proj_weight[4:8]",
+        "self_attn.in_proj_weight[8:12]",
+    ]
     assert labels("self_attn", owner) == rows
     assert labels(None, owner, roles="key") == rows[1:2]
     assert labels(None, owner, roles=("value", "query")) == [rows[0], rows[2]]
@@ -71,7 +75,11 @@ def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     place = select_weights(owner, "key")[0]
     weight = owner.self_attn.in_proj_weight
     assert torch.equal(place.seen(weight), weight[4:8])
-    assert (place.rows, place.transposed, place.parameter_name) == ((4, 8), False, "self_attn.in_proj_weight")
+    assert (place.rows, place.transposed, place.parameter_name) == (
+        (4, 8),
+        False,
+        "self_attn.in_proj_weight",
+    )
     assert place.roles == {"key"}
 
 
@@ -85,7 +93,10 @@ def test_the_models_own_weight_has_no_path() -> None:
 def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
     owner = nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 3))
     places = select_weights(owner, nn.Linear)
-    assert [(place.label, place.parameter is None) for place in places] == [("0.weight", True), ("1.weight", False)]
+    assert [(place.label, place.parameter is None) for place in places] == [
+        ("0.weight", True),
+        ("1.weight", False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,20 +104,31 @@ def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
     [
         (
             "encodr",
-            "where='encodr' matches no module that holds a weight and no parameter; nearest: encoder, norm, emb",
+            (
+                "where='encodr' matches no module that holds a weight and no parameter; nearest:"
+                " encoder, norm, emb"
+            ),
         ),
         (
             "*.encodr",
-            "where='*.encodr' matches no module that holds a weight and no parameter; nearest: encoder, norm, emb",
+            (
+                "where='*.encodr' matches no module that holds a weight and no parameter; nearest:"
+                " encoder, norm, emb"
+            ),
         ),
         (
             nn.Conv1d,
-            "where: no module with a weight is matched by Conv1d; types that hold one: Embedding, LayerNorm, Linear",
+            (
+                "where: no module with a weight is matched by Conv1d; types that hold one:"
+                " Embedding, LayerNorm, Linear"
+            ),
         ),
     ],
 )
 def test_what_matches_nothing_is_said(where: Any, said: str) -> None:
-    owner = nn.Sequential(OrderedDict(emb=nn.Embedding(5, 4), encoder=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
+    owner = nn.Sequential(
+        OrderedDict(emb=nn.Embedding(5, 4), encoder=nn.Linear(4, 4), norm=nn.LayerNorm(4))
+    )
     with pytest.raises(RoleNotFoundError) as caught:
         select_weights(owner, where)
     assert str(caught.value) == said
@@ -120,7 +142,9 @@ def test_a_function_and_a_model_without_weights() -> None:
     def never(path: str, module: nn.Module) -> bool:
         return False
 
-    with pytest.raises(RoleNotFoundError, match=r"matched by the function 'never'; types that hold one: Linear$"):
+    with pytest.raises(
+        RoleNotFoundError, match=r"matched by the function 'never'; types that hold one: Linear$"
+    ):
         select_weights(nn.Sequential(nn.Linear(2, 2)), never)
     with pytest.raises(RoleNotFoundError, match="the model has no weights"):
         select_weights(nn.ReLU(), "a")

@@ -1,4 +1,5 @@
-"""`to="spectral"` and `to="columns"`: the stored weight is in its set after every step, by a float64 SVD."""
+"""`to="spectral"` and `to="columns"`: the stored weight is in its set after every step, by a
+float64 SVD."""
 
 from __future__ import annotations
 
@@ -45,13 +46,17 @@ class TestSpectral:
     @pytest.mark.parametrize("bound", [1e-3, 0.3, 1.0, 1e3])
     def test_steps_of_any_size_end_inside(self, dtype: torch.dtype, bound: float) -> None:
         torch.manual_seed(0)
-        layers = nn.ModuleList(nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES)
+        layers = nn.ModuleList(
+            nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
+        )
         optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
         handle = constrain_(layers, optimizer, where=nn.Linear, to="spectral", bound=bound)
         for size in [1e-4, 1e-2, 0.05, 0.1, 0.3, 1.0, 30.0, 1e3] * 3:
             for weight in layers.parameters():
                 noise = torch.randn_like(weight, dtype=torch.float64)
-                weight.grad = (noise / torch.linalg.matrix_norm(noise, 2) * (size * bound)).to(dtype)
+                weight.grad = (noise / torch.linalg.matrix_norm(noise, 2) * (size * bound)).to(
+                    dtype
+                )
             optimizer.step()
             for weight in layers.parameters():
                 # a bound in float64 is exact, so the certificate is held to it without any slack
@@ -79,12 +84,16 @@ class TestSpectral:
         with torch.no_grad():
             layer.weight.copy_((left * values) @ right)
         before = layer.weight.detach().double().clone()
-        report = constrain_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), where="weight", to="spectral").report
+        report = constrain_(
+            layer, torch.optim.SGD(layer.parameters(), lr=0.1), where="weight", to="spectral"
+        ).report
         nearest = (left * values.clamp(max=1.0)) @ right
         # 3e-6 below the bound, and the rounding of float32
         assert float((layer.weight.detach().double() - nearest).abs().max()) <= 1e-5
         row = report.rows[0]
-        assert row.moved_frobenius == pytest.approx(float((nearest - before).norm() / before.norm()), rel=1e-4)
+        assert row.moved_frobenius == pytest.approx(
+            float((nearest - before).norm() / before.norm()), rel=1e-4
+        )
         assert row.moved_spectral == pytest.approx(3.0 / 4.0, rel=1e-4)
         assert row.error_before == pytest.approx(3.0, rel=1e-5)
         assert row.error_after == 0.0
@@ -117,9 +126,13 @@ class TestSpectral:
         with torch.no_grad():
             model.get_parameter("0.weight").mul_(5.0)
         assert handle.active
-        pushed = spectral_norm(model.get_parameter("0.weight")) * spectral_norm(model.get_parameter("2.weight"))
+        pushed = spectral_norm(model.get_parameter("0.weight")) * spectral_norm(
+            model.get_parameter("2.weight")
+        )
         assert wp.certify(model, seq_len=4).total == pytest.approx(pushed, rel=1e-5)
-        assert handle.error().worst == pytest.approx(spectral_norm(model.get_parameter("0.weight")) - 1.0, rel=1e-4)
+        assert handle.error().worst == pytest.approx(
+            spectral_norm(model.get_parameter("0.weight")) - 1.0, rel=1e-4
+        )
 
     def test_a_step_that_is_not_finite_is_named(self) -> None:
         model = Mixed()
@@ -133,29 +146,38 @@ class TestSpectral:
 class TestColumns:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-    def test_columns_have_their_length_after_every_step(self, kind: str, dtype: torch.dtype) -> None:
+    def test_columns_have_their_length_after_every_step(
+        self, kind: str, dtype: torch.dtype
+    ) -> None:
         torch.manual_seed(0)
         model = Mixed().to(dtype)
         optimizer = OPTIMIZERS[kind](list(model.parameters()))
         handle = constrain_(model, optimizer, where=NAMES, to="columns", bound=0.5)
-        # every entry is rounded by at most half an eps of itself, and so is the length; measuring adds its own rounding
+        # every entry is rounded by at most half an eps of itself, and so is the length; measuring
+        # adds its own rounding
         tolerance = torch.finfo(dtype).eps + 4 * WIDTH * torch.finfo(torch.float64).eps
         start = model.tall.weight.detach().clone()
         for _ in range(20):
             train(model, optimizer, 1)
-            assert max(column_error(getattr(model, name).weight, 0.5) for name in NAMES) <= tolerance
+            assert (
+                max(column_error(getattr(model, name).weight, 0.5) for name in NAMES) <= tolerance
+            )
         assert handle.error().worst <= tolerance
         assert float((model.tall.weight.detach() - start).norm()) > 1e-2
 
     def test_the_columns_of_an_embedding_are_its_vectors_and_padding_stays_zero(self) -> None:
         torch.manual_seed(0)
-        model = nn.ModuleDict({"words": nn.Embedding(30, 6, padding_idx=2), "head": nn.Linear(6, 3)})
+        model = nn.ModuleDict(
+            {"words": nn.Embedding(30, 6, padding_idx=2), "head": nn.Linear(6, 3)}
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         handle = constrain_(model, optimizer, where=nn.Embedding, to="columns")
         words = model.get_parameter("words.weight")
         for _ in range(5):
             ids = torch.randint(0, 20, (16, 4))
-            nn.functional.cross_entropy(model["head"](model["words"](ids).mean(1)), ids[:, 0] % 3).backward()
+            nn.functional.cross_entropy(
+                model["head"](model["words"](ids).mean(1)), ids[:, 0] % 3
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
         lengths = words.detach().double().norm(dim=1)
@@ -170,7 +192,9 @@ class TestColumns:
             model.tall.weight[:, 4] = 0.0
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(ConfigError, match=r"tall\.weight: 1 zero columns, the first at 4"):
-            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where=NAMES, to="columns")
+            constrain_(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), where=NAMES, to="columns"
+            )
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     def test_decay_is_refused(self) -> None:
@@ -184,7 +208,10 @@ def muon_and_adamw(model: nn.Module) -> Optimizer:
 
 
 BUILT: dict[str, Callable[[nn.Module], Optimizer]] = {
-    **{kind: lambda model, kind=kind: OPTIMIZERS[kind](list(model.parameters())) for kind in ("adamw", "sgd")},
+    **{
+        kind: lambda model, kind=kind: OPTIMIZERS[kind](list(model.parameters()))
+        for kind in ("adamw", "sgd")
+    },
     "muon and adamw": muon_and_adamw,
 }
 
@@ -213,7 +240,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(to: Set, kind: str, dtype: torch.dtyp
     handle = constrain_(resumed, other, where=NAMES, to=to)
     assert max(row.moved_frobenius for row in handle.report.rows) == 0.0
     assert train(resumed, other, 5) == reference
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items()
+    )
 
 
 class TestOptions:
@@ -221,12 +250,20 @@ class TestOptions:
     def test_a_bound_is_above_zero_and_finite(self, bound: float) -> None:
         model = Mixed()
         with pytest.raises(ConfigError, match="bound must be above 0"):
-            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", to="spectral", bound=bound)
+            constrain_(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                where="square",
+                to="spectral",
+                bound=bound,
+            )
 
     def test_an_unknown_set_lists_the_known_ones(self) -> None:
         model = Mixed()
         with pytest.raises(ConfigError, match=r"set \(to=\) 'spectrum'; nearest: spectral"):
-            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", to="spectrum")
+            constrain_(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", to="spectrum"
+            )
 
     @pytest.mark.parametrize(
         "options",
@@ -241,7 +278,9 @@ class TestOptions:
     def test_an_option_of_another_set_is_refused(self, options: dict[str, object]) -> None:
         model = Mixed()
         with pytest.raises(ConfigError, match=r"to='"):
-            constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", **options)
+            constrain_(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", **options
+            )
 
     def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together(self) -> None:
         model = Mixed(WIDTH)

@@ -1,4 +1,5 @@
-"""Sharded weights step as plain ones do: the same gradients, the same weights; on a mesh of one process."""
+"""Sharded weights step as plain ones do: the same gradients, the same weights; on a mesh of one
+process."""
 
 from __future__ import annotations
 
@@ -34,17 +35,25 @@ def mesh() -> Iterator[DeviceMesh]:
 class Trained:
     """Three weights, plain or sharded, that take the steps of given gradients."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, mesh: DeviceMesh | None, **options: Any) -> None:
+    def __init__(
+        self, kind: str, dtype: torch.dtype, mesh: DeviceMesh | None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.mesh = mesh
-        self.layers = nn.ModuleList(nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES)
+        self.layers = nn.ModuleList(
+            nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
+        )
         for layer in self.layers:
             layer.weight = nn.Parameter(self.cut(layer.weight.detach()))
         self.optimizer = OPTIMIZERS[kind](self.layers.parameters())
         self.handle = constrain_(self.layers, self.optimizer, where=nn.Linear, **options)
 
     def cut(self, whole: Tensor) -> Tensor:
-        return whole.clone() if self.mesh is None else distribute_tensor(whole.clone(), self.mesh, [Shard(0)])
+        return (
+            whole.clone()
+            if self.mesh is None
+            else distribute_tensor(whole.clone(), self.mesh, [Shard(0)])
+        )
 
     def step(self, gradients: list[Tensor]) -> None:
         for layer, gradient in zip(self.layers, gradients, strict=True):
@@ -55,7 +64,9 @@ class Trained:
 
     def weights(self) -> list[Tensor]:
         found = [layer.weight.detach() for layer in self.layers]
-        return [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in found]
+        return [
+            weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in found
+        ]
 
 
 CASES = [
@@ -85,13 +96,22 @@ def test_shards_take_the_steps_of_plain_weights(
         gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
         plain.step(gradients)
         sharded.step(gradients)
-        for name, first, second in zip(["square", "tall", "wide"], plain.weights(), sharded.weights(), strict=True):
+        for name, first, second in zip(
+            ["square", "tall", "wide"], plain.weights(), sharded.weights(), strict=True
+        ):
             assert float((first - second).float().abs().max()) <= tolerance, (step, name)
         assert sharded.handle.error().worst <= tolerance
-        assert sharded.handle.error().by_path == pytest.approx(plain.handle.error().by_path, abs=tolerance)
-    assert all(float((now - before).norm()) > 1e-2 for now, before in zip(sharded.weights(), start, strict=True))
+        assert sharded.handle.error().by_path == pytest.approx(
+            plain.handle.error().by_path, abs=tolerance
+        )
+    assert all(
+        float((now - before).norm()) > 1e-2
+        for now, before in zip(sharded.weights(), start, strict=True)
+    )
     sharded.handle.remove()
-    assert not any("wellposed" in str(key) for state in sharded.optimizer.state.values() for key in state)
+    assert not any(
+        "wellposed" in str(key) for state in sharded.optimizer.state.values() for key in state
+    )
 
 
 def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh: DeviceMesh) -> None:
@@ -106,7 +126,9 @@ def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh: DeviceMesh) -> Non
 
 def test_a_part_of_a_sharded_fused_weight_is_refused(mesh: DeviceMesh) -> None:
     attention = nn.MultiheadAttention(4, 2, bias=False)
-    attention.in_proj_weight = nn.Parameter(distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)]))
+    attention.in_proj_weight = nn.Parameter(
+        distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)])
+    )
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="a part of a fused weight that is sharded"):
         constrain_(attention, optimizer, roles="query")

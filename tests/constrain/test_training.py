@@ -1,4 +1,5 @@
-"""Constrained weights in a training loop: resuming, accumulation, clipping, closures, weight decay, compilation."""
+"""Constrained weights in a training loop: resuming, accumulation, clipping, closures, weight decay,
+compilation."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_state_survives_save_and_load_and_training_goes_on_bit_for_bit(kind: str
     other.load_state_dict(saved["optimizer"])
     constrain_(resumed, other, where=NAMES)
     assert train(resumed, other, 5) == reference
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items()
+    )
 
 
 def test_moments_from_before_attaching_restart_and_that_is_said() -> None:
@@ -71,7 +74,9 @@ def test_accumulated_gradients_are_the_gradients_of_the_sum() -> None:
             optimizer.step()
         assert max(errors(model).values()) <= 1e-11
         weights.append(model.state_dict())
-    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-10) for name in weights[0])
+    assert all(
+        torch.allclose(weights[0][name], weights[1][name], atol=1e-10) for name in weights[0]
+    )
 
 
 def test_clipping_limits_the_step_that_is_taken() -> None:
@@ -110,7 +115,9 @@ def test_a_closure_is_projected_after_it_ran() -> None:
             else:
                 optimizer.step(closure=closure)
         results.append(model.state_dict())
-    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in other)
+    assert all(
+        torch.equal(results[0][name], other[name]) for other in results[1:] for name in other
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -127,7 +134,9 @@ def test_ignored_weight_decay_is_exactly_no_weight_decay(kind: str) -> None:
         constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
         train(model, optimizer, 10)
         results.append(model.state_dict())
-    assert all(torch.allclose(results[0][name], results[1][name], atol=1e-12) for name in results[0])
+    assert all(
+        torch.allclose(results[0][name], results[1][name], atol=1e-12) for name in results[0]
+    )
 
 
 def test_two_optimizers_share_the_weights() -> None:
@@ -165,13 +174,18 @@ def test_compiled_model_trains_to_the_same_losses() -> None:
 
 @pytest.mark.parametrize("gain", [1.0, 0.5])
 def test_batched_products_give_the_same_training(gain: float) -> None:
-    """The batch is what accelerators use; two weights of each shape, and one that its twin cannot be batched with."""
+    """The batch is what accelerators use; two weights of each shape, and one that its twin cannot
+    be batched with."""
 
     def run(*, batched: bool) -> tuple[list[float], Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(*s) for s in [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]]).double()
+        model = nn.Sequential(
+            *[nn.Linear(*s) for s in [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]]
+        ).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-        handle = constrain_(model, optimizer, where=[str(index) for index in range(5)], gain=gain, batched=batched)
+        handle = constrain_(
+            model, optimizer, where=[str(index) for index in range(5)], gain=gain, batched=batched
+        )
         losses = train(model, optimizer, 20, width=8)
         assert handle.error().worst <= 1e-11
         for parameter in model.parameters():

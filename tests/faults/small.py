@@ -1,4 +1,5 @@
-"""Run by test_small.py: every family at its smallest, and faults planted to see that they are found; prints JSON."""
+"""Run by test_small.py: every family at its smallest, and faults planted to see that they are
+found; prints JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.faults import children, clock, damage, full_disk, fuzz, hostile, kills, page, toys, two_writers
+from tools.faults import (
+    children,
+    clock,
+    damage,
+    full_disk,
+    fuzz,
+    hostile,
+    kills,
+    page,
+    toys,
+    two_writers,
+)
 from tools.faults.outcome import Fault, Row
 
 
@@ -53,7 +65,9 @@ def found_by_fuzz() -> list[str]:
 def found_by_kills(made: toys.Toys) -> list[str]:
     """Return what kills say of a command that writes half a file under a good name."""
     row = Row("kills", "planted")
-    job = kills.Job("planted", lambda out: ["x", str(out)], lambda out: {"a": (out / "a.json").read_bytes()}, 1)
+    job = kills.Job(
+        "planted", lambda out: ["x", str(out)], lambda out: {"a": (out / "a.json").read_bytes()}, 1
+    )
     out = made.root / "planted"
     out.mkdir()
     (out / "a.json").write_text('{"half": ')
@@ -73,7 +87,12 @@ def main() -> None:
         *full_disk.run(made, 40, 1, only="predict"),
         *two_writers.run(made, 20, 1, only="predict"),
         *clock.run(made, 20, 1, only="predict"),
-        *fuzz.run(6000, 1, made.root / "fuzz", only="labelled rows,word vectors,TOML,a manifest,variants,claims"),
+        *fuzz.run(
+            6000,
+            1,
+            made.root / "fuzz",
+            only="labelled rows,word vectors,TOML,a manifest,variants,claims",
+        ),
     ]
     family = "headers that promise too much"
     tries = [(case, case.verbs[0]) for case in hostile.families(made)[family]]
@@ -81,7 +100,13 @@ def main() -> None:
     for number in range(len(tries)):
         row.add(*hostile._one(made, made.root / "hostile", tries, number))
     rows.append(row)
-    kept = {"kills": {"command": "c", **page.circumstances(), "rows": [{**vars(row), "faults": []} for row in rows]}}
+    kept = {
+        "kills": {
+            "command": "c",
+            **page.circumstances(),
+            "rows": [{**vars(row), "faults": []} for row in rows],
+        }
+    }
     print(
         json.dumps(
             {

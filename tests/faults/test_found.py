@@ -100,23 +100,32 @@ def test_a_claim_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "kim2021-figure-2.json"
     path.write_text(json.dumps(claim))
     assert "## kim2021/figure-2" in reproduction_page(tmp_path)
-    broken = [json.dumps({**claim, name: {"a": 1}}) for name in ("holds", "notes", "seconds", "criterion", "we_got")]
+    broken = [
+        json.dumps({**claim, name: {"a": 1}})
+        for name in ("holds", "notes", "seconds", "criterion", "we_got")
+    ]
     for content in ("", "{", "null", DEEP, json.dumps(claim)[:-9], *broken):
         path.write_text(content)
         assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
 
 
-def test_packed_data_that_grows_beyond_all_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_data_that_grows_beyond_all_measure_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
     bomb = tmp_path / "a.txt.gz"
     bomb.write_bytes(gzip.compress(b"a" * (1 << 22)))
-    with pytest.raises(DataError, match=r"a\.txt\.gz: its .* bytes unpack to more than 100 times as many"):
+    with pytest.raises(
+        DataError, match=r"a\.txt\.gz: its .* bytes unpack to more than 100 times as many"
+    ):
         files.read_text(bomb)
     honest = tmp_path / "b.txt.gz"
     words = " ".join(map(str, range(40_000)))
     honest.write_bytes(gzip.compress(words.encode()))
     assert files.read_text(honest).text == words
-    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((4000, 28, 28), np.uint8), y=np.zeros(4000, np.int64))
+    np.savez_compressed(
+        tmp_path / "a.npz", x=np.zeros((4000, 28, 28), np.uint8), y=np.zeros(4000, np.int64)
+    )
     with pytest.raises(DataError, match=r"a\.npz: its .* bytes unpack to more than 100 times"):
         read_npz(tmp_path / "a.npz")
 
@@ -133,8 +142,12 @@ def test_an_archive_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_npz(path)
 
 
-@pytest.mark.parametrize("values", [{"best_metrics": []}, {"step": "3"}, {"window": 5}, {"window": {"steps": "x"}}])
-def test_a_forged_state_of_a_checkpoint_is_refused(run: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values", [{"best_metrics": []}, {"step": "3"}, {"window": 5}, {"window": {"steps": "x"}}]
+)
+def test_a_forged_state_of_a_checkpoint_is_refused(
+    run: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
     checkpoint = Path(shutil.copytree(run / "checkpoint-12", tmp_path / "checkpoint-12"))
     path = checkpoint / "trainer_state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -169,7 +182,9 @@ def test_the_best_weights_outlive_the_rest_of_their_checkpoint(run: Path, tmp_pa
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "env.json", "config.toml"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     out = tmp_path / "page.html"
@@ -194,7 +209,9 @@ def test_endless_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_name_that_is_no_text_is_shown_and_does_not_break_a_page(run: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_shown_and_does_not_break_a_page(
+    run: Path, tmp_path: Path
+) -> None:
     """The system gives such names as lone surrogates, which no UTF-8 output takes."""
     odd = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"run-\xff\x1b[31m")))
     out = tmp_path / "page.html"
@@ -233,7 +250,9 @@ def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
     load_saved_model(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
-    with pytest.raises(CheckpointError, match=r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"
+    ):
         load_saved_model(tmp_path)
 
 
@@ -262,7 +281,9 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         assert list(source) == ["a", "b" * 999]
 
 
-@pytest.mark.parametrize("change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}])
+@pytest.mark.parametrize(
+    "change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}]
+)
 def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -> None:
     path = folder / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -1,4 +1,5 @@
-"""The harness of faults at its smallest: nothing is found in the package, and what is planted is found."""
+"""The harness of faults at its smallest: nothing is found in the package, and what is planted is
+found."""
 
 from __future__ import annotations
 
@@ -13,10 +14,17 @@ import pytest
 FAMILIES = {"kills", "damage", "full disk", "two writers", "clock", "fuzz", "hostile"}
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the harness forks and reads /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the harness forks and reads /proc"
+)
 def test_every_family_at_its_smallest(tmp_path: Path) -> None:
     script = Path(__file__).with_name("small.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "toys")],
         capture_output=True,

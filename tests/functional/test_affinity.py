@@ -1,4 +1,5 @@
-"""Affinity penalties against A^T A - I spelled out in float64; the estimator against its exact mean."""
+"""Affinity penalties against A^T A - I spelled out in float64; the estimator against its exact
+mean."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def slow(
     return torch.stack(values).view(query.shape[0], query.shape[1])
 
 
-def agree(fast: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance: float = 1e-11) -> None:
+def agree(
+    fast: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance: float = 1e-11
+) -> None:
     """Values, and gradients under a random weighting of the heads."""
     torch.testing.assert_close(fast, expected, rtol=tolerance, atol=tolerance)
     weights = torch.randn_like(expected)
@@ -64,7 +67,9 @@ def agree(fast: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance:
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 def test_exact_is_the_formula(causal: bool, padded: bool, key_heads: int) -> None:
     query, key = tensors(key_heads)
-    fast = affinity_penalty(query, key, is_causal=causal, key_padding_mask=padding() if padded else None, scale=0.7)
+    fast = affinity_penalty(
+        query, key, is_causal=causal, key_padding_mask=padding() if padded else None, scale=0.7
+    )
     lengths = LENGTHS if padded else (TOKENS,) * BATCH
     agree(fast, slow(query, key, lengths=lengths, causal=causal, scale=0.7), (query, key))
 
@@ -73,13 +78,16 @@ def test_exact_is_the_formula(causal: bool, padded: bool, key_heads: int) -> Non
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("left", [False, True], ids=["right padding", "left padding"])
 def test_padding_is_read_off_a_full_mask(kind: str, causal: bool, left: bool) -> None:
-    """As Hugging Face makes it: padded columns closed, padded rows open or (left padding, causal) empty."""
+    """As Hugging Face makes it: padded columns closed, padded rows open or (left padding, causal)
+    empty."""
     query, key = tensors()
     real = ~padding().flip(-1) if left else ~padding()
     mask = real[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)
     mask = mask & torch.ones(TOKENS, TOKENS).tril().bool() if causal else mask
     if kind == "float":
-        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(
+            ~mask, torch.finfo(torch.float64).min
+        )
     starts = tuple(TOKENS - length for length in LENGTHS) if left else (0,) * BATCH
     expected = slow(query, key, lengths=LENGTHS, starts=starts, causal=causal)
     agree(affinity_penalty(query, key, attn_mask=mask), expected, (query, key))
@@ -89,7 +97,11 @@ def test_own_convention_where_padded_queries_attend_to_themselves() -> None:
     query, key = tensors()
     real = ~padding()
     mask = (real[:, None, :] & real[:, :, None] | torch.eye(TOKENS).bool())[:, None]
-    agree(affinity_penalty(query, key, attn_mask=mask), slow(query, key, lengths=LENGTHS), (query, key))
+    agree(
+        affinity_penalty(query, key, attn_mask=mask),
+        slow(query, key, lengths=LENGTHS),
+        (query, key),
+    )
 
 
 def test_a_bias_receives_its_gradient() -> None:
@@ -104,7 +116,11 @@ def test_chunks_of_the_batch_make_no_difference(monkeypatch: pytest.MonkeyPatch)
     bias = torch.randn(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
     monkeypatch.setattr("wellposed.functional._affinity._CHUNK", 1)
     mask = {"attn_mask": bias, "key_padding_mask": padding()}
-    agree(affinity_penalty(query, key, **mask), slow(query, key, lengths=LENGTHS, bias=bias[0]), (query, key, bias))
+    agree(
+        affinity_penalty(query, key, **mask),
+        slow(query, key, lengths=LENGTHS, bias=bias[0]),
+        (query, key, bias),
+    )
 
 
 def test_logits_give_the_same_penalty() -> None:
@@ -120,7 +136,9 @@ def test_logits_give_the_same_penalty() -> None:
 def test_fewer_dimensions(shape: tuple[int, ...]) -> None:
     query, key = torch.randn(2, *shape, dtype=torch.float64)
     whole = query.view(-1, 1, TOKENS, WIDTH), key.view(-1, 1, TOKENS, WIDTH)
-    torch.testing.assert_close(affinity_penalty(query, key), slow(*whole).view(shape[:-2]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        affinity_penalty(query, key), slow(*whole).view(shape[:-2]), rtol=1e-12, atol=1e-12
+    )
 
 
 def masks() -> dict[str, dict[str, object]]:
@@ -132,19 +150,32 @@ def masks() -> dict[str, dict[str, object]]:
         "padding": {"key_padding_mask": padding()},
         "causal and padding": {"is_causal": True, "key_padding_mask": padding()},
         "bool": {"attn_mask": full},
-        "bool, causal and padding": {"attn_mask": full, "is_causal": True, "key_padding_mask": padding()},
-        "float": {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(), "key_padding_mask": padding()},
-        "float and causal": {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(), "is_causal": True},
+        "bool, causal and padding": {
+            "attn_mask": full,
+            "is_causal": True,
+            "key_padding_mask": padding(),
+        },
+        "float": {
+            "attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(),
+            "key_padding_mask": padding(),
+        },
+        "float and causal": {
+            "attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(),
+            "is_causal": True,
+        },
     }
 
 
 @pytest.mark.parametrize("name", list(masks()))
 def test_probes_are_unbiased_in_value_and_gradient(name: str) -> None:
-    """With as many draws as give a standard error, the mean is within five of them, coordinate by coordinate."""
+    """With as many draws as give a standard error, the mean is within five of them, coordinate by
+    coordinate."""
     options = masks()[name]
     query, key = tensors(key_heads=2)
     exact = affinity_penalty(query, key, **options)
-    wanted = torch.cat([exact.flatten(), *(g.flatten() for g in torch.autograd.grad(exact.sum(), (query, key)))])
+    wanted = torch.cat(
+        [exact.flatten(), *(g.flatten() for g in torch.autograd.grad(exact.sum(), (query, key)))]
+    )
     draws = []
     for _ in range(300):
         value = affinity_penalty(query, key, estimator="probes", num_probes=8, **options)
@@ -165,7 +196,9 @@ def test_many_probes_come_close() -> None:
 def test_probes_repeat_with_a_generator() -> None:
     query, key = tensors()
     draws = [
-        affinity_penalty(query, key, estimator="probes", generator=torch.Generator().manual_seed(seed))
+        affinity_penalty(
+            query, key, estimator="probes", generator=torch.Generator().manual_seed(seed)
+        )
         for seed in (1, 1, 2)
     ]
     assert torch.equal(draws[0], draws[1])
@@ -175,7 +208,10 @@ def test_probes_repeat_with_a_generator() -> None:
 def test_gradient_of_a_hundred_draws_points_the_right_way() -> None:
     query, key = (torch.randn(2, 2, 128, 16, requires_grad=True) for _ in range(2))
     (exact,) = torch.autograd.grad(affinity_penalty(query, key).sum(), query)
-    drawn = [torch.autograd.grad(affinity_penalty(query, key, estimator="probes").sum(), query)[0] for _ in range(100)]
+    drawn = [
+        torch.autograd.grad(affinity_penalty(query, key, estimator="probes").sum(), query)[0]
+        for _ in range(100)
+    ]
     mean = torch.stack(drawn).mean(0)
     assert torch.nn.functional.cosine_similarity(mean.flatten(), exact.flatten(), dim=0) >= 0.99
 
@@ -188,7 +224,10 @@ def test_bf16_tensors_under_autocast(estimator: str) -> None:
     assert value.dtype == torch.float32
     exact = affinity_penalty(query.double(), key.double())
     torch.testing.assert_close(
-        value.double(), exact, rtol=1e-6 if estimator == "exact" else 0.08, atol=1e-6 if estimator == "exact" else 0.05
+        value.double(),
+        exact,
+        rtol=1e-6 if estimator == "exact" else 0.08,
+        atol=1e-6 if estimator == "exact" else 0.05,
     )
     value.sum().backward()
     assert query.grad is not None

@@ -16,14 +16,19 @@ def normalized(tokens: Tensor, eps: float) -> Tensor:
     return tokens / (tokens.norm(dim=-1, keepdim=True) ** 2 + eps) ** 0.5
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, *, eps: float, tau: float, nu: float, seen: Tensor) -> Tensor:
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, *, eps: float, tau: float, nu: float, seen: Tensor
+) -> Tensor:
     q, k, v = (normalized(t.double(), eps) for t in (query, key, value))
     logits = (tau * q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf)
     return nu * logits.softmax(-1) @ v
 
 
 def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * size
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -45,14 +50,23 @@ def test_matches_reference(dtype: torch.dtype, size: float, is_causal: bool) -> 
 
 def test_learnt_tau_and_nu_per_head() -> None:
     q, k, v = (draw(2, 3, 4, 5, seed=s) for s in range(3))
-    tau, nu = (torch.tensor(t, dtype=torch.float64).reshape(3, 1, 1).requires_grad_() for t in ([1, 2, 4], [1, 3, 5]))
+    tau, nu = (
+        torch.tensor(t, dtype=torch.float64).reshape(3, 1, 1).requires_grad_()
+        for t in ([1, 2, 4], [1, 3, 5])
+    )
     out = cosine_attention(q, k, v, tau=tau, nu=nu)
     for head in range(3):
         expected = cosine_attention(
-            q[:, head], k[:, head], v[:, head], tau=float(tau.detach()[head]), nu=float(nu.detach()[head])
+            q[:, head],
+            k[:, head],
+            v[:, head],
+            tau=float(tau.detach()[head]),
+            nu=float(nu.detach()[head]),
         )
         torch.testing.assert_close(out[:, head], expected, atol=1e-12, rtol=0)
-    assert torch.autograd.gradcheck(lambda tau, nu: cosine_attention(q, k, v, tau=tau, nu=nu), (tau, nu))
+    assert torch.autograd.gradcheck(
+        lambda tau, nu: cosine_attention(q, k, v, tau=tau, nu=nu), (tau, nu)
+    )
 
 
 def test_gradcheck() -> None:
@@ -76,7 +90,9 @@ def test_the_stated_bound_holds_along_segments(eps: float, tau: float, size: flo
     a = [draw(1, 1, 5, 3, seed=s, size=size) for s in range(3)]
     b = [t + draw(1, 1, 5, 3, seed=s + 5, size=0.1 * size) for s, t in enumerate(a)]
     moved = [float((x - y).norm(dim=-1).max()) for x, y in zip(a, b, strict=True)]
-    change = cosine_attention(*a, eps=eps, tau=tau, nu=2.0) - cosine_attention(*b, eps=eps, tau=tau, nu=2.0)
+    change = cosine_attention(*a, eps=eps, tau=tau, nu=2.0) - cosine_attention(
+        *b, eps=eps, tau=tau, nu=2.0
+    )
     bound = 2.0 / math.sqrt(eps) * (moved[2] + tau * moved[0] + tau * moved[1])
     assert change.norm(dim=-1).max() <= bound
 

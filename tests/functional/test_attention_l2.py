@@ -13,7 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import l2_attention
 
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+UNIT = {
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-11,
+    torch.float64: 2.0**-53,
+}
 
 
 def reference(
@@ -34,7 +39,11 @@ def reference(
         later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
         logits = logits.masked_fill(later, -math.inf)
     if attn_mask is not None:
-        logits = logits.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else logits + attn_mask
+        logits = (
+            logits.masked_fill(~attn_mask, -math.inf)
+            if attn_mask.dtype is torch.bool
+            else logits + attn_mask
+        )
     if key_padding_mask is not None:
         shape = (key_padding_mask.shape[0], *(1,) * (q.dim() - 2), key_padding_mask.shape[-1])
         logits = logits.masked_fill(key_padding_mask.reshape(shape), -math.inf)
@@ -42,12 +51,15 @@ def reference(
 
 
 def logit_tolerance(query: Tensor, key: Tensor, scale: float, unit: float) -> float:
-    """Rounding of float32 dot products over d + 3 terms, and of the norm: at most (d + 8) u |.| |.| each."""
+    """Rounding of float32 dot products over d + 3 terms, and of the norm: at most (d + 8) u |.| |.|
+    each."""
     size = float(query.double().norm(dim=-1).max()), float(key.double().norm(dim=-1).max())
     return 2 * scale * (query.shape[-1] + 8) * unit * (size[0] * size[1] + size[1] ** 2)
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, size: float = 1.0) -> Tensor:
+def draw(
+    *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, size: float = 1.0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return (tokens * size / math.sqrt(shape[-1])).to(dtype)
@@ -59,13 +71,20 @@ def test_matches_reference_in_every_rank(shape: tuple[int, ...], is_causal: bool
     q, k = draw(*shape, seed=1, size=3.0), draw(*shape, seed=2, size=3.0)
     v = draw(*shape[:-1], 7, seed=3)
     torch.testing.assert_close(
-        l2_attention(q, k, v, is_causal=is_causal), reference(q, k, v, is_causal=is_causal), atol=1e-12, rtol=0
+        l2_attention(q, k, v, is_causal=is_causal),
+        reference(q, k, v, is_causal=is_causal),
+        atol=1e-12,
+        rtol=0,
     )
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (4, 1), (3, 12), (8, 8), (16, 5)])
 def test_query_and_value_widths_are_free(widths: tuple[int, int]) -> None:
-    q, k, v = draw(2, 2, 5, widths[0], seed=1), draw(2, 2, 7, widths[0], seed=2), draw(2, 2, 7, widths[1], seed=3)
+    q, k, v = (
+        draw(2, 2, 5, widths[0], seed=1),
+        draw(2, 2, 7, widths[0], seed=2),
+        draw(2, 2, 7, widths[1], seed=3),
+    )
     out = l2_attention(q, k, v, scale=0.7)
     assert out.shape == (2, 2, 5, widths[1])
     torch.testing.assert_close(out, reference(q, k, v, scale=0.7), atol=1e-12, rtol=0)
@@ -82,7 +101,10 @@ def test_general_masks(kind: str) -> None:
         "bool per batch": torch.stack([allowed, allowed.T])[:, None],
     }[kind]
     torch.testing.assert_close(
-        l2_attention(q, k, v, attn_mask=mask), reference(q, k, v, attn_mask=mask), atol=1e-12, rtol=0
+        l2_attention(q, k, v, attn_mask=mask),
+        reference(q, k, v, attn_mask=mask),
+        atol=1e-12,
+        rtol=0,
     )
 
 
@@ -90,7 +112,10 @@ def test_general_mask_with_one_leading_dimension() -> None:
     q = draw(3, 6, 4)
     mask = torch.stack([torch.ones(6, 6).tril(-i).bool() | torch.eye(6).bool() for i in range(3)])
     torch.testing.assert_close(
-        l2_attention(q, q, q, attn_mask=mask), reference(q, q, q, attn_mask=mask), atol=1e-12, rtol=0
+        l2_attention(q, q, q, attn_mask=mask),
+        reference(q, q, q, attn_mask=mask),
+        atol=1e-12,
+        rtol=0,
     )
 
 
@@ -115,12 +140,16 @@ def test_padded_keys_are_ignored(dtype: torch.dtype, is_causal: bool) -> None:
     changed = k.clone()
     changed[0, :, 4:] = 50.0
     # The mean is taken over real keys and padded ones weigh exactly nothing: not one bit changes.
-    assert torch.equal(l2_attention(q, changed, v, key_padding_mask=padding, is_causal=is_causal), out)
+    assert torch.equal(
+        l2_attention(q, changed, v, key_padding_mask=padding, is_causal=is_causal), out
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_fully_padded_row_stays_finite_forward_and_backward(dtype: torch.dtype, is_causal: bool) -> None:
+def test_a_fully_padded_row_stays_finite_forward_and_backward(
+    dtype: torch.dtype, is_causal: bool
+) -> None:
     q = draw(2, 1, 5, 4, dtype=dtype).requires_grad_()
     padding = torch.tensor([[True] * 5, [True, True, False, False, False]])
     out = l2_attention(q, q, q, key_padding_mask=padding, is_causal=is_causal)
@@ -130,7 +159,9 @@ def test_a_fully_padded_row_stays_finite_forward_and_backward(dtype: torch.dtype
     assert q.grad.isfinite().all()
 
 
-def probabilities(query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False) -> Tensor:
+def probabilities(
+    query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False
+) -> Tensor:
     """The attention weights themselves, read off with one-hot values."""
     one_hot = torch.eye(key.shape[-2], dtype=query.dtype).expand(*key.shape[:-2], -1, -1)
     return l2_attention(query, key, one_hot, scale=scale, is_causal=is_causal).double()
@@ -164,7 +195,9 @@ def test_logits_keep_float32_accuracy_at_every_norm(
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_common_offset_of_a_hundred_costs_nothing(dtype: torch.dtype, is_causal: bool) -> None:
     d, n = 16, 12
-    offset = torch.linspace(80, 120, d, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(d // 2)
+    offset = torch.linspace(80, 120, d, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(
+        d // 2
+    )
     k = (draw(1, 1, n, d, seed=1, size=4.0) + offset).to(dtype)
     q = (draw(1, 1, n, d, seed=2, size=4.0) + offset).to(dtype)
     one_hot = torch.eye(n, dtype=torch.float64).expand(1, 1, -1, -1)
@@ -201,7 +234,8 @@ def test_tied_gradients_in_low_precision(dtype: torch.dtype, offset: float) -> N
     weight = draw(1, 2, 16, 8, seed=9)
     (got,) = torch.autograd.grad((l2_attention(z, z, z).double() * weight).sum(), z)
     (expected,) = torch.autograd.grad((reference(exact, exact, exact) * weight).sum(), exact)
-    # The same mathematics with a plain softmax in that precision errs by tens of units; an uncentred one by `offset`.
+    # The same mathematics with a plain softmax in that precision errs by tens of units; an
+    # uncentred one by `offset`.
     assert (got.double() - expected).abs().max() <= 40 * UNIT[dtype] * expected.abs().max()
 
 
@@ -218,7 +252,8 @@ def test_causality_of_values_and_gradients(dtype: torch.dtype, masked: str) -> N
     changed = z.detach().clone()
     changed[:, :, 4:] = draw(1, 2, n - 4, 4, seed=5, size=1e4).to(dtype)
     again = l2_attention(changed, changed, changed, **options)
-    # The shift comes from the first token (or is exact), so even rounding does not carry the future back.
+    # The shift comes from the first token (or is exact), so even rounding does not carry the future
+    # back.
     assert torch.equal(again[:, :, :4], out[:, :, :4])
 
 
@@ -242,7 +277,9 @@ def test_autocast(inputs: torch.dtype) -> None:
         # Points are rounded to bfloat16 after centring; nothing else is lost.
         mean = k.mean(-2, keepdim=True)
         q, k, v = (q - mean).bfloat16(), (k - mean).bfloat16(), v.bfloat16()
-    torch.testing.assert_close(out.double(), reference(q, k, v), atol=8 * UNIT[torch.bfloat16], rtol=0)
+    torch.testing.assert_close(
+        out.double(), reference(q, k, v), atol=8 * UNIT[torch.bfloat16], rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -279,7 +316,9 @@ def test_uses_the_fused_kernel_and_keeps_memory_linear() -> None:
 
 def test_translation_invariance() -> None:
     q, k, v = (draw(2, 2, 6, 8, seed=s) for s in range(3))
-    torch.testing.assert_close(l2_attention(q + 37.0, k + 37.0, v), l2_attention(q, k, v), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        l2_attention(q + 37.0, k + 37.0, v), l2_attention(q, k, v), atol=1e-10, rtol=0
+    )
 
 
 def test_forward_and_second_derivatives_under_the_math_kernel() -> None:
@@ -287,7 +326,10 @@ def test_forward_and_second_derivatives_under_the_math_kernel() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert torch.autograd.gradgradcheck(lambda z: l2_attention(z, z, z), (z,))
         assert torch.autograd.gradcheck(
-            lambda z: l2_attention(z, z, z, is_causal=True), (z,), check_forward_ad=True, check_backward_ad=False
+            lambda z: l2_attention(z, z, z, is_causal=True),
+            (z,),
+            check_forward_ad=True,
+            check_backward_ad=False,
         )
 
 
@@ -313,7 +355,9 @@ def test_nan_stays_visible() -> None:
 
 def test_misfits_are_named_together() -> None:
     q, k, v = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 6), torch.zeros(2, 1, 7, 4)
-    with pytest.raises(ShapeError, match=r"query width 4 and key width 6[\s\S]*5 keys and 7 values[\s\S]*padding"):
+    with pytest.raises(
+        ShapeError, match=r"query width 4 and key width 6[\s\S]*5 keys and 7 values[\s\S]*padding"
+    ):
         l2_attention(q, k, v, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ShapeError, match="tokens, head_dim"):
         l2_attention(torch.zeros(3), torch.zeros(3), torch.zeros(3))

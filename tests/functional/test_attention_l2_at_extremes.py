@@ -18,5 +18,6 @@ def test_float32_follows_float64_at_every_size_of_tokens(size: float, is_causal:
         logits = logits.masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
     expected = logits.softmax(-1) @ exact
     found = l2_attention(tokens, tokens, tokens, is_causal=is_causal).double()
-    # Logits of order one or far from it: then their rounding moves no weight, and values are averaged in float32.
+    # Logits of order one or far from it: then their rounding moves no weight, and values are
+    # averaged in float32.
     assert (found - expected).abs().max() <= 64 * 2.0**-24 * size * 4

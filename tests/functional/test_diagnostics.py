@@ -18,7 +18,8 @@ def entropy_reference(row: list[float]) -> float:
 
 
 def jacobian_norm(row: torch.Tensor) -> float:
-    """2-norm of diag p - p p^T in float64, the diagonal from sums so that p near 1 keeps its digits."""
+    """2-norm of diag p - p p^T in float64, the diagonal from sums so that p near 1 keeps its
+    digits."""
     jacobian = -torch.outer(row, row)
     for i in range(len(row)):
         jacobian[i, i] = row[i] * (row[:i].sum() + row[i + 1 :].sum())
@@ -38,7 +39,9 @@ def test_entropy() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.sampled_from([1e-3, 1.0, 10.0, 100.0]), st.integers(0, 1000))
 def test_sensitivity_bounds_the_jacobian(keys: int, scale: float, seed: int) -> None:
-    logits = scale * torch.randn(5, keys, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = scale * torch.randn(
+        5, keys, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     probabilities = logits.softmax(-1)
     found = softmax_sensitivity(probabilities)
     for row, bound in zip(probabilities, found.tolist(), strict=True):

@@ -1,4 +1,5 @@
-"""gram_attention: against the formula in float64, both ways of computing it, and its Lipschitz constant."""
+"""gram_attention: against the formula in float64, both ways of computing it, and its Lipschitz
+constant."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_both_ways_agree_to_rounding_in_float32_with_gradients() -> None:
         out = gram_attention(x, u, v, sigma, folded=folded)
         found.append((out, *torch.autograd.grad(out.square().sum(), (u, v))))
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max()))
+        torch.testing.assert_close(
+            one, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max())
+        )
 
 
 def test_never_stretches() -> None:

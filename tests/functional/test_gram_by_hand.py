@@ -23,7 +23,9 @@ def sigma_of(kind: str, tokens: int = N) -> Tensor:
 @pytest.mark.parametrize("kind", ["one", "each", "shared", "token"])
 @pytest.mark.parametrize("folded", [None, True, False])
 @pytest.mark.parametrize("tokens", [1, N, 9])
-def test_every_token_of_every_expert(experts: int | None, kind: str, folded: bool | None, tokens: int) -> None:
+def test_every_token_of_every_expert(
+    experts: int | None, kind: str, folded: bool | None, tokens: int
+) -> None:
     x = torch.randn(B, tokens, D, dtype=torch.float64)
     lead = () if experts is None else (experts,)
     left, right = torch.randn(2, *lead, D, D, dtype=torch.float64)
@@ -36,11 +38,18 @@ def test_every_token_of_every_expert(experts: int | None, kind: str, folded: boo
     assert found.shape == (*lead, B, tokens, D)
     for expert, b, i in itertools.product(range(experts or 1), range(B), range(tokens)):
         u, v = (left, right) if experts is None else (left[expert], right[expert])
-        own = {"one": sigma, "each": sigma[b % len(sigma)], "shared": sigma[0], "token": sigma[b % len(sigma)]}[kind]
+        own = {
+            "one": sigma,
+            "each": sigma[b % len(sigma)],
+            "shared": sigma[0],
+            "token": sigma[b % len(sigma)],
+        }[kind]
         own = own[i] if kind == "token" else own
         value = (x[b, i] @ u * own) @ v
         expected = torch.where(value > 0, value, value.exp() - 1)
-        torch.testing.assert_close(found[b, i] if experts is None else found[expert, b, i], expected)
+        torch.testing.assert_close(
+            found[b, i] if experts is None else found[expert, b, i], expected
+        )
 
 
 def test_folding_pays_where_more_than_d_tokens_share_a_sigma() -> None:
@@ -66,7 +75,14 @@ def test_which_spectra_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [((D, D), (D, D + 1)), ((D, 3), (D, 3)), ((E, D, D), (D, D)), ((1, E, D, D),) * 2, ((D,), (D,))]
+    ("left", "right"),
+    [
+        ((D, D), (D, D + 1)),
+        ((D, 3), (D, 3)),
+        ((E, D, D), (D, D)),
+        ((1, E, D, D),) * 2,
+        ((D,), (D,)),
+    ],
 )
 def test_weights_that_do_not_fit(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match="gram_attention: received x"):

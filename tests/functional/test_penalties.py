@@ -1,4 +1,5 @@
-"""Weight penalties against the formulas spelled out in float64, and their hand-written gradients against autograd."""
+"""Weight penalties against the formulas spelled out in float64, and their hand-written gradients
+against autograd."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def gradient(function: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
 def test_gram_penalty_is_the_formula(shape: tuple[int, int], squared: bool, side: str) -> None:
     weight = torch.randn(shape, dtype=torch.float64)
     torch.testing.assert_close(
-        gram_penalty(weight, squared=squared, side=side), slow_gram(weight, squared, side), rtol=1e-12, atol=1e-12
+        gram_penalty(weight, squared=squared, side=side),
+        slow_gram(weight, squared, side),
+        rtol=1e-12,
+        atol=1e-12,
     )
     torch.testing.assert_close(
         gradient(lambda w: gram_penalty(w, squared=squared, side=side), weight),
@@ -53,7 +57,9 @@ def test_gram_penalty_is_the_formula(shape: tuple[int, int], squared: bool, side
 
 @given(st.integers(1, 7), st.integers(1, 7), st.sampled_from([1e-3, 1.0, 1e3]))
 @settings(max_examples=25, deadline=None)
-def test_small_side_identity_at_every_shape_and_scale(rows: int, columns: int, scale: float) -> None:
+def test_small_side_identity_at_every_shape_and_scale(
+    rows: int, columns: int, scale: float
+) -> None:
     weight = scale * torch.randn(rows, columns, dtype=torch.float64)
     torch.testing.assert_close(gram_penalty(weight), slow_gram(weight), rtol=1e-11, atol=1e-12)
 
@@ -66,14 +72,18 @@ def test_a_stack_is_penalised_as_if_concatenated(rows: tuple[int, int]) -> None:
     value.backward()
     slow_gram(stacked, squared=False).backward()
     torch.testing.assert_close(value, slow_gram(stacked, squared=False), rtol=1e-12, atol=0)
-    torch.testing.assert_close(torch.cat([part.grad for part in parts]), stacked.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([part.grad for part in parts]), stacked.grad, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_zero_exactly_at_orthogonal_weights_with_zero_gradient_of_the_norm() -> None:
     eye = torch.eye(5)
     assert gram_penalty(eye).item() == 0
     assert torch.equal(gradient(lambda w: gram_penalty(w, squared=False), eye), torch.zeros(5, 5))
-    assert gram_penalty(torch.eye(3, 7)).item() == 4  # a wide weight cannot have orthonormal columns
+    assert (
+        gram_penalty(torch.eye(3, 7)).item() == 4
+    )  # a wide weight cannot have orthonormal columns
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -99,15 +109,21 @@ def test_autocast_does_not_lower_the_precision() -> None:
 def test_bf16_weights_are_computed_in_float32() -> None:
     weight = torch.randn(8, 8).bfloat16()
     assert gram_penalty(weight).dtype == torch.float32
-    torch.testing.assert_close(gram_penalty(weight), slow_gram(weight.double()).float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        gram_penalty(weight), slow_gram(weight.double()).float(), rtol=1e-5, atol=0
+    )
     assert gradient(gram_penalty, weight).dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # raised inside torch.compile
 def test_compiles_to_the_same_value_and_gradient() -> None:
     weight = torch.randn(6, 4, dtype=torch.float64)
     compiled = torch.compile(gram_penalty, backend="aot_eager")
-    torch.testing.assert_close(gradient(compiled, weight), gradient(gram_penalty, weight), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(compiled, weight), gradient(gram_penalty, weight), rtol=1e-12, atol=1e-12
+    )
 
 
 def gram_schmidt(matrix: Tensor) -> Tensor:
@@ -133,7 +149,9 @@ def slow_qr(weight: Tensor, method: str) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_qr_penalty_is_the_formula(shape: tuple[int, int], method: str) -> None:
     weight = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(qr_penalty(weight, method), slow_qr(weight, method), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        qr_penalty(weight, method), slow_qr(weight, method), rtol=1e-10, atol=1e-10
+    )
     torch.testing.assert_close(
         gradient(lambda w: qr_penalty(w, method), weight),
         gradient(lambda w: slow_qr(w, method), weight),
@@ -171,7 +189,8 @@ def test_scale_free_error_is_the_least_over_all_scales(scale: float) -> None:
     weight = torch.randn(5, 7)
     gram = weight.double() @ weight.double().T
     best = min(
-        torch.linalg.matrix_norm(gram / s - torch.eye(5)).item() for s in torch.linspace(0.05, 30, 20_000).double()
+        torch.linalg.matrix_norm(gram / s - torch.eye(5)).item()
+        for s in torch.linspace(0.05, 30, 20_000).double()
     )
     found = orthogonality_errors(scale * weight).scale_free.item()
     assert found == pytest.approx(best / math.sqrt(5), rel=1e-5)
@@ -180,10 +199,14 @@ def test_scale_free_error_is_the_least_over_all_scales(scale: float) -> None:
 def test_scale_free_error_of_extremes() -> None:
     orthogonal = torch.linalg.qr(torch.randn(64, 64))[0]
     assert orthogonality_errors(7 * orthogonal).scale_free.item() < 1e-6
-    assert orthogonality_errors(torch.ones(4, 6)).scale_free.item() == pytest.approx(math.sqrt(3 / 4), rel=1e-6)
+    assert orthogonality_errors(torch.ones(4, 6)).scale_free.item() == pytest.approx(
+        math.sqrt(3 / 4), rel=1e-6
+    )
     assert orthogonality_errors(torch.randn(1, 6)).scale_free.item() < 1e-7
     assert orthogonality_errors(torch.zeros(2, 3)).scale_free.isnan()
-    random = orthogonality_errors(torch.randn(400, 800))  # sqrt(m / (m + n)), from the moments of normal numbers
+    random = orthogonality_errors(
+        torch.randn(400, 800)
+    )  # sqrt(m / (m + n)), from the moments of normal numbers
     assert random.scale_free.item() == pytest.approx(math.sqrt(1 / 3), rel=0.01)
 
 

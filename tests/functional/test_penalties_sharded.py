@@ -1,4 +1,5 @@
-"""Penalties of sharded weights are those of the whole ones, in value and gradient; on a mesh of one process."""
+"""Penalties of sharded weights are those of the whole ones, in value and gradient; on a mesh of one
+process."""
 
 from __future__ import annotations
 
@@ -24,23 +25,40 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def spread(whole: Tensor, mesh: DeviceMesh, placement: Placement | None) -> nn.Parameter:
-    return nn.Parameter(whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement]))
+    return nn.Parameter(
+        whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement])
+    )
 
 
 ROWS, COLUMNS, ALL = Shard(0), Shard(1), Replicate()
-PLACED = [[ROWS], [COLUMNS], [ALL], [ROWS, ROWS], [COLUMNS, COLUMNS], [ROWS, COLUMNS], [ALL, None], [None, ROWS]]
+PLACED = [
+    [ROWS],
+    [COLUMNS],
+    [ALL],
+    [ROWS, ROWS],
+    [COLUMNS, COLUMNS],
+    [ROWS, COLUMNS],
+    [ALL, None],
+    [None, ROWS],
+]
 
 
-@pytest.mark.parametrize("placements", PLACED, ids=lambda placements: "-".join(map(str, placements)))
+@pytest.mark.parametrize(
+    "placements", PLACED, ids=lambda placements: "-".join(map(str, placements))
+)
 @pytest.mark.parametrize("tall", [True, False], ids=["tall", "wide"])
-def test_the_gram_penalty_of_shards(placements: list[Placement | None], tall: bool, mesh: DeviceMesh) -> None:
+def test_the_gram_penalty_of_shards(
+    placements: list[Placement | None], tall: bool, mesh: DeviceMesh
+) -> None:
     shapes = [(6, 4), (3, 4)] if tall else [(2, 4), (1, 4)]
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes[: len(placements)]]
     for squared, side in itertools.product((True, False), ("columns", "rows")):
         plain = [nn.Parameter(whole.clone()) for whole in wholes]
         expected = gram_penalty(plain, squared=squared, side=side)
         slopes = torch.autograd.grad(expected, plain)
-        weights = [spread(whole, mesh, place) for whole, place in zip(wholes, placements, strict=True)]
+        weights = [
+            spread(whole, mesh, place) for whole, place in zip(wholes, placements, strict=True)
+        ]
         found = gram_penalty(weights, squared=squared, side=side)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         found.backward()
@@ -52,7 +70,9 @@ def test_the_gram_penalty_of_shards(placements: list[Placement | None], tall: bo
 
 @pytest.mark.parametrize("placement", [ROWS, COLUMNS, ALL], ids=str)
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
-def test_qr_and_errors_of_shards(placement: Placement, shape: tuple[int, int], mesh: DeviceMesh) -> None:
+def test_qr_and_errors_of_shards(
+    placement: Placement, shape: tuple[int, int], mesh: DeviceMesh
+) -> None:
     whole = torch.randn(shape, dtype=torch.float64)
     plain, weight = nn.Parameter(whole.clone()), spread(whole, mesh, placement)
     for method in ("householder", "gram_schmidt"):

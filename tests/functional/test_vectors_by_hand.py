@@ -1,4 +1,5 @@
-"""The vectors that L2 attention is called with: their products, their widths, their shift, entry by entry."""
+"""The vectors that L2 attention is called with: their products, their widths, their shift, entry by
+entry."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def test_the_width_is_the_least_multiple_of_eight_that_holds_all(
     width: int, value_dim: int, dtype: torch.dtype, expected: int
 ) -> None:
     tokens = torch.ones(1, 2, 3, width, dtype=dtype)
-    vectors = l2_vectors(tokens, tokens, torch.zeros(1, 2, 1, width, dtype=dtype), value_dim=value_dim)
+    vectors = l2_vectors(
+        tokens, tokens, torch.zeros(1, 2, 1, width, dtype=dtype), value_dim=value_dim
+    )
     assert [part.shape[-1] for part in vectors] == [expected, expected]
     columns = 3 if dtype in (torch.float16, torch.bfloat16) else 1
     # Beyond the norm columns there is nothing.
@@ -91,7 +94,8 @@ def test_a_shift_is_the_mean_of_the_keys_that_are_seen_or_the_first_of_them() ->
     unseen = torch.zeros(2, 1, 4, dtype=torch.bool)
     unseen[1, 0, :2] = True
     torch.testing.assert_close(
-        common_shift(key, key, first=False), torch.stack([key[:, :, i] for i in range(4)]).sum(0)[:, :, None] / 4
+        common_shift(key, key, first=False),
+        torch.stack([key[:, :, i] for i in range(4)]).sum(0)[:, :, None] / 4,
     )
     assert torch.equal(common_shift(key, key, first=True), key[:, :, :1])
     by_mean = common_shift(key, key, unseen, first=False)
@@ -108,7 +112,9 @@ def test_a_shift_is_the_mean_of_the_keys_that_are_seen_or_the_first_of_them() ->
     assert not common_shift(moving, moving, first=False).requires_grad
 
 
-def shift_of(query: list[float], key: list[float], unseen: list[bool] | None = None, *, heads: int = 1) -> list[float]:
+def shift_of(
+    query: list[float], key: list[float], unseen: list[bool] | None = None, *, heads: int = 1
+) -> list[float]:
     """The shift of one coordinate in bfloat16, for each key head."""
     asked = torch.tensor(query, dtype=torch.bfloat16).view(1, heads, -1, 1)
     keys = torch.tensor(key, dtype=torch.bfloat16).view(1, 1, -1, 1)
@@ -125,7 +131,8 @@ def test_half_precision_moves_by_what_can_be_subtracted_exactly_and_else_not_at_
     assert shift_of([-1.0, 1.0], [1.0, 1.0]) == [0.0]
     assert shift_of([0.0, 1.0], [1.0, 1.0]) == [0.0]
     assert shift_of([-1.0, 0.0], [-1.0, -1.0]) == [0.0]
-    # Queries of every head of the group count, and what is unseen does not, in keys and in queries of as many.
+    # Queries of every head of the group count, and what is unseen does not, in keys and in queries
+    # of as many.
     assert shift_of([3.0, 4.0, 1.0, 4.0], [3.5, 5.0], heads=2) == [0.0]
     assert shift_of([3.0, 4.0, 3.0, 4.0], [3.5, 5.0], heads=2) == [3.0]
     assert shift_of([3.0, 99.0], [3.5, 99.0], [False, True]) == [3.0]

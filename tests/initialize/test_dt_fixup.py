@@ -1,4 +1,5 @@
-"""DT-Fixup: mu is the largest norm of a real token at the door of the new layers, and the factor follows from it."""
+"""DT-Fixup: mu is the largest norm of a real token at the door of the new layers, and the factor
+follows from it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key]) for key in first
+    )
 
 
 def stack(layers: int, width: int = 4) -> nn.TransformerEncoder:
@@ -42,7 +45,9 @@ def stack(layers: int, width: int = 4) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize(("mu", "layers", "factor"), [(10.0, 24, 0.009937), (10.0, 8, 0.017211), (1.0, 8, 0.125)])
+@pytest.mark.parametrize(
+    ("mu", "layers", "factor"), [(10.0, 24, 0.009937), (10.0, 8, 0.017211), (1.0, 8, 0.125)]
+)
 def test_values_of_the_formula_from_data(mu: float, layers: int, factor: float) -> None:
     tokens = torch.zeros(2, 3, 4)
     tokens[1, 2, 3] = mu
@@ -59,14 +64,19 @@ def test_values_of_the_formula_from_data(mu: float, layers: int, factor: float) 
 
 
 @pytest.mark.parametrize("leave", [(), ("query", "key")])
-def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(leave: tuple[str, ...]) -> None:
+def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(
+    leave: tuple[str, ...],
+) -> None:
     model = OnTop()
     body, new = state(model.body), state(model.new)
     report = dt_fixup_(model, [batch_for(model.body)], layers="new", leave=leave)
     assert same(body, state(model.body))
     after = state(model.new)
     assert len(report.norms_removed) == 6
-    assert all(name.startswith("new.") for name in (*report.norms_removed, *(row.name for row in report.rows)))
+    assert all(
+        name.startswith("new.")
+        for name in (*report.norms_removed, *(row.name for row in report.rows))
+    )
     assert not any("norm" in key for key in after)
     for index in range(3):
         fused = f"{index}.self_attn.in_proj_weight"
@@ -112,7 +122,9 @@ def test_mu_is_the_largest_norm_of_a_real_token() -> None:
     report = dt_fixup_(model.train(), batches, layers="new", quantile=0.5)
     assert report.tokens == len(norms)
     assert report.mu == report.largest == pytest.approx(max(norms), rel=1e-6)
-    assert report.quantile == pytest.approx(sorted(norms)[math.ceil(0.5 * len(norms)) - 1], rel=1e-6)
+    assert report.quantile == pytest.approx(
+        sorted(norms)[math.ceil(0.5 * len(norms)) - 1], rel=1e-6
+    )
     assert model.training
     assert model.new.training
     few = dt_fixup_(model, batches, layers="new", max_batches=1)
@@ -141,7 +153,8 @@ def test_a_causal_pretrained_model_works_too() -> None:
 
 
 def test_one_step_moves_the_output_alike_at_every_depth() -> None:
-    """The factor divides out both the depth and the size of what enters: the change of one step stays of order lr."""
+    """The factor divides out both the depth and the size of what enters: the change of one step
+    stays of order lr."""
     changes = []
     for layers in (2, 8, 32):
         torch.manual_seed(1)

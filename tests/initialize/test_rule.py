@@ -1,4 +1,5 @@
-"""Every factor of the papers, against numbers worked by hand and against the equations they solve."""
+"""Every factor of the papers, against numbers worked by hand and against the equations they
+solve."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import math
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.initialize import dt_fixup_factor, t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
+from wellposed.initialize import (
+    dt_fixup_factor,
+    t_fixup_decoder_factor,
+    t_fixup_encoder_factor,
+    t_fixup_factor,
+)
 
 # N -> 0.67 N^-1/4, (9N)^-1/4, to five digits, as the public code gives them
 TABLE = {
@@ -25,8 +31,12 @@ def test_factors_of_the_table(layers: int) -> None:
     # the table has five digits; roots of roots are the exact values by another route
     assert t_fixup_encoder_factor(layers) == pytest.approx(encoder, abs=5.1e-6)
     assert t_fixup_decoder_factor(layers) == pytest.approx(decoder, abs=5.1e-6)
-    assert t_fixup_encoder_factor(layers) == pytest.approx(0.67 / math.sqrt(math.sqrt(layers)), abs=1e-15)
-    assert t_fixup_decoder_factor(layers) == pytest.approx(1 / math.sqrt(3 * math.sqrt(layers)), abs=1e-15)
+    assert t_fixup_encoder_factor(layers) == pytest.approx(
+        0.67 / math.sqrt(math.sqrt(layers)), abs=1e-15
+    )
+    assert t_fixup_decoder_factor(layers) == pytest.approx(
+        1 / math.sqrt(3 * math.sqrt(layers)), abs=1e-15
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 12, 40, 3000])

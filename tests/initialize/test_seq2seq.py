@@ -1,4 +1,5 @@
-"""T-Fixup on our encoder-decoder: the table of Huang et al. (2020), sharing, the option init, depth."""
+"""T-Fixup on our encoder-decoder: the table of Huang et al. (2020), sharing, the option init,
+depth."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_every_number_of_the_table_and_the_size_of_the_model() -> None:
         assert row.std_after == pytest.approx(std, rel=0.01)
     assert seen == set(TABLE)
     tables = sum(p.numel() for p in model.parameters() if p.shape == (1000, 512))
-    assert sum(p.numel() for p in model.parameters()) - tables == 31_512_576  # without the paper code's dead norms
+    assert (
+        sum(p.numel() for p in model.parameters()) - tables == 31_512_576
+    )  # without the paper code's dead norms
     assert tables == 2 * 1000 * 512
 
 
@@ -51,7 +54,9 @@ def tables_of(model: WellposedForSeq2SeqLM) -> dict[str, float]:
 
 def test_shared_tables_are_scaled_once_by_the_encoders_depth_and_own_ones_by_their_own() -> None:
     shared = seq2seq(2, 5, norm="none")
-    assert tables_of(shared) == {"model.encoder.embeddings.token.weight": pytest.approx((9 * 2) ** -0.25)}
+    assert tables_of(shared) == {
+        "model.encoder.embeddings.token.weight": pytest.approx((9 * 2) ** -0.25)
+    }
     assert shared.lm_head.weight is shared.model.encoder.embeddings.token.weight
     assert tables_of(seq2seq(2, 5, norm="none", share_embeddings=False)) == {
         "model.encoder.embeddings.token.weight": pytest.approx((9 * 2) ** -0.25),
@@ -68,7 +73,9 @@ def test_init_in_the_configuration_is_the_call_on_the_model(tie: bool) -> None:
         if name in report and parameter.numel() >= 240:
             # two draws of at least 240 numbers of the same law
             assert parameter.std().item() == pytest.approx(report[name].std_after, rel=0.3), name
-    assert {name for name, _ in built.named_parameters()} == {name for name, _ in plain.named_parameters()}
+    assert {name for name, _ in built.named_parameters()} == {
+        name for name, _ in plain.named_parameters()
+    }
 
 
 def test_token_norms_that_enter_are_those_of_the_derivation_up_to_the_positions() -> None:

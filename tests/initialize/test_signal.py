@@ -1,4 +1,5 @@
-"""The signal keeps its size at any depth, one step moves the output alike at any depth; plain Xavier does neither."""
+"""The signal keeps its size at any depth, one step moves the output alike at any depth; plain
+Xavier does neither."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_signal_of_deep_encoders_keeps_its_size(layers: int) -> None:
 def test_signal_of_a_hundred_narrow_layers() -> None:
     model = encoder(100, 32, 64)
     t_fixup_(model, zero_biases=True)
-    assert 1.0 <= signal_propagation(model, torch.randn(2, 16, 32)).ratios()[-1] <= 1.15  # a narrow net fluctuates
+    assert (
+        1.0 <= signal_propagation(model, torch.randn(2, 16, 32)).ratios()[-1] <= 1.15
+    )  # a narrow net fluctuates
     control = encoder(40, 32, 64)
     plain_xavier_(control)
     assert signal_propagation(control, torch.randn(2, 16, 32)).ratios()[-1] > 1e3
@@ -71,8 +74,12 @@ def test_rows_are_the_hidden_states_of_the_model() -> None:
     sizes = [state[real].square().sum(-1).mean().sqrt().item() for state in states]
     assert [row.norm_in for row in rows] == pytest.approx(sizes[:-1], rel=1e-5)
     assert [row.norm_out for row in rows] == pytest.approx(sizes[1:], rel=1e-5)
-    assert [row.ratio for row in rows] == pytest.approx([size / sizes[0] for size in sizes[1:]], rel=1e-5)
-    assert [(row.path, row.depth) for row in rows] == [(f"encoder.layer.{i}", i + 1) for i in range(3)]
+    assert [row.ratio for row in rows] == pytest.approx(
+        [size / sizes[0] for size in sizes[1:]], rel=1e-5
+    )
+    assert [(row.path, row.depth) for row in rows] == [
+        (f"encoder.layer.{i}", i + 1) for i in range(3)
+    ]
 
 
 def test_encoder_and_decoder_are_told_apart_and_the_model_is_left_as_it_was() -> None:
@@ -144,10 +151,14 @@ def test_a_step_is_measured_and_taken_back() -> None:
 
 def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    model = nn.Sequential(
+        nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)
+    ).double()
     x = 3 * torch.randn(1, 3, dtype=torch.float64)
     weights = dict(model.named_parameters())
-    jacobians = torch.func.jacrev(lambda given: torch.func.functional_call(model, given, (x,))[0])(weights)
+    jacobians = torch.func.jacrev(lambda given: torch.func.functional_call(model, given, (x,))[0])(
+        weights
+    )
     dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
     torch.manual_seed(1)
     direction = torch.randn(1, 2, dtype=torch.float64)[0]

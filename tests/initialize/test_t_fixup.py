@@ -6,7 +6,18 @@ import copy
 
 import pytest
 import torch
-from tests.support.initialized import ALL, ENCODER_DECODER, ENCODER_ONLY, SPECIAL, D, bart, batch_for, bert, gpt2, ours
+from tests.support.initialized import (
+    ALL,
+    ENCODER_DECODER,
+    ENCODER_ONLY,
+    SPECIAL,
+    D,
+    bart,
+    batch_for,
+    bert,
+    gpt2,
+    ours,
+)
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
@@ -39,12 +50,17 @@ def test_query_and_key_are_xaviers_whatever_the_library_drew(name: str) -> None:
     rows = [row for row in report.rows if row.role in ("query", "key")]
     assert len(rows) == 2 * len(find_roles(model).attention)
     assert all(row.drawn and row.factor == 1.0 for row in rows)
-    assert "left as they were: 0" in report.table() or name == "marian"  # whose sinusoids are frozen
+    assert (
+        "left as they were: 0" in report.table() or name == "marian"
+    )  # whose sinusoids are frozen
     for weight in by_role(model, "query", "key").values():
         rows_, columns = weight.shape
         variance = 2 / (rows_ + columns)
-        # 5 standard errors of the variance of n uniform numbers, whose fourth moment is 9/5 of the squared second
-        assert weight.double().square().mean().item() == pytest.approx(variance, rel=5 * (0.8 / weight.numel()) ** 0.5)
+        # 5 standard errors of the variance of n uniform numbers, whose fourth moment is 9/5 of the
+        # squared second
+        assert weight.double().square().mean().item() == pytest.approx(
+            variance, rel=5 * (0.8 / weight.numel()) ** 0.5
+        )
         assert weight.abs().max() <= (3 * variance) ** 0.5 * (1 + 1e-6)
 
 
@@ -56,9 +72,16 @@ def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name: str) -> Non
     after = by_role(model, "query", "key")
     assert kept
     assert all(torch.equal(kept[key], after[key]) for key in kept)
-    assert all(not row.drawn and row.factor == 1.0 for row in report.rows if row.role in ("query", "key"))
-    assert f"left as they were: {sum(not row.drawn for row in report.rows)} (query, key" in report.table()
-    biases = [key for key, value in model.state_dict().items() if key.endswith("bias") and value.ndim == 1]
+    assert all(
+        not row.drawn and row.factor == 1.0 for row in report.rows if row.role in ("query", "key")
+    )
+    assert (
+        f"left as they were: {sum(not row.drawn for row in report.rows)} (query, key"
+        in report.table()
+    )
+    biases = [
+        key for key, value in model.state_dict().items() if key.endswith("bias") and value.ndim == 1
+    ]
     assert biases or name in ("ours", "t5")
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in biases)
 
@@ -70,7 +93,9 @@ def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones() -> None
     kept = {row.name for row in report.rows if not row.drawn}
     assert kept == {"transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"}
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in kept)
-    assert not torch.equal(model.transformer.h[1].attn.c_attn.weight, before["transformer.h.1.attn.c_attn.weight"])
+    assert not torch.equal(
+        model.transformer.h[1].attn.c_attn.weight, before["transformer.h.1.attn.c_attn.weight"]
+    )
 
 
 def test_a_weight_that_is_query_and_key_is_left_under_either_role() -> None:
@@ -85,7 +110,12 @@ def test_a_weight_that_is_query_and_key_is_left_under_either_role() -> None:
 
 def test_an_unknown_name_to_leave_lists_the_nearest() -> None:
     refused(bert(), ConfigError, "leave: .*(?s:.)*'qery'; nearest: query", leave=("qery", "key"))
-    refused(bert(), ConfigError, r"nearest: .*attention\.self\.query\.weight", leave="*.attention.self.qury.weight")
+    refused(
+        bert(),
+        ConfigError,
+        r"nearest: .*attention\.self\.query\.weight",
+        leave="*.attention.self.qury.weight",
+    )
 
 
 def test_a_seed_repeats_the_draw() -> None:
@@ -94,7 +124,9 @@ def test_a_seed_repeats_the_draw() -> None:
         torch.manual_seed(4)
         t_fixup_(model)
     queries = by_role(first, "query", "key")
-    assert all(torch.equal(value, by_role(second, "query", "key")[key]) for key, value in queries.items())
+    assert all(
+        torch.equal(value, by_role(second, "query", "key")[key]) for key, value in queries.items()
+    )
 
 
 @pytest.mark.parametrize("name", ENCODER_ONLY)
@@ -108,7 +140,11 @@ def test_one_stack_has_one_factor_and_every_ratio_is_it(name: str) -> None:
     assert all(row.std_after / row.std_before == pytest.approx(expected, abs=1e-6) for row in rows)
     tables = [row for row in report.rows if row.role.endswith("embedding") and row.drawn]
     assert tables
-    assert all(row.factor == pytest.approx(expected, abs=1e-6) for row in tables if row.role != "output_embedding")
+    assert all(
+        row.factor == pytest.approx(expected, abs=1e-6)
+        for row in tables
+        if row.role != "output_embedding"
+    )
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODER)
@@ -125,7 +161,11 @@ def test_encoder_and_decoder_have_factors_of_their_own_depth(name: str) -> None:
         row
         for row in report.rows
         if row.name.endswith(
-            (".encoder_attn.v_proj.weight", ".cross_attention.v_proj.weight", ".EncDecAttention.v.weight")
+            (
+                ".encoder_attn.v_proj.weight",
+                ".cross_attention.v_proj.weight",
+                ".EncDecAttention.v.weight",
+            )
         )
     ]
     assert len(cross) == 5
@@ -155,13 +195,17 @@ def test_tied_embedding_is_scaled_once_and_shared_takes_the_encoders_depth() -> 
     table = model.model.shared.weight
     assert table is model.lm_head.weight
     assert table is model.model.decoder.embed_tokens.weight
-    assert table[3:].std().item() == pytest.approx(shared[0].factor * D**-0.5, rel=0.15)  # 432 draws
+    assert table[3:].std().item() == pytest.approx(
+        shared[0].factor * D**-0.5, rel=0.15
+    )  # 432 draws
 
 
 def test_separate_embeddings_take_their_own_depth() -> None:
     model = bart(2, 5)
     model.model.decoder.embed_tokens = nn.Embedding(30, D, padding_idx=0)
-    factors = {row.name: row.factor for row in t_fixup_(model).rows if row.role == "token_embedding"}
+    factors = {
+        row.name: row.factor for row in t_fixup_(model).rows if row.role == "token_embedding"
+    }
     assert factors["model.shared.weight"] == pytest.approx((9 * 2) ** -0.25)
     assert factors["model.decoder.embed_tokens.weight"] == pytest.approx((9 * 5) ** -0.25)
 
@@ -197,7 +241,9 @@ def test_norms_are_gone_with_their_parameters_and_the_model_still_runs(name: str
     batch = batch_for(model)
     outputs = model(**batch)
     (outputs[0].square().mean()).backward()
-    unused = [key for key, value in model.named_parameters() if value.requires_grad and value.grad is None]
+    unused = [
+        key for key, value in model.named_parameters() if value.requires_grad and value.grad is None
+    ]
     assert [key for key in unused if "pooler" not in key] == []
 
 
@@ -214,7 +260,9 @@ def test_saved_weights_load_into_a_model_whose_norms_were_removed(name: str) -> 
     assert torch.equal(model.eval()(**batch)[0], fresh.eval()(**batch)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "pre"}, {"qk_norm": True}, {"norm": "pre", "qk_norm": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"norm": "pre"}, {"qk_norm": True}, {"norm": "pre", "qk_norm": True}]
+)
 def test_our_models_save_and_load_without_their_norms(options: dict[str, object], tmp_path) -> None:
     model = ours(**options)
     t_fixup_(model)
@@ -245,7 +293,9 @@ def test_batch_measures_what_enters() -> None:
     batch = batch_for(model)
     report = t_fixup_(model, batch=batch)
     with torch.no_grad():
-        entering = model.eval()(**batch, output_hidden_states=True).hidden_states[0].norm(dim=-1).mean()
+        entering = (
+            model.eval()(**batch, output_hidden_states=True).hidden_states[0].norm(dim=-1).mean()
+        )
     assert report.entering[next(iter(report.entering))] == pytest.approx(entering.item(), rel=1e-5)
     query = next(row for row in report.rows if row.role == "query")
     assert query.input_norm == pytest.approx(entering.item(), rel=1e-5)
@@ -258,14 +308,23 @@ def test_batch_does_not_count_padding() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
     report = t_fixup_(model, batch={"input_ids": ids, "attention_mask": mask})
     with torch.no_grad():
-        alone = model.eval()(input_ids=ids[:, :2], output_hidden_states=True).hidden_states[0].norm(dim=-1).mean()
+        alone = (
+            model.eval()(input_ids=ids[:, :2], output_hidden_states=True)
+            .hidden_states[0]
+            .norm(dim=-1)
+            .mean()
+        )
     assert next(iter(report.entering.values())) == pytest.approx(alone.item(), rel=1e-5)
 
 
 def test_value_of_torch_cross_attention_is_measured_on_the_memory() -> None:
     model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     report = t_fixup_(model, batch=(torch.randn(2, 3, 8), torch.zeros(2, 4, 8)))
-    cross = {row.role: row for row in report.rows if row.name.startswith("decoder.layers.0.multihead_attn")}
+    cross = {
+        row.role: row
+        for row in report.rows
+        if row.name.startswith("decoder.layers.0.multihead_attn")
+    }
     assert cross["value"].input_norm > 1.0
     assert cross["query"].input_norm < cross["value"].input_norm
 
@@ -279,7 +338,9 @@ def test_input_scale_is_the_factor_of_embeddings() -> None:
 
 
 def test_zero_biases() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
+    )
     assert t_fixup_(copy.deepcopy(model)).largest_bias > 0
     assert t_fixup_(model, zero_biases=True).largest_bias == 0
     assert model.layers[1].linear2.bias.abs().max() == 0
@@ -335,7 +396,12 @@ def test_gated_networks_two_stacks_and_shared_layers_are_refused() -> None:
 
     llama = hf.LlamaForCausalLM(
         hf.LlamaConfig(
-            hidden_size=D, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24, vocab_size=30, **SPECIAL
+            hidden_size=D,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=24,
+            vocab_size=30,
+            **SPECIAL,
         )
     )
     refused(llama, ConfigError, "gated")
@@ -369,12 +435,17 @@ def test_init_t_fixup_of_our_models() -> None:
     for first, second in zip(built.model.layers, plain.model.layers, strict=True):
         assert torch.equal(first.attention.q_proj.weight, second.attention.q_proj.weight)
         assert torch.equal(first.attention.k_proj.weight, second.attention.k_proj.weight)
-    ratio = built.model.layers[1].attention.v_proj.weight.std() / plain.model.layers[1].attention.v_proj.weight.std()
+    ratio = (
+        built.model.layers[1].attention.v_proj.weight.std()
+        / plain.model.layers[1].attention.v_proj.weight.std()
+    )
     assert ratio.item() == pytest.approx((6 * 3) ** -0.25, rel=0.15)
     assert built.lm_head.weight is built.model.embeddings.token.weight
     with pytest.raises(ConfigError, match="norm='none'"):
         ours(init="t_fixup")
-    assert ours(norm="none", init="t_fixup", qk_norm=True).model.layers[0].attention.q_norm is not None
+    assert (
+        ours(norm="none", init="t_fixup", qk_norm=True).model.layers[0].attention.q_norm is not None
+    )
 
 
 def test_init_t_fixup_leaves_a_loaded_checkpoint_alone(tmp_path) -> None:

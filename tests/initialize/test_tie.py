@@ -1,4 +1,5 @@
-"""Queries and keys that are one parameter: what the model computes, learns, saves and loads, and what is refused."""
+"""Queries and keys that are one parameter: what the model computes, learns, saves and loads, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def build(family: str) -> nn.Module:
 
 def run(model: nn.Module, family: str) -> Tensor:
     torch.manual_seed(1)
-    return ZOO[family.partition(",")[0] if family.startswith(("llama", "phi3")) else family].run(model)
+    return ZOO[family.partition(",")[0] if family.startswith(("llama", "phi3")) else family].run(
+        model
+    )
 
 
 EVERY = (*SEPARATE, *FUSED, "llama, one key head a query head", "phi3, one key head a query head")
@@ -46,7 +49,9 @@ def biases(role: AttentionRole) -> list[Tensor | None]:
     """The query's and the key's bias, rows of a fused one taken out."""
     found = []
     for view in (role.query, role.key):
-        bias = getattr(view.owner, "in_proj_bias" if view.attribute == "in_proj_weight" else "bias", None)
+        bias = getattr(
+            view.owner, "in_proj_bias" if view.attribute == "in_proj_weight" else "bias", None
+        )
         found.append(bias if bias is None or view.rows is None else bias[slice(*view.rows)])
     return found
 
@@ -85,7 +90,9 @@ def test_training_keeps_them_equal_and_counts_both_uses_in_the_gradient(family: 
     model = build(family)
     wp.tie_queries_and_keys_(model)
     twice = copy.deepcopy(model)
-    sizes = [sum(parameter.numel() for parameter in net.parameters()) for net in (build(family), model)]
+    sizes = [
+        sum(parameter.numel() for parameter in net.parameters()) for net in (build(family), model)
+    ]
     tied = sum(
         role.query.tensor().numel() + (0 if (bias := biases(role)[0]) is None else bias.numel())
         for role in self_attention(model)
@@ -113,7 +120,9 @@ def test_its_state_dict_is_that_of_the_plain_model_and_loads_both_ways(family: s
     wp.tie_queries_and_keys_(model)
     state = model.state_dict()
     assert state.keys() == plain.state_dict().keys()
-    pointers = [tensor.data_ptr() for name, tensor in state.items() if "key" in name or "k_" in name]
+    pointers = [
+        tensor.data_ptr() for name, tensor in state.items() if "key" in name or "k_" in name
+    ]
     assert len(set(pointers)) == len(pointers), "no key shares memory with anything"
     plain.load_state_dict(state)
     assert torch.equal(run(plain, family), run(model, family))
@@ -142,7 +151,9 @@ def test_a_saved_model_loads_without_being_told(family: str, tmp_path: Path) -> 
 def test_grouped_heads_are_refused_and_nothing_is_changed(family: str) -> None:
     model = build(family)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ShapeError, match=r"grouped heads.*\n.*query \(16, 16\), key \(8, 16\)\n.*query \(16, 16\)"):
+    with pytest.raises(
+        ShapeError, match=r"grouped heads.*\n.*query \(16, 16\), key \(8, 16\)\n.*query \(16, 16\)"
+    ):
         wp.tie_queries_and_keys_(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -154,17 +165,27 @@ def test_what_cannot_be_tied_is_named_and_nothing_is_changed() -> None:
     parametrizations.orthogonal(second.key)
     with pytest.raises(ConfigError) as caught:
         wp.tie_queries_and_keys_(model)
-    assert "encoder.layer.0.attention: one of query and key has a bias and the other has none" in str(caught.value)
-    assert "encoder.layer.1.attention: encoder.layer.1.attention.self.key.parametrizations" in str(caught.value)
+    assert (
+        "encoder.layer.0.attention: one of query and key has a bias and the other has none"
+        in str(caught.value)
+    )
+    assert "encoder.layer.1.attention: encoder.layer.1.attention.self.key.parametrizations" in str(
+        caught.value
+    )
     assert first.key.weight is not first.query.weight
 
 
 class Adapter(nn.Module):
-    """A linear layer with a trainable product beside it, as adapter libraries put it in place of the layer."""
+    """A linear layer with a trainable product beside it, as adapter libraries put it in place of
+    the layer."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.base_layer, self.low, self.high = layer, nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+        self.base_layer, self.low, self.high = (
+            layer,
+            nn.Linear(D, 2, bias=False),
+            nn.Linear(2, D, bias=False),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.base_layer(tokens) + self.high(self.low(tokens))
@@ -176,7 +197,9 @@ def test_tie_first_and_adapt_then() -> None:
     for net in (model, adapted):
         for layer in net.encoder.layer:
             layer.attention.self.key = Adapter(layer.attention.self.key)
-    with pytest.raises(ConfigError, match="it carries adapters, which would stay untied; tie first, then add them"):
+    with pytest.raises(
+        ConfigError, match="it carries adapters, which would stay untied; tie first, then add them"
+    ):
         wp.tie_queries_and_keys_(adapted)
     adapted.load_state_dict(model.state_dict())
     assert torch.equal(run(adapted, "bert"), run(model, "bert"))
@@ -197,20 +220,31 @@ def test_patterns_name_the_weights_of_an_unknown_family() -> None:
 
     model = nn.ModuleDict({"block": Attention()})
     names = dict(zip(("query", "key", "value", "output"), ("wa", "wb", "wc", "wd"), strict=True))
-    found = wp.tie_queries_and_keys_(model, patterns={role: f"*.{name}.weight" for role, name in names.items()})
+    found = wp.tie_queries_and_keys_(
+        model, patterns={role: f"*.{name}.weight" for role, name in names.items()}
+    )
     assert found == ("block.wb.weight",)
     assert model["block"].wb.weight is model["block"].wa.weight
     assert model["block"].wb.bias is model["block"].wa.bias
 
 
 def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one_tied() -> None:
-    """Theory note B4: three tokens whose first lies as far from the keys of the second as from those of the third."""
+    """Theory note B4: three tokens whose first lies as far from the keys of the second as from
+    those of the third."""
     wp.integrations.register_attention()
-    config = hf.BertConfig(hidden_size=1, num_attention_heads=1, num_hidden_layers=1, intermediate_size=1, vocab_size=3)
-    model: Any = hf.BertModel._from_config(config, attn_implementation="wellposed_l2").double().eval()
+    config = hf.BertConfig(
+        hidden_size=1, num_attention_heads=1, num_hidden_layers=1, intermediate_size=1, vocab_size=3
+    )
+    model: Any = (
+        hf.BertModel._from_config(config, attn_implementation="wellposed_l2").double().eval()
+    )
     attention = model.encoder.layer[0].attention
     with torch.no_grad():
-        for layer, weight in ((attention.self.query, 1.0), (attention.self.key, 0.5), (attention.self.value, 1.0)):
+        for layer, weight in (
+            (attention.self.query, 1.0),
+            (attention.self.key, 0.5),
+            (attention.self.value, 1.0),
+        ):
             layer.weight.fill_(weight)
             layer.bias.zero_()
 
@@ -219,7 +253,9 @@ def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one
             return attention.self(tokens)[0]
 
         places = [size * torch.tensor([[[1.0], [1.2], [2.8]]]).double() for size in (1, 10, 100)]
-        found = [torch.autograd.functional.jacobian(joined, place).reshape(3, 3) for place in places]
+        found = [
+            torch.autograd.functional.jacobian(joined, place).reshape(3, 3) for place in places
+        ]
         return [torch.linalg.matrix_norm(jacobian, 2).item() for jacobian in found]
 
     untied = slopes()

@@ -1,4 +1,5 @@
-"""``attn_implementation="wellposed_..."`` against attention by explicit float64 loops, in models of every family."""
+"""``attn_implementation="wellposed_..."`` against attention by explicit float64 loops, in models of
+every family."""
 
 from __future__ import annotations
 
@@ -28,15 +29,24 @@ EPS = 0.01
 
 
 def loops(
-    kind: str, query: Tensor, key: Tensor, value: Tensor, added: Tensor, *, scaling: float, groups: int
+    kind: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor,
+    *,
+    scaling: float,
+    groups: int,
 ) -> Tensor:
-    """Return (batch, queries, heads, width): one softmax for each batch, head and query; a row of -inf gives zero."""
+    """Return (batch, queries, heads, width): one softmax for each batch, head and query; a row of
+    -inf gives zero."""
     batch, heads, length, width = query.shape
     out = value.new_zeros(batch, length, heads, value.shape[-1])
     added = added.expand(batch, heads, length, key.shape[2])
     if kind == "wellposed_cosine":
         query, key, value = (
-            tokens / (tokens.square().sum(-1, keepdim=True) + EPS).sqrt() for tokens in (query, key, value)
+            tokens / (tokens.square().sum(-1, keepdim=True) + EPS).sqrt()
+            for tokens in (query, key, value)
         )
     for b in range(batch):
         for h in range(heads):
@@ -103,14 +113,19 @@ def inputs_of(family: str) -> tuple[dict[str, Tensor], Tensor | None]:
         return {"pixel_values": torch.randn(2, 3, 8, 8).double()}, None
     ids, mask = padded(left=family in DECODERS)
     if family in SEQ2SEQ:
-        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": torch.randint(3, V, (2, 5))}, None
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "decoder_input_ids": torch.randint(3, V, (2, 5)),
+        }, None
     return {"input_ids": ids, "attention_mask": mask}, mask
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "qwen2", "vit"])
 def test_every_family_computes_what_the_loops_compute(family: str, name: str) -> None:
-    """Padding, causal masks, grouped heads, position bias and cross-attention included; gradients as well."""
+    """Padding, causal masks, grouped heads, position bias and cross-attention included; gradients
+    as well."""
     ours = model_of(family, name)
     slow = copy.deepcopy(ours)
     slow.set_attn_implementation(f"loops_{name}")
@@ -148,14 +163,16 @@ def test_a_mask_of_four_dimensions_may_be_bool_or_additive(family: str, name: st
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch.dtype) -> None:
-    """Another padding token, and where attention is causal another last token, leave the rest exactly as it is."""
+    """Another padding token, and where attention is causal another last token, leave the rest
+    exactly as it is."""
     model = model_of(family, name).to(dtype)
     inputs, real = inputs_of(family)
     changed = inputs["input_ids"].clone()
     changed[inputs["attention_mask"] == 0] = 1 + V // 2
     with torch.no_grad():
         before, after = (
-            model(**(inputs | {"input_ids": ids})).last_hidden_state for ids in (inputs["input_ids"], changed)
+            model(**(inputs | {"input_ids": ids})).last_hidden_state
+            for ids in (inputs["input_ids"], changed)
         )
     keep = torch.ones(before.shape[:2], dtype=torch.bool) if real is None else real.bool()
     assert torch.equal(before[keep], after[keep])
@@ -173,7 +190,9 @@ def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", [*DECODERS, *SEQ2SEQ])
-def test_generation_with_a_cache_has_the_logits_of_generation_without(family: str, cache: str, name: str) -> None:
+def test_generation_with_a_cache_has_the_logits_of_generation_without(
+    family: str, cache: str, name: str
+) -> None:
     head = hf.AutoModelForSeq2SeqLM if family in SEQ2SEQ else hf.AutoModelForCausalLM
     model = model_of(family, name, head)
     assert model.config._attn_implementation == name
@@ -194,7 +213,8 @@ def test_generation_with_a_cache_has_the_logits_of_generation_without(family: st
 def test_grouped_heads_far_from_the_origin_keep_the_accuracy_of_the_dtype(
     name: str, dtype: torch.dtype, masked: bool
 ) -> None:
-    """Outputs err by the rounding of weights and values in the dtype, not by that of `|k|^2`, which is large here."""
+    """Outputs err by the rounding of weights and values in the dtype, not by that of `|k|^2`, which
+    is large here."""
     module = SimpleNamespace(num_key_value_groups=3, is_causal=True, scaling=0.5)
     query, key = (torch.randn(2, heads, 9, 8).add(4).to(dtype) for heads in (6, 2))
     value = torch.randn(2, 2, 9, 5).to(dtype)
@@ -208,8 +228,11 @@ def test_grouped_heads_far_from_the_origin_keep_the_accuracy_of_the_dtype(
     slow = loops(name, query.double(), key.double(), value.double(), added, scaling=0.5, groups=3)
     assert weights is None
     assert out.dtype is dtype
-    # Half precision: normalised vectors are themselves rounded, and the logits (up to sqrt 8) with them.
-    tolerance = 4 * torch.finfo(dtype).eps * (value.abs().max().item() if name == "wellposed_l2" else 4)
+    # Half precision: normalised vectors are themselves rounded, and the logits (up to sqrt 8) with
+    # them.
+    tolerance = (
+        4 * torch.finfo(dtype).eps * (value.abs().max().item() if name == "wellposed_l2" else 4)
+    )
     torch.testing.assert_close(out.double(), slow, rtol=0, atol=max(tolerance, 2e-5))
 
 
@@ -239,13 +262,21 @@ def test_the_penalty_sees_the_affinities(name: str) -> None:
     """Its value is that of the same attention written as a softmax over square logits."""
 
     def plain(
-        _: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **__: Any
+        _: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        **__: Any,
     ) -> tuple[Tensor, None]:
         assert mask is None
         if name == "wellposed_l2":
             logits = -scaling * (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
         else:
-            query, key, value = (t / (t.square().sum(-1, keepdim=True) + EPS).sqrt() for t in (query, key, value))
+            query, key, value = (
+                t / (t.square().sum(-1, keepdim=True) + EPS).sqrt() for t in (query, key, value)
+            )
             logits = math.sqrt(query.shape[-1]) * query @ key.mT
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 
@@ -287,10 +318,14 @@ def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it()
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
     }
-    model = hf.OPTModel(hf.OPTConfig(**sizes, vocab_size=V, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+    model = hf.OPTModel(
+        hf.OPTConfig(**sizes, vocab_size=V, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    ).eval()
     ids, mask = padded(left=True)
     model.set_attn_implementation("wellposed_l2")
-    with pytest.raises(ConfigError, match=r"OPTAttention: it scales its queries itself.*wellposed_cosine"):
+    with pytest.raises(
+        ConfigError, match=r"OPTAttention: it scales its queries itself.*wellposed_cosine"
+    ):
         model(ids, attention_mask=mask)
     model.set_attn_implementation("wellposed_cosine")
     fast = model(ids, attention_mask=mask).last_hidden_state
@@ -310,11 +345,18 @@ def test_a_built_model_is_given_the_attention(family: str, name: str) -> None:
 
 
 def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> None:
-    sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+    sizes = {
+        "hidden_size": D,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
     for implementation in ("eager", "wellposed_l2"):
         config = hf.MPNetConfig(**sizes, vocab_size=V)
         model = hf.MPNetForMaskedLM._from_config(config, attn_implementation=implementation)
-        with pytest.raises(ConfigError, match=r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"):
+        with pytest.raises(
+            ConfigError, match=r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"
+        ):
             wp.integrations.set_attention_(model, "wellposed_l2")
         assert model.config._attn_implementation == implementation
 
@@ -330,7 +372,9 @@ def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
         wp.integrations.set_attention_(nn.Linear(2, 2), "wellposed_l2")
     with pytest.raises(ConfigError, match="build wellposed's own with attention='l2'"):
         wp.integrations.set_attention_(ZOO["ours, classifier"].build(), "wellposed_l2")
-    with pytest.raises(ConfigError, match="unknown attention implementation 'l2'; nearest: wellposed_l2"):
+    with pytest.raises(
+        ConfigError, match="unknown attention implementation 'l2'; nearest: wellposed_l2"
+    ):
         wp.integrations.set_attention_(model_of("bert", "sdpa"), "l2")
 
 

@@ -36,7 +36,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ),
     ],
 )
-def test_an_example_runs_and_prints(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs_and_prints(
+    name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert says in capsys.readouterr().out
 
@@ -53,9 +55,15 @@ def test_a_worker_of_ray_trains_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_ray_trains_a_run_in_two_workers() -> None:
-    pytest.importorskip("ray", reason="needs ray, which is not among our packages: pip install 'ray[train]'")
+    pytest.importorskip(
+        "ray", reason="needs ray, which is not among our packages: pip install 'ray[train]'"
+    )
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "ray_train.py")], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(EXAMPLES / "ray_train.py")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "by two workers" in done.stdout

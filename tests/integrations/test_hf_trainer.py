@@ -1,4 +1,5 @@
-"""The real Trainer on a tiny BERT: the penalty is in the gradient, the numbers are logged, no trace is left."""
+"""The real Trainer on a tiny BERT: the penalty is in the gradient, the numbers are logged, no trace
+is left."""
 
 from __future__ import annotations
 
@@ -104,7 +105,10 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
 
 
 def hook_count(model: torch.nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
 
 
 class Gradients(TrainerCallback):
@@ -114,11 +118,15 @@ class Gradients(TrainerCallback):
         self.seen: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append({n: p.grad.clone() for n, p in kwargs["model"].named_parameters() if p.grad is not None})
+        self.seen.append(
+            {n: p.grad.clone() for n, p in kwargs["model"].named_parameters() if p.grad is not None}
+        )
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(tmp_path: Path, accumulation: int) -> None:
+def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(
+    tmp_path: Path, accumulation: int
+) -> None:
     model, reference = bert(), bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.3)
     gradients = Gradients()
@@ -164,7 +172,9 @@ def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
     )
     loss = trainer.evaluate()["eval_loss"]
     ids = torch.tensor([row["input_ids"] for row in rows])
-    expected = model.eval()(input_ids=ids, labels=torch.tensor([row["labels"] for row in rows])).loss.item()
+    expected = model.eval()(
+        input_ids=ids, labels=torch.tensor([row["labels"] for row in rows])
+    ).loss.item()
     assert loss == pytest.approx(expected, rel=1e-5)
     assert penalty.step == 0
 
@@ -198,11 +208,24 @@ def test_by_default_a_role_has_its_worst_and_its_mean() -> None:
     found = ConditionMetrics(penalty, spectra=True)(model, step=1)
     measured = wp.measure(model).rows
     for role in {row["role"] for row in measured}:
-        for number, worst in (("sigma_max", max), ("condition_number", max), ("sigma_min", min), ("stable_rank", min)):
+        for number, worst in (
+            ("sigma_max", max),
+            ("condition_number", max),
+            ("sigma_min", min),
+            ("stable_rank", min),
+        ):
             values = [row[number] for row in measured if row["role"] == role]
-            assert found[f"cond/{role}/{number}/{worst.__name__}"] == pytest.approx(worst(values), rel=1e-5)
-            assert found[f"cond/{role}/{number}/mean"] == pytest.approx(sum(values) / len(values), rel=1e-5)
-    assert {name for name in found if "penalty" in name} == {"penalty/key", "penalty/affinity", "penalty/total"}
+            assert found[f"cond/{role}/{number}/{worst.__name__}"] == pytest.approx(
+                worst(values), rel=1e-5
+            )
+            assert found[f"cond/{role}/{number}/mean"] == pytest.approx(
+                sum(values) / len(values), rel=1e-5
+            )
+    assert {name for name in found if "penalty" in name} == {
+        "penalty/key",
+        "penalty/affinity",
+        "penalty/total",
+    }
     assert found["penalty/key"] + found["penalty/affinity"] == pytest.approx(total, rel=1e-5)
     assert found["penalty/total"] == pytest.approx(total, rel=1e-5)
     assert not any("encoder" in name for name in found)
@@ -213,7 +236,13 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
     penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2)
     trainer = Trainer(
         model=model,
-        args=arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=3, gradient_accumulation_steps=2),
+        args=arguments(
+            tmp_path,
+            save_strategy="steps",
+            save_steps=2,
+            max_steps=3,
+            gradient_accumulation_steps=2,
+        ),
         train_dataset=examples(64),
         compute_loss_func=penalized_loss(model, penalty),
         callbacks=[ConditionCallback(penalty)],
@@ -231,7 +260,15 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
     labels = ids.clone()
     labels[0, 2:4] = -100
     gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)
+        GPT2Config(
+            vocab_size=40,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            n_positions=8,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
     )
     masked = BertForMaskedLM(BertConfig(**SMALL))
     vit = ViTForImageClassification(
@@ -251,22 +288,36 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
         items = targets.ne(-100).sum()
         found = compute(model(**inputs), targets, num_items_in_batch=items)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(compute(model(**inputs), targets, num_items_in_batch=2 * items), expected / 2)
+        torch.testing.assert_close(
+            compute(model(**inputs), targets, num_items_in_batch=2 * items), expected / 2
+        )
 
 
 def test_a_model_whose_loss_is_not_known_is_refused() -> None:
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        T5Config(
+            vocab_size=40,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
     )
     penalty = wp.OrthogonalityPenalty(model, key=0.1)
     with pytest.raises(ConfigError, match="task_loss="):
         penalized_loss(model, penalty)
-    compute = penalized_loss(model, penalty, task_loss=lambda outputs, labels: outputs.logits.mean())
+    compute = penalized_loss(
+        model, penalty, task_loss=lambda outputs, labels: outputs.logits.mean()
+    )
     with pytest.raises(ConfigError, match="holds no 'labels'"):
         compute(None, None)
 
 
-@pytest.mark.parametrize(("module", "package"), [("_hf_trainer", "transformers"), ("_lightning", "lightning.pytorch")])
+@pytest.mark.parametrize(
+    ("module", "package"), [("_hf_trainer", "transformers"), ("_lightning", "lightning.pytorch")]
+)
 def test_a_missing_engine_names_the_extra_to_install(
     module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

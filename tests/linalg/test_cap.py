@@ -1,4 +1,5 @@
-"""`cap_spectral_norm_`: never above the bound by a float64 SVD, never far from the nearest, untouched when inside."""
+"""`cap_spectral_norm_`: never above the bound by a float64 SVD, never far from the nearest,
+untouched when inside."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def test_the_result_is_inside_whatever_came(
     assert float(torch.linalg.svdvals(weight.double())[0]) <= bound
     assert float(certified_spectral_norm(weight)) <= bound
     assert float(torch.linalg.svdvals(before.double())[0]) <= cap.before
-    assert (cap.method == "inside") == torch.equal(weight, before) or dtype in (torch.bfloat16, torch.float16)
+    assert (cap.method == "inside") == torch.equal(weight, before) or dtype in (
+        torch.bfloat16,
+        torch.float16,
+    )
 
 
 @pytest.mark.parametrize("size", [64, 200])
@@ -73,9 +77,13 @@ def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(
     if cap.method == "exact":
         # float64 hides next to nothing from a proof
         assert float((found - values.clamp(max=1.0)).abs().max()) <= 1e-5
-        assert float(torch.linalg.matrix_norm(weight - (left * values.clamp(max=1.0)) @ right, 2)) <= 1e-5
+        assert (
+            float(torch.linalg.matrix_norm(weight - (left * values.clamp(max=1.0)) @ right, 2))
+            <= 1e-5
+        )
     else:
-        # s - a s^9 with the a that takes the proved bound, at most 1.2e-2 (Lanczos' slack) above the truth, to 1.
+        # s - a s^9 with the a that takes the proved bound, at most 1.2e-2 (Lanczos' slack) above
+        # the truth, to 1.
         strength = (cap.before - 1.0) / cap.before**9
         assert cap.before <= excess * 1.012
         assert float((found - (values - strength * values**9)).abs().max()) <= 1e-4
@@ -86,7 +94,9 @@ def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(7, 7), (30, 130), (140, 133)])
-def test_a_batch_is_what_each_matrix_becomes_by_itself(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_batch_is_what_each_matrix_becomes_by_itself(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     alone = []
     for kind in SPECTRA:
@@ -95,13 +105,16 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape: tuple[int, int], d
             alone.append(((left * values) @ right).to(dtype))
     together = [weight.clone() for weight in alone]
     caps = cap_spectral_norms_(together, bound=0.7)
-    assert {cap.method for cap in caps} == {"inside", "exact"} | ({"polynomial"} if min(shape) > 128 else set())
+    assert {cap.method for cap in caps} == {"inside", "exact"} | (
+        {"polynomial"} if min(shape) > 128 else set()
+    )
     for own, batched, cap in zip(alone, together, caps, strict=True):
         single = cap_spectral_norm_(own, bound=0.7)
         assert single.method == cap.method
         assert single.before == pytest.approx(cap.before, rel=1e-5)
-        # A product of n terms of size at most 1 is rounded by n u; half precision rounds once more, to the next number.
-        # Lanczos vectors are in float32 for all; their quotient, and so the polynomial, is off by the square of that.
+        # A product of n terms of size at most 1 is rounded by n u; half precision rounds once more,
+        # to the next number. Lanczos vectors are in float32 for all; their quotient, and so the
+        # polynomial, is off by the square of that.
         single_eps = torch.finfo(torch.float32).eps
         u = min(torch.finfo(dtype).eps, single_eps)
         step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
@@ -133,7 +146,9 @@ def test_the_nearest_matrix_of_the_set_when_asked_for(
 
 
 def test_a_batch_is_of_one_shape_and_finite_or_untouched() -> None:
-    with pytest.raises(ShapeError, match=r"received torch.float32 \(2, 2\), torch.float32 \(3, 2\)"):
+    with pytest.raises(
+        ShapeError, match=r"received torch.float32 \(2, 2\), torch.float32 \(3, 2\)"
+    ):
         cap_spectral_norms_([torch.eye(2), torch.ones(3, 2)])
     with pytest.raises(ShapeError, match="received none"):
         cap_spectral_norms_([])
@@ -159,7 +174,9 @@ def test_what_is_inside_is_not_touched_and_a_view_is_enough() -> None:
     assert torch.equal(whole[20:], before[20:])
 
 
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float64, 1e200), (torch.float32, 1e30), (torch.bfloat16, 1e30)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float64, 1e200), (torch.float32, 1e30), (torch.bfloat16, 1e30)]
+)
 def test_entries_at_the_ends_of_their_range(dtype: torch.dtype, large: float) -> None:
     torch.manual_seed(0)
     for scale in (large, 1.0 / large):

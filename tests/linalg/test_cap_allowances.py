@@ -1,4 +1,5 @@
-"""What `cap_spectral_norm_` allows for rounding: at least what the worst case needs, and hardly more than that."""
+"""What `cap_spectral_norm_` allows for rounding: at least what the worst case needs, and hardly
+more than that."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def with_values(values: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def longest_sum(terms: int) -> float:
-    """Roundings that the sum of so many products may carry when it is made in pieces, one after the other."""
+    """Roundings that the sum of so many products may carry when it is made in pieces, one after the
+    other."""
     return min(terms, PIECE) + terms / PIECE
 
 
@@ -44,7 +46,8 @@ def spectrum(kind: str, columns: int, top: float) -> Tensor:
 def test_what_is_proved_before_is_a_hundredth_and_the_rounding_of_the_proof_above(
     kind: str, rows: int, columns: int, bound: float
 ) -> None:
-    """Rump (2006): a factor of L I - G hides n u times its trace at most; G hides the rounding of its sums."""
+    """Rump (2006): a factor of L I - G hides n u times its trace at most; G hides the rounding of
+    its sums."""
     weight = with_values(bound * spectrum(kind, columns, 1.06), rows, torch.float32)
     values = torch.linalg.svdvals(weight.double()) / bound
     cap = cap_spectral_norm_(weight, bound=bound)
@@ -54,7 +57,9 @@ def test_what_is_proved_before_is_a_hundredth_and_the_rounding_of_the_proof_abov
     needed = longest_sum(rows) * trace + columns * max(columns * shift - trace, shift)
     allowed = (cap.before / bound) ** 2 - shift
     # Lanczos in float32 is within 1e-5 of the top; the allowances are some 1e-3.
-    assert needed * UNIT[torch.float32] - 2e-5 <= allowed <= ROOM * needed * UNIT[torch.float32] + 2e-5
+    assert (
+        needed * UNIT[torch.float32] - 2e-5 <= allowed <= ROOM * needed * UNIT[torch.float32] + 2e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -63,7 +68,8 @@ def test_what_is_proved_before_is_a_hundredth_and_the_rounding_of_the_proof_abov
 def test_the_polynomial_is_as_strong_as_the_rounding_of_its_products_asks_for(
     top: float, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
-    """Every product A B adds at most g |A|_F |B|_F to the errors of its factors, followed by the norms as they are."""
+    """Every product A B adds at most g |A|_F |B|_F to the errors of its factors, followed by the
+    norms as they are."""
     weight = with_values(spectrum("flat", columns, top), rows, dtype)
     before = torch.linalg.svdvals(weight.double())
     length = cap_spectral_norm_(weight).before
@@ -102,12 +108,16 @@ def test_half_precision_leaves_room_for_the_rounding_when_it_is_stored() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(12, 5), (90, 90), (300, 40)])
-def test_a_matrix_is_left_alone_up_to_the_rounding_of_its_proof(rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Flat spectra just below the bound: the proof needs a part of n u below it, and finds it with some of that."""
+def test_a_matrix_is_left_alone_up_to_the_rounding_of_its_proof(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Flat spectra just below the bound: the proof needs a part of n u below it, and finds it with
+    some of that."""
     unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
     hidden = (longest_sum(rows) * columns + columns) * unit
     for share, is_inside in ((6.0, True), (-1.0, False)):
-        # In squares: what the proof hides, thrice, so that it is found; or nothing, and 1e-9 over the top.
+        # In squares: what the proof hides, thrice, so that it is found; or nothing, and 1e-9 over
+        # the top.
         square = TOP**2 - share * hidden if is_inside else TOP**2 * (1.0 + 1e-5)
         weight = with_values(spectrum("flat", columns, math.sqrt(square)), rows, torch.float64)
         scale = float(torch.linalg.svdvals(weight.to(dtype).double())[0]) / math.sqrt(square)
@@ -122,13 +132,17 @@ def test_a_matrix_is_left_alone_up_to_the_rounding_of_its_proof(rows: int, colum
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(40, 40), (120, 90), (100, 20)])
-def test_capped_values_end_as_far_below_as_rounding_hides(rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Flat at twice the bound: all values end alike, below TOP by one and a half to thrice what a proof hides."""
+def test_capped_values_end_as_far_below_as_rounding_hides(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Flat at twice the bound: all values end alike, below TOP by one and a half to thrice what a
+    proof hides."""
     weight = with_values(spectrum("flat", columns, 2.0), rows, dtype)
     assert cap_spectral_norm_(weight).method == "exact"
     after = torch.linalg.svdvals(weight.double())
     unit = UNIT[dtype]
-    # In squares: |X|_F^2 = n, and L n - tr G = 0 where all values are equal, so one eigenvalue's share.
+    # In squares: |X|_F^2 = n, and L n - tr G = 0 where all values are equal, so one eigenvalue's
+    # share.
     hidden = (longest_sum(rows) * columns + columns) * unit
     room = TOP**2 - after.square()
     rounding = 20 * columns * unit
@@ -137,14 +151,21 @@ def test_capped_values_end_as_far_below_as_rounding_hides(rows: int, columns: in
 
 
 def test_batches_on_an_accelerator_take_the_same_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There Lanczos runs for a batch at once; here one matrix after the other, unless it is told otherwise."""
+    """There Lanczos runs for a batch at once; here one matrix after the other, unless it is told
+    otherwise."""
     kinds = [("flat", 1.05), ("one above", 1.08), ("flat", 1.02), ("one above", 1.4), ("flat", 0.9)]
     weights = [with_values(spectrum(kind, 140, top), 150, torch.float64) for kind, top in kinds]
     own = [weight.clone() for weight in weights]
     expected = cap_spectral_norms_(own)
     monkeypatch.setattr("wellposed.linalg._norms._ONE_BY_ONE", 1000)
     caps = cap_spectral_norms_(weights)
-    assert [cap.method for cap in caps] == ["polynomial", "polynomial", "polynomial", "exact", "inside"]
+    assert [cap.method for cap in caps] == [
+        "polynomial",
+        "polynomial",
+        "polynomial",
+        "exact",
+        "inside",
+    ]
     for cap, other, weight, alone in zip(caps, expected, weights, own, strict=True):
         assert cap.method == other.method
         assert cap.before == pytest.approx(other.before, rel=1e-6)
@@ -153,16 +174,27 @@ def test_batches_on_an_accelerator_take_the_same_vectors(monkeypatch: pytest.Mon
 
 def test_the_largest_of_many_and_the_last_are_put_where_they_came_from() -> None:
     """Inside, bent, clipped, and too large for float32 in one batch: each ends as it does alone."""
-    kinds = [("flat", 0.5), ("flat", 1.05), ("one above", 3.0), ("flat", 1e4), ("one above", 1.03), ("flat", 0.999)]
+    kinds = [
+        ("flat", 0.5),
+        ("flat", 1.05),
+        ("one above", 3.0),
+        ("flat", 1e4),
+        ("one above", 1.03),
+        ("flat", 0.999),
+    ]
     for dtype in (torch.float32, torch.bfloat16):
         weights = [with_values(spectrum(kind, 140, top), 140, dtype) for kind, top in kinds]
         alone = [weight.clone() for weight in weights]
         caps = cap_spectral_norms_(weights)
-        assert [cap.method for cap in caps] == [cap_spectral_norm_(weight).method for weight in alone]
+        assert [cap.method for cap in caps] == [
+            cap_spectral_norm_(weight).method for weight in alone
+        ]
         for cap, weight, own, (kind, top) in zip(caps, weights, alone, kinds, strict=True):
             assert float((weight.double() - own.double()).abs().max()) <= 4e-3, (kind, top)
             assert float(torch.linalg.svdvals(weight.double())[0]) <= 1.0
             # `before` is a bound of what came: of Frobenius where nothing better was tried.
-            largest = float(torch.linalg.svdvals(with_values(spectrum(kind, 140, top), 140, dtype).double())[0])
+            largest = float(
+                torch.linalg.svdvals(with_values(spectrum(kind, 140, top), 140, dtype).double())[0]
+            )
             frobenius = float(spectrum(kind, 140, top).norm()) * (1.0 + 1e-2)
             assert largest <= cap.before <= frobenius

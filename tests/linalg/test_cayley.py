@@ -47,7 +47,9 @@ def test_gradient(shape: tuple[int, int]) -> None:
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     free = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(cayley(free).square().sum() + cayley(free)[0, 1], free, create_graph=True)
+    (first,) = torch.autograd.grad(
+        cayley(free).square().sum() + cayley(free)[0, 1], free, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 

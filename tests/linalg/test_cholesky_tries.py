@@ -14,7 +14,8 @@ SIZE = 192
 @pytest.mark.parametrize(
     ("guesses", "taken"),
     [
-        # How far below the largest eigenvalue each guess of Lanczos lies, and how many are asked for.
+        # How far below the largest eigenvalue each guess of Lanczos lies, and how many are asked
+        # for.
         ([0.0], 1),
         ([1e-5], 1),
         ([1e-4], 1),
@@ -37,5 +38,6 @@ def test_a_guess_that_is_too_low_is_proved_with_more_slack_or_made_anew(
     monkeypatch.setattr("wellposed.linalg._norms._rayleigh_quotient", guess)
     bound = float(certified_spectral_norm(matrix, method="cholesky"))
     assert true <= bound <= true * (1 + 1e-4)
-    # Sixteen steps, and one more for every sixteen columns; thrice as many where that was not enough.
+    # Sixteen steps, and one more for every sixteen columns; thrice as many where that was not
+    # enough.
     assert steps == [16 + SIZE // 16, 3 * (16 + SIZE // 16)][:taken]

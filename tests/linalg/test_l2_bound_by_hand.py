@@ -1,4 +1,5 @@
-"""The bounds of L2 attention layers whose heads have two coordinates each, so that every norm is a number."""
+"""The bounds of L2 attention layers whose heads have two coordinates each, so that every norm is a
+number."""
 
 from __future__ import annotations
 
@@ -24,13 +25,20 @@ def blocks(sizes: tuple[float, float]) -> Tensor:
     return weight
 
 
-def layer(reads: tuple[float, float], mixes: tuple[float, float], writes: tuple[float, float]) -> tuple[Tensor, ...]:
-    mixing = torch.stack([torch.diag(torch.tensor([size, size / 2], dtype=torch.float64)) for size in mixes])
+def layer(
+    reads: tuple[float, float], mixes: tuple[float, float], writes: tuple[float, float]
+) -> tuple[Tensor, ...]:
+    mixing = torch.stack(
+        [torch.diag(torch.tensor([size, size / 2], dtype=torch.float64)) for size in mixes]
+    )
     return blocks(reads), mixing, blocks(writes).mT.contiguous()
 
 
-def by_scales(reads: tuple[float, float], paths: list[float], scales: list[float], norm: object) -> float:
-    """|C| ((1 + 2c) sqrt(sum |W_h|^2/s_h^2) + 2c |[W_h/s_h]|), or in norm 2 |C| |[W_h/s_h]| times the bracket."""
+def by_scales(
+    reads: tuple[float, float], paths: list[float], scales: list[float], norm: object
+) -> float:
+    """|C| ((1 + 2c) sqrt(sum |W_h|^2/s_h^2) + 2c |[W_h/s_h]|), or in norm 2 |C| |[W_h/s_h]| times
+    the bracket."""
     written = max(s * path for s, path in zip(scales, paths, strict=True))
     read = [w / s for w, s in zip(reads, scales, strict=True)]
     if norm == 2:
@@ -56,7 +64,9 @@ def test_the_least_of_the_four_forms(case: tuple[tuple[float, float], ...], norm
     alone = sum(w * c for w, c in zip(reads, paths, strict=True)) * CONSTANTS.bracket(norm)  # type: ignore[arg-type]
     by_mixing = by_scales(reads, paths, [1 / (r or 1.0) for r in mixes], norm)
     as_given = by_scales(reads, paths, [1.0, 1.0], norm)
-    balanced = by_scales(reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm)
+    balanced = by_scales(
+        reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm
+    )
     found = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm)  # type: ignore[arg-type]
     expected = min(alone, by_mixing, as_given, balanced)
     if 0.0 in mixes:  # a silent head has no say; what it reads is left out
@@ -85,7 +95,8 @@ def test_one_head_has_one_form() -> None:
 
 
 def test_the_inf_norm_row_by_row() -> None:
-    """B1, coordinate r: |c_r|_1 max|row of W| + 4c of the less of 1 + sqrt d halves of that and |c_r|_2 max|row|_2."""
+    """B1, coordinate r: |c_r|_1 max|row of W| + 4c of the less of 1 + sqrt d halves of that and
+    |c_r|_2 max|row|_2."""
     generator = torch.Generator().manual_seed(0)
     for scale in (1e-3, 1.0, 30.0):
         projection = torch.randn(3, 5, 2, generator=generator, dtype=torch.float64) * scale
@@ -111,7 +122,9 @@ def test_the_inf_norm_row_by_row() -> None:
         found = l2_attention_bound(projection, mixing, output, CONSTANTS, norm="inf")
         assert float(found.value) == pytest.approx(min(largest.values()), rel=1e-9)
         assert float(found.value) >= min(largest.values())
-        assert largest[found.form.removesuffix(", inf (B1)")] == pytest.approx(min(largest.values()), rel=1e-12)
+        assert largest[found.form.removesuffix(", inf (B1)")] == pytest.approx(
+            min(largest.values()), rel=1e-12
+        )
 
 
 def test_mixings_too_large_to_be_given_come_as_powers_of_two() -> None:
@@ -123,10 +136,16 @@ def test_mixings_too_large_to_be_given_come_as_powers_of_two() -> None:
             scaled = L2Layer(heads[0], heads[1] * shares, heads[2]).bound(CONSTANTS, norm=norm)
             given = L2Layer(*heads, exponents=torch.tensor(powers)).bound(CONSTANTS, norm=norm)
             assert float(given.value) == pytest.approx(float(scaled.value), rel=1e-12)
-        assert float(L2Layer(*heads, exponents=torch.tensor([9000, 0])).bound(CONSTANTS, norm=norm).value) == math.inf
+        assert (
+            float(
+                L2Layer(*heads, exponents=torch.tensor([9000, 0])).bound(CONSTANTS, norm=norm).value
+            )
+            == math.inf
+        )
         assert float(plain.value) > 0
     layered = L2Layer(*heads, exponents=torch.tensor([5, 3]))
-    # Largest entries are powers of two apart: 1, 1, 2 and 1/2, 3 (2), 1, so the layers are 2^(5 + 1) and 2^(3 - 1 + 1).
+    # Largest entries are powers of two apart: 1, 1, 2 and 1/2, 3 (2), 1, so the layers are 2^(5 +
+    # 1) and 2^(3 - 1 + 1).
     assert float(layered.exponent) == 6
     assert layered.shares.tolist() == [2.0**-1, 2.0**-3]
 
@@ -152,7 +171,11 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
         (reads, mixing, output[:1]),
         (reads, mixing[0], output),
     ]
-    bad += [(reads, mixing, output.mT.contiguous()), (reads, reads, output), (reads[..., :1], mixing, output)]
+    bad += [
+        (reads, mixing, output.mT.contiguous()),
+        (reads, reads, output),
+        (reads[..., :1], mixing, output),
+    ]
     for weights in bad:
         with pytest.raises(ShapeError, match="expected projection"):
             L2Layer(*weights)

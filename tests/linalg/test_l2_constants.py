@@ -1,4 +1,5 @@
-"""Brackets of L2 attention: the printed values, phi^-1 against an independent Lambert W, limits and bad input."""
+"""Brackets of L2 attention: the printed values, phi^-1 against an independent Lambert W, limits and
+bad input."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from wellposed.linalg import (
 
 @pytest.mark.parametrize(
     ("tokens", "kim", "any_mask", "causal", "full", "tok"),
-    [(64, 81.8, 23.0, 20.7, 19.8, 10.2), (512, 373.8, 70.8, 52.8, 45.6, 16.5), (4096, 1497, 216, 112.5, 96.4, 23.4)],
+    [
+        (64, 81.8, 23.0, 20.7, 19.8, 10.2),
+        (512, 373.8, 70.8, 52.8, 45.6, 16.5),
+        (4096, 1497, 216, 112.5, 96.4, 23.4),
+    ],
 )
 def test_printed_values_of_the_theory_note(tokens, kim, any_mask, causal, full, tok):
     assert kim_bracket(tokens, norm=2, head_dim=1) == pytest.approx(kim, rel=1e-3)
@@ -59,7 +64,8 @@ def test_phi_inverse_inverts_phi_and_increases(mass, more):
 
 
 @pytest.mark.parametrize(
-    ("mass", "printed"), [(1.0, 0.2784645), (2.0, 0.4630555), (511.0, 3.8804249), (1023.0, 4.4398697)]
+    ("mass", "printed"),
+    [(1.0, 0.2784645), (2.0, 0.4630555), (511.0, 3.8804249), (1023.0, 4.4398697)],
 )
 def test_phi_inverse_printed(mass, printed):
     assert phi_inverse(mass) == pytest.approx(printed, abs=1e-7)
@@ -74,7 +80,12 @@ def test_phi_inverse_refuses(bad):
 def test_one_token_is_the_linear_map():
     for mask in ("full", "causal", "any"):
         constants = l2_constants(1, mask=mask)
-        assert constants.bracket(2) == constants.bracket("tok") == constants.bracket("inf", head_dim=3) == 1.0
+        assert (
+            constants.bracket(2)
+            == constants.bracket("tok")
+            == constants.bracket("inf", head_dim=3)
+            == 1.0
+        )
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
@@ -87,7 +98,8 @@ def test_l2_constants_grow_with_tokens_and_shrink_with_knowledge_of_the_mask(nor
 
 
 def test_the_minimum_over_e_is_the_minimum():
-    """colT <= sqrt(sN) N^(e/2) / (2.718 e) for every e in (0, 1]: the closed form equals a search."""
+    """colT <= sqrt(sN) N^(e/2) / (2.718 e) for every e in (0, 1]: the closed form equals a
+    search."""
     for n in (2, 5, 8, 50, 4096):
         for s, mask in ((1, "full"), (2, "causal")):
             e = torch.linspace(1e-3, 1, 100_000, dtype=torch.float64)
@@ -116,7 +128,9 @@ def test_alibi_is_the_limit_of_long_sequences_and_printed():
         assert getattr(found, name) == pytest.approx(getattr(free, name), rel=1e-9)
         assert getattr(found, name) <= getattr(free, name) * (1 + 1e-12)
     both = l2_constants_from_weights(torch.exp(-0.5 * distance.abs()))
-    assert both.column_mass == pytest.approx(l2_constants_alibi(0.5, is_causal=False).column_mass, rel=1e-9)
+    assert both.column_mass == pytest.approx(
+        l2_constants_alibi(0.5, is_causal=False).column_mass, rel=1e-9
+    )
 
 
 def test_null_keys_only_enlarge_c():
@@ -146,7 +160,9 @@ def test_bad_input():
 def test_the_printed_brackets_of_kim2021_are_their_formulas(tokens, head_dim):
     """Theorem 3.2 with c e^(c + 1) = N - 1, so c = W((N - 1) / e), W from scipy."""
     c = lambertw((tokens - 1) / math.e).real
-    assert kim_bracket(tokens, norm="inf", head_dim=head_dim) == pytest.approx(4 * c + head_dim**-0.5, rel=1e-9)
+    assert kim_bracket(tokens, norm="inf", head_dim=head_dim) == pytest.approx(
+        4 * c + head_dim**-0.5, rel=1e-9
+    )
     expected = math.sqrt(tokens / head_dim) * (4 * c + 1)
     assert kim_bracket(tokens, norm=2, head_dim=head_dim) == pytest.approx(expected, rel=1e-9)
 
@@ -163,8 +179,12 @@ def test_alibi_sums_term_by_term():
         found = l2_constants_alibi(slope, is_causal=sides == 1)
         weights = [math.exp(-slope * k) for k in range(1, 4000) if slope * k < 700]
         moments = [float(lambertw(weight / math.e).real) for weight in weights]
-        assert found.c == pytest.approx(float(lambertw(sides * math.fsum(weights) / math.e).real), rel=1e-10)
-        assert found.column_mass == pytest.approx(1 + sides * math.fsum(w / (1 + w) for w in weights), rel=1e-10)
+        assert found.c == pytest.approx(
+            float(lambertw(sides * math.fsum(weights) / math.e).real), rel=1e-10
+        )
+        assert found.column_mass == pytest.approx(
+            1 + sides * math.fsum(w / (1 + w) for w in weights), rel=1e-10
+        )
         assert found.column_moment == pytest.approx(sides * math.fsum(moments), rel=1e-10)
 
 
@@ -180,7 +200,9 @@ def test_weights_of_a_mask_that_is_not_symmetric():
     assert found.column_mass == pytest.approx(
         1 + max(math.fsum(float(w / (1 + w)) for w in column) for column in columns)
     )
-    moments = [math.fsum(float(lambertw(float(w) / math.e).real) for w in column) for column in columns]
+    moments = [
+        math.fsum(float(lambertw(float(w) / math.e).real) for w in column) for column in columns
+    ]
     assert found.column_moment == pytest.approx(max(moments))
     for bad in (torch.ones(3), torch.ones(2, 3), torch.ones(4, 2, 3)):
         with pytest.raises(ShapeError, match=r"expected \(\.\.\., N, N\)"):

@@ -1,4 +1,5 @@
-"""Lanczos' value, error estimate and stop, against the Krylov space spelled out with a QR factorisation each time."""
+"""Lanczos' value, error estimate and stop, against the Krylov space spelled out with a QR
+factorisation each time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ SPECTRA: dict[str, Tensor] = {
     "flat top": (1 - torch.arange(SIZE).double() / SIZE).sqrt(),
     "power law": torch.arange(1, SIZE + 1).double() ** -0.5,
     "near-orthogonal": 1 + 0.03 * torch.linspace(-1, 1, SIZE).double(),
-    "pair at the top": torch.cat([torch.tensor([1.0, 0.9999]).double(), torch.linspace(0.9, 0, SIZE - 2).double()]),
+    "pair at the top": torch.cat(
+        [torch.tensor([1.0, 0.9999]).double(), torch.linspace(0.9, 0, SIZE - 2).double()]
+    ),
 }
 
 
@@ -37,13 +40,17 @@ def krylov(weight: Tensor, steps: int) -> Tensor:
 
 
 def estimate(weight: Tensor, steps: int) -> tuple[float, float]:
-    """The largest Ritz value, and: the less of its growth since half the steps, and of r^2 / gap or r."""
-    left, values, right = torch.linalg.svd(weight @ (basis := krylov(weight, steps)), full_matrices=False)
+    """The largest Ritz value, and: the less of its growth since half the steps, and of r^2 / gap or
+    r."""
+    left, values, right = torch.linalg.svd(
+        weight @ (basis := krylov(weight, steps)), full_matrices=False
+    )
     value = float(values[0])
     residual = float((weight.T @ left[:, 0] - value * (basis @ right[0])).norm()) / value
     gap = 1 - float(values[1]) / value
     growth, recent = (
-        1 - float(torch.linalg.svdvals(weight @ basis[:, :count])[0]) / value for count in (steps // 2, steps - 4)
+        1 - float(torch.linalg.svdvals(weight @ basis[:, :count])[0]) / value
+        for count in (steps // 2, steps - 4)
     )
     return value, min(growth, max(min(residual**2 / gap, residual), 2 * recent))
 
@@ -51,7 +58,9 @@ def estimate(weight: Tensor, steps: int) -> tuple[float, float]:
 @pytest.mark.parametrize("rows", [SIZE, 90])
 @pytest.mark.parametrize("tol", [1e-2, 1e-3, 1e-5])
 @pytest.mark.parametrize("name", SPECTRA)
-def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(name: str, tol: float, rows: int) -> None:
+def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(
+    name: str, tol: float, rows: int
+) -> None:
     weight = matrix(name, rows)
     found = lanczos_singular_value(weight, tol=tol)
     if found.steps == SIZE:
@@ -72,7 +81,9 @@ def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(name: st
 def test_the_scale_is_taken_out_where_squares_would_leave_float32(exponent: int) -> None:
     weight = matrix("flat top")
     scaled = lanczos_singular_value(weight * 10.0**exponent)
-    assert scaled.value == pytest.approx(lanczos_singular_value(weight).value * 10.0**exponent, rel=1e-9)
+    assert scaled.value == pytest.approx(
+        lanczos_singular_value(weight).value * 10.0**exponent, rel=1e-9
+    )
     assert lanczos_singular_value(torch.zeros(3, 4)) == (0.0, 0.0, 0)
 
 

@@ -1,4 +1,5 @@
-"""Certified norms are at least the true norm, whatever the scale, shape, dtype or rank, and hardly above it."""
+"""Certified norms are at least the true norm, whatever the scale, shape, dtype or rank, and hardly
+above it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_batches_and_zeros(method):
     bound = certified_spectral_norm(batch, method=method)
     assert bound.shape == (2, 3)
     assert float(bound[1, 2]) <= 1e-150
-    each = torch.stack([certified_spectral_norm(m, method=method) for m in batch.flatten(0, 1)]).view(2, 3)
+    each = torch.stack(
+        [certified_spectral_norm(m, method=method) for m in batch.flatten(0, 1)]
+    ).view(2, 3)
     assert torch.allclose(bound, each, rtol=1e-12)
     assert certified_spectral_norm(torch.zeros(0, 4), method=method) == 0
 
@@ -92,7 +95,9 @@ def test_infinity_norm_is_the_row_sum_and_interpolation_bounds():
 @pytest.mark.parametrize("method", METHODS)
 def test_bad_input(method):
     with pytest.raises(NotLipschitzError, match="1 of 6 entries"):
-        certified_spectral_norm(torch.tensor([[1.0, math.nan, 0.0], [0.0, 0.0, 0.0]]), method=method)
+        certified_spectral_norm(
+            torch.tensor([[1.0, math.nan, 0.0], [0.0, 0.0, 0.0]]), method=method
+        )
     with pytest.raises(ShapeError, match=r"\(5,\)"):
         certified_spectral_norm(torch.zeros(5), method=method)
 
@@ -135,6 +140,11 @@ def test_wide_l2_bound_chooses_a_scaling_without_trying_all():
 def test_empty_matrices_have_norm_zero_in_the_shape_of_their_batch(shape):
     empty = torch.zeros(shape)
     norms = [certified_spectral_norm(empty, method=method) for method in METHODS]
-    for norm in (*norms, infinity_norm(empty), interpolation_norm(empty), gram_iteration_norm(empty)):
+    for norm in (
+        *norms,
+        infinity_norm(empty),
+        interpolation_norm(empty),
+        gram_iteration_norm(empty),
+    ):
         assert norm.shape == shape[:-2]
         assert not norm.any()

@@ -1,4 +1,5 @@
-"""Certified norms at the ends of every dtype, on spectra with many equal values, and under every matmul precision."""
+"""Certified norms at the ends of every dtype, on spectra with many equal values, and under every
+matmul precision."""
 
 from __future__ import annotations
 
@@ -58,19 +59,31 @@ def test_the_smallest_weight_has_a_norm():
             assert certified_spectral_norm(least, method=method) >= least.double()
 
 
-@pytest.mark.parametrize(("dtype", "exponent"), [(d, e) for d, es in EXPONENTS.items() for e in es], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(d, e) for d, es in EXPONENTS.items() for e in es], ids=str
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(method: SpectralMethod, dtype: torch.dtype, exponent: int):
+def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(
+    method: SpectralMethod, dtype: torch.dtype, exponent: int
+):
     for shape in SHAPES:
         for stored in matrices(shape, dtype, exponent):
             bound = certified_spectral_norm(stored, method=method)
-            # Numbers of order one again, exactly, so that the reference neither overflows nor underflows.
+            # Numbers of order one again, exactly, so that the reference neither overflows nor
+            # underflows.
             unit, unit_bound = scaled(stored.double(), -exponent), scaled(bound.double(), -exponent)
             true = torch.linalg.matrix_norm(unit, 2)
-            assert (unit_bound >= true * (1 - 1e-14)).all(), (shape, float((unit_bound / true).min()))
+            assert (unit_bound >= true * (1 - 1e-14)).all(), (
+                shape,
+                float((unit_bound / true).min()),
+            )
             assert ((unit_bound == 0) == (true == 0)).all()
-            # What the computing dtype can hold at all is held tightly; one denormal step comes on top.
-            step = scaled(torch.tensor(torch.finfo(bound.dtype).smallest_normal, dtype=torch.float64), -exponent)
+            # What the computing dtype can hold at all is held tightly; one denormal step comes on
+            # top.
+            step = scaled(
+                torch.tensor(torch.finfo(bound.dtype).smallest_normal, dtype=torch.float64),
+                -exponent,
+            )
             step = step * torch.finfo(bound.dtype).eps
             if method in TIGHT and bool(torch.isfinite(bound).all()):
                 assert (unit_bound <= true * (1 + TIGHT[method]) + 2 * step).all()
@@ -81,7 +94,9 @@ def test_infinity_norm_covers_every_scale(exponent: int):
     for stored in matrices((5, 4), torch.float64, exponent):
         unit = scaled(stored, -exponent)
         rows = [math.fsum(abs(entry) for entry in row) for row in unit.tolist()]
-        assert max(rows) <= float(scaled(infinity_norm(stored), -exponent)) <= max(rows) * (1 + 1e-14)
+        assert (
+            max(rows) <= float(scaled(infinity_norm(stored), -exponent)) <= max(rows) * (1 + 1e-14)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.int64, torch.bool], ids=str)
@@ -99,7 +114,9 @@ def test_weights_that_are_not_real_numbers_are_refused(dtype: torch.dtype):
 
 def test_the_norm_of_a_complex_matrix_by_the_advice_of_its_refusal():
     weight = torch.randn(4, 3, dtype=torch.complex128)
-    real = torch.cat([torch.cat([weight.real, -weight.imag], 1), torch.cat([weight.imag, weight.real], 1)])
+    real = torch.cat(
+        [torch.cat([weight.real, -weight.imag], 1), torch.cat([weight.imag, weight.real], 1)]
+    )
     true = float(torch.linalg.matrix_norm(weight, 2))
     assert true <= float(certified_spectral_norm(real)) <= true * (1 + 2e-6)
 
@@ -115,13 +132,19 @@ def spectra(size: int) -> Iterator[tuple[str, Tensor]]:
     yield "orthogonal", left
     for amount in (1e-6, 1e-4, 1e-2, 0.3, 1.0, 30.0):
         pair = draw(2, size)
-        yield f"orthogonal + {amount} rank one", left + amount * torch.outer(*(pair / pair.norm(dim=1, keepdim=True)))
+        yield (
+            f"orthogonal + {amount} rank one",
+            left + amount * torch.outer(*(pair / pair.norm(dim=1, keepdim=True))),
+        )
     for amount in (1e-4, 0.03, 1.0):
         yield f"3 I + {amount} low rank", 3 * eye + amount * draw(size, 4) @ draw(4, size) / size
         # Top vectors that are orthogonal to ones, or that one coordinate holds.
         difference = eye[0] - eye[1]
         yield f"I + {amount} difference", eye + amount * torch.outer(difference, difference)
-        yield f"one entry {1 + amount}", torch.diag(torch.where(torch.arange(size) == 3, 1 + amount, 1.0).double())
+        yield (
+            f"one entry {1 + amount}",
+            torch.diag(torch.where(torch.arange(size) == 3, 1 + amount, 1.0).double()),
+        )
     values = torch.cat([torch.ones(size // 2), torch.linspace(1, 0, size - size // 2)]).double()
     yield "flat top", left * values @ right
     yield "clustered", left * (1 + 3e-4 * torch.linspace(0, 1, size).double()) @ right
@@ -142,7 +165,9 @@ def test_the_cholesky_norm_is_within_1e_4_for_every_spectrum(size: int):
 
 
 def test_the_cholesky_norm_falls_back_where_lanczos_misses_the_top(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wellposed.linalg._norms._rayleigh_quotient", lambda gram, steps: gram.diagonal().amin())
+    monkeypatch.setattr(
+        "wellposed.linalg._norms._rayleigh_quotient", lambda gram, steps: gram.diagonal().amin()
+    )
     matrix = next(matrix for name, matrix in spectra(192) if name == "random")
     true = float(torch.linalg.matrix_norm(matrix, 2))
     assert true <= float(certified_spectral_norm(matrix, method="cholesky")) <= true * (1 + 1e-4)
@@ -180,7 +205,8 @@ def setting(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def product_error() -> float:
-    """Error of a float32 product of ones and halves that bfloat16 cannot hold: zero in float32, here always."""
+    """Error of a float32 product of ones and halves that bfloat16 cannot hold: zero in float32,
+    here always."""
     matrix = torch.full((64, 64), 1 + 2.0**-10)
     return float(((matrix @ matrix).double() - 64 * (1 + 2.0**-10) ** 2).abs().max())
 
@@ -218,11 +244,15 @@ def test_full_precision_leaves_inherited_settings_inheriting():
 
 def certified(weight: Tensor, heads: Tensor, mixing: Tensor) -> dict[str, Tensor]:
     """Every certified number of linalg."""
-    found: dict[str, Tensor] = {method: certified_spectral_norm(weight, method=method) for method in METHODS}
+    found: dict[str, Tensor] = {
+        method: certified_spectral_norm(weight, method=method) for method in METHODS
+    }
     found |= {"infinity": infinity_norm(weight), "isometry": isometry_error(weight)}
     for norm in ("tok", 2, "inf"):
         for method in ("svd", "gram"):
-            bound = l2_attention_bound(heads, mixing, heads.mT, l2_constants(8), norm=norm, method=method)
+            bound = l2_attention_bound(
+                heads, mixing, heads.mT, l2_constants(8), norm=norm, method=method
+            )
             found[f"l2 {norm} {method}"] = bound.value
     return found
 
@@ -253,13 +283,18 @@ def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm: Norm,
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 def test_products_that_cancel_are_bounded_with_their_rounding(norm: Norm):
-    """R W_O = 0 but for the rounding of the weights: in float32 the product is all rounding, and can be too small."""
+    """R W_O = 0 but for the rounding of the weights: in float32 the product is all rounding, and
+    can be too small."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         basis = torch.linalg.qr(torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)).Q
         mixing = (basis[:, :, :4] @ torch.randn(2, 4, 8, generator=generator).double()).mT.float()
         output = (basis[:, :, 4:] @ torch.randn(2, 4, 8, generator=generator).double()).float()
         heads = torch.randn(2, 8, 8, generator=generator)
-        exact = l2_attention_bound(heads, mixing, output, l2_constants(4), norm=norm, method="svd").value
-        quick = l2_attention_bound(heads, mixing, output, l2_constants(4), norm=norm, method="gram").value
+        exact = l2_attention_bound(
+            heads, mixing, output, l2_constants(4), norm=norm, method="svd"
+        ).value
+        quick = l2_attention_bound(
+            heads, mixing, output, l2_constants(4), norm=norm, method="gram"
+        ).value
         assert quick >= exact * (1 - 3e-6)

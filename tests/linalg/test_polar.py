@@ -30,7 +30,9 @@ def spread(rows: int, columns: int, low: float, high: float) -> Tensor:
 @pytest.mark.parametrize("method", ["auto", "newton_schulz", "svd"])
 @pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12)])
 @pytest.mark.parametrize("low", [0.95, 0.05])
-def test_every_method_finds_the_polar_factor(method: str, shape: tuple[int, int], low: float) -> None:
+def test_every_method_finds_the_polar_factor(
+    method: str, shape: tuple[int, int], low: float
+) -> None:
     weight = spread(*shape, low, 1.05)
     found = polar(weight, method=method)
     assert torch.allclose(found, slow_polar(weight), atol=1e-10)
@@ -40,9 +42,16 @@ def test_every_method_finds_the_polar_factor(method: str, shape: tuple[int, int]
 
 
 @settings(max_examples=15, deadline=None)
-@given(scale=st.floats(1e-3, 1e3), rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 999))
+@given(
+    scale=st.floats(1e-3, 1e3),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    seed=st.integers(0, 999),
+)
 def test_scale_does_not_matter(scale: float, rows: int, columns: int, seed: int) -> None:
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weight = torch.randn(
+        rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     if float(torch.linalg.svdvals(weight)[-1]) < 1e-2:
         return
     for method in ("auto", "newton_schulz", "svd"):
@@ -101,7 +110,10 @@ def test_fitted_gain_beats_its_neighbours() -> None:
     weight = torch.randn(6, 4)
     fitted = nearest_orthogonal(weight, gain="fit")
     for factor in (0.95, 1.05):
-        assert nearest_orthogonal(weight, gain=factor * fitted.gain).moved_frobenius > fitted.moved_frobenius
+        assert (
+            nearest_orthogonal(weight, gain=factor * fitted.gain).moved_frobenius
+            > fitted.moved_frobenius
+        )
 
 
 def test_bad_input() -> None:

@@ -1,4 +1,5 @@
-"""Tangent projections against their definitions; retractions against the exponential and the polar factor."""
+"""Tangent projections against their definitions; retractions against the exponential and the polar
+factor."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
-from wellposed.linalg import Workspace, isometry_error, retract_, rotate, skew_gradient_, tangent_gradient_
+from wellposed.linalg import (
+    Workspace,
+    isometry_error,
+    retract_,
+    rotate,
+    skew_gradient_,
+    tangent_gradient_,
+)
 
 
 def isometry(rows: int, columns: int, gain: float = 1.0) -> Tensor:
@@ -57,7 +65,9 @@ def test_tangent_gradient_is_the_orthogonal_projection(shape: tuple[int, int], g
         (2.5, 1e-11, "exponential"),
     ],
 )
-def test_rotate_follows_the_exponential(size: float, tolerance: float, method: str, gain: float) -> None:
+def test_rotate_follows_the_exponential(
+    size: float, tolerance: float, method: str, gain: float
+) -> None:
     point, step = isometry(16, 16, gain), skew(16, size) * gain
     noise = torch.randn(16, 16, dtype=torch.float64)
     out = torch.empty_like(point)
@@ -85,11 +95,15 @@ def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
         out = step.clone()  # the result may take the memory of the step
         taken = rotate(point, out, out=out, drift=drift, step_is_skew=True)
         methods.append(taken.method)
-        assert float(isometry_error(out)) <= taken.drift + 1e-6  # the bound holds in exact arithmetic
+        assert (
+            float(isometry_error(out)) <= taken.drift + 1e-6
+        )  # the bound holds in exact arithmetic
         point, drift = out, taken.drift
     assert methods[0] == "corrected"
     assert methods.count("corrected") < methods.count(method)
-    worst_run = max(len(run) for run in "".join(" " if m == "corrected" else "q" for m in methods).split())
+    worst_run = max(
+        len(run) for run in "".join(" " if m == "corrected" else "q" for m in methods).split()
+    )
     assert worst_run <= 17
 
 

@@ -51,7 +51,9 @@ def spectra() -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_all_singular_values(rows: int, cols: int, dtype: torch.dtype) -> None:
     weight = torch.randn(rows, cols).to(dtype)
-    gram = weight.double() @ weight.double().T if rows <= cols else weight.double().T @ weight.double()
+    gram = (
+        weight.double() @ weight.double().T if rows <= cols else weight.double().T @ weight.double()
+    )
     expected = np.sqrt(np.maximum(np.linalg.eigvalsh(gram.numpy()), 0))[::-1]
     found = singular_values(weight)
     assert found.dtype == torch.float64
@@ -68,7 +70,9 @@ def test_lanczos_is_a_lower_estimate_within_its_tolerance(name: str, dtype: torc
     found = lanczos_singular_value(weight)
     rounding = 100 * torch.finfo(dtype).eps
     assert found.value <= true * (1 + rounding)
-    assert 1 - found.value / true <= 1.5e-3  # tolerance 1e-3; its own estimate of the error is one of order
+    assert (
+        1 - found.value / true <= 1.5e-3
+    )  # tolerance 1e-3; its own estimate of the error is one of order
     assert found.error < 1e-3
     assert found.steps < 80
 
@@ -77,7 +81,10 @@ def test_lanczos_is_a_lower_estimate_within_its_tolerance(name: str, dtype: torc
 def test_a_smaller_tolerance_gives_a_smaller_error(name: str) -> None:
     values = spectra()[name]
     weight = with_spectrum(values, WIDTH, WIDTH).float()
-    coarse, fine = lanczos_singular_value(weight, tol=1e-2), lanczos_singular_value(weight, tol=1e-5)
+    coarse, fine = (
+        lanczos_singular_value(weight, tol=1e-2),
+        lanczos_singular_value(weight, tol=1e-5),
+    )
     assert fine.steps >= coarse.steps
     assert abs(1 - fine.value / values.max().item()) <= 2e-5
 
@@ -90,7 +97,10 @@ def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights() -> None:
 
 
 def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance() -> None:
-    values = torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64) + torch.linspace(0, 0.2, WIDTH).double() ** 2
+    values = (
+        torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64)
+        + torch.linspace(0, 0.2, WIDTH).double() ** 2
+    )
     found = lanczos_singular_value(with_spectrum(values, WIDTH, WIDTH), tol=1e-300)
     assert found.steps == 200, "the most steps that are tried"
     assert found.value == pytest.approx(values.max().item(), rel=1e-13)
@@ -103,7 +113,9 @@ def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance() -> None:
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e3, 1e30]),
     seed=st.integers(0, 1000),
 )
-def test_small_matrices_of_any_shape_and_scale(rows: int, cols: int, scale: float, seed: int) -> None:
+def test_small_matrices_of_any_shape_and_scale(
+    rows: int, cols: int, scale: float, seed: int
+) -> None:
     weight = scale * torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     true = np.linalg.norm(weight.double().numpy(), 2)
     found = largest_singular_value(weight)
@@ -124,7 +136,9 @@ def test_special_matrices() -> None:
     assert lanczos_singular_value(torch.zeros(4, 3)) == (0.0, 0.0, 0)
     assert largest_singular_value(torch.eye(50)) == pytest.approx(1, rel=1e-6)
     assert largest_singular_value(torch.tensor([[-2.0]])) == pytest.approx(2, rel=1e-6)
-    assert largest_singular_value(torch.full((20, 30), 0.5)) == pytest.approx(0.5 * math.sqrt(600), rel=1e-5)
+    assert largest_singular_value(torch.full((20, 30), 0.5)) == pytest.approx(
+        0.5 * math.sqrt(600), rel=1e-5
+    )
 
 
 def test_same_number_every_time_and_the_random_state_is_untouched() -> None:
@@ -140,7 +154,9 @@ def test_same_number_every_time_and_the_random_state_is_untouched() -> None:
 
 def test_views_and_graphs_are_accepted() -> None:
     weight = torch.randn(60, 40, requires_grad=True)
-    assert largest_singular_value(weight.mT) == pytest.approx(largest_singular_value(weight), rel=2e-3)
+    assert largest_singular_value(weight.mT) == pytest.approx(
+        largest_singular_value(weight), rel=2e-3
+    )
     assert not singular_values(weight).requires_grad
 
 
@@ -149,7 +165,9 @@ def test_method_svd_is_exact() -> None:
     assert largest_singular_value(weight, method="svd") == pytest.approx(1, rel=1e-13)
 
 
-@pytest.mark.parametrize("function", [singular_values, largest_singular_value, condition_number, stable_rank])
+@pytest.mark.parametrize(
+    "function", [singular_values, largest_singular_value, condition_number, stable_rank]
+)
 def test_bad_input(function: object) -> None:
     assert callable(function)
     with pytest.raises(ShapeError, match=r"\(3,\)"):

@@ -1,4 +1,5 @@
-"""Activation factors and token distances against eq. 5 written out, and against the bounds of a Lipschitz map."""
+"""Activation factors and token distances against eq. 5 written out, and against the bounds of a
+Lipschitz map."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_more_tokens_than_a_block_holds() -> None:
     found = activation_factor([first, second])
     assert found.pairs == 700 * 699 // 2
     assert found.mean[0] == pytest.approx(float(ratios.mean()))
-    assert (found.smallest[0], found.largest[0]) == pytest.approx((float(ratios.min()), float(ratios.max())))
+    assert (found.smallest[0], found.largest[0]) == pytest.approx(
+        (float(ratios.min()), float(ratios.max()))
+    )
 
 
 def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
@@ -69,7 +72,11 @@ def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
     assert drawn.standard_error[0] is not None
     assert drawn.mean != exact.mean
     assert drawn.mean[0] == pytest.approx(exact.mean[0], abs=5 * drawn.standard_error[0])
-    assert drawn == activation_factor(states, pairs=100, seed=1) != activation_factor(states, pairs=100, seed=2)
+    assert (
+        drawn
+        == activation_factor(states, pairs=100, seed=1)
+        != activation_factor(states, pairs=100, seed=2)
+    )
 
 
 def test_ratios_lie_within_the_constants_of_the_map() -> None:
@@ -81,7 +88,9 @@ def test_ratios_lie_within_the_constants_of_the_map() -> None:
     assert found.mean[0] <= found.largest[0] <= float(values[0]) * (1 + 1e-5)
     rotation = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
     for metric in ("euclidean", "cosine", "dot"):
-        assert activation_factor([x.double(), x.double() @ rotation], metric=metric).mean == pytest.approx([1.0])
+        assert activation_factor(
+            [x.double(), x.double() @ rotation], metric=metric
+        ).mean == pytest.approx([1.0])
 
 
 def test_pairs_without_a_ratio_are_counted() -> None:
@@ -90,7 +99,9 @@ def test_pairs_without_a_ratio_are_counted() -> None:
     found = activation_factor([x, 3 * x], attention_mask=mask)
     assert (found.mean, found.pairs, found.left_out, found.short) == ([3.0], 2, 1, 1)
     assert found.standard_error == [None]
-    assert activation_factor([x, 3 * x], metric="cosine").left_out == 3  # two with a zero vector, one of equal ones
+    assert (
+        activation_factor([x, 3 * x], metric="cosine").left_out == 3
+    )  # two with a zero vector, one of equal ones
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
@@ -99,9 +110,13 @@ def test_divergence_is_named_and_not_left_out(metric: DistanceMetric, pairs: int
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
     diverged = x.clone()
     diverged[1, 0] = math.inf
-    with pytest.raises(ConvergenceError, match=r"activation_factor: .*\n  state 2: 2 of 16 values, in 1 tokens\n"):
+    with pytest.raises(
+        ConvergenceError, match=r"activation_factor: .*\n  state 2: 2 of 16 values, in 1 tokens\n"
+    ):
         activation_factor([x, 2 * x, diverged], metric=metric, pairs=pairs)
-    with pytest.raises(ConvergenceError, match=r"state 0: 16 of 16 values, in 8 tokens\n  state 1: 16 of 16"):
+    with pytest.raises(
+        ConvergenceError, match=r"state 0: 16 of 16 values, in 8 tokens\n  state 1: 16 of 16"
+    ):
         activation_factor([x * math.nan, x * math.nan], metric=metric, pairs=pairs)
     # Padding may hold anything.
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
@@ -142,7 +157,9 @@ class Doubling(nn.Module):
         super().__init__()
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, x: Tensor, output_hidden_states: bool = False) -> dict[str, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, output_hidden_states: bool = False
+    ) -> dict[str, tuple[Tensor, ...]]:
         return {"hidden_states": (x, self.drop(2 * x))} if output_hidden_states else {}
 
 
@@ -156,8 +173,17 @@ def test_states_of_a_model_are_read_in_evaluation_mode() -> None:
 def test_states_of_a_hugging_face_model() -> None:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8)
-    batch = {"input_ids": torch.arange(1, 7)[None], "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}
+    config = BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    batch = {
+        "input_ids": torch.arange(1, 7)[None],
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]]),
+    }
     states = hidden_states(BertModel(config), batch)
     assert len(states) == 3
     assert len(activation_factor(states, attention_mask=batch["attention_mask"]).mean) == 2

@@ -15,7 +15,8 @@ pytest.importorskip("scipy")
 
 
 def test_by_hand() -> None:
-    # Deviations (-1, 0, 1) and (-1, 1, 0): r = 1 / 2; t = r / sqrt(1 - r^2) with 1 degree of freedom is Cauchy.
+    # Deviations (-1, 0, 1) and (-1, 1, 0): r = 1 / 2; t = r / sqrt(1 - r^2) with 1 degree of
+    # freedom is Cauchy.
     found = correlate([1, 2, 3], [1, 3, 2], names=("factor", "accuracy"))
     assert found.pearson == pytest.approx(0.5)
     assert found.p_value == pytest.approx(1 - 2 * math.atan(1 / math.sqrt(3)) / math.pi)

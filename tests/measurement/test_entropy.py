@@ -19,11 +19,18 @@ def test_closed_forms(estimator: EntropyEstimator, scale: float) -> None:
     gaussian = scale * torch.randn(count, generator=generator, dtype=torch.float64)
     uniform = scale * torch.rand(count, generator=generator, dtype=torch.float64)
     exponential = -scale * torch.rand(count, generator=generator, dtype=torch.float64).log()
-    # The spread of -log p over the values is at most 1, and of the neighbours' part at most 1: 5 sigma of n values.
+    # The spread of -log p over the values is at most 1, and of the neighbours' part at most 1: 5
+    # sigma of n values.
     tolerance = 5 * math.sqrt(2 / count)
     log = math.log(scale)
-    for values, exact in ((gaussian, 0.5 * math.log(2 * math.pi * math.e)), (uniform, 0.0), (exponential, 1.0)):
-        assert differential_entropy(values, estimator).item() == pytest.approx(exact + log, abs=tolerance)
+    for values, exact in (
+        (gaussian, 0.5 * math.log(2 * math.pi * math.e)),
+        (uniform, 0.0),
+        (exponential, 1.0),
+    ):
+        assert differential_entropy(values, estimator).item() == pytest.approx(
+            exact + log, abs=tolerance
+        )
 
 
 def test_standardised_entropy_does_not_know_the_scale() -> None:
@@ -42,14 +49,18 @@ def test_neighbours_written_out(neighbors: int) -> None:
              for i, a in enumerate(values.tolist())]  # fmt: skip
     psi = {n: -0.5772156649015329 + sum(1 / k for k in range(1, n)) for n in (9, neighbors)}
     expected = psi[9] - psi[neighbors] + math.log(2) + sum(map(math.log, radii)) / 9
-    assert differential_entropy(values, neighbors=neighbors).item() == pytest.approx(expected, rel=1e-12)
+    assert differential_entropy(values, neighbors=neighbors).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_histogram_written_out() -> None:
     values = torch.tensor([0.0, 0.1, 0.2, 1.5, 4.0])  # four bins of width 1: 3, 1, 0 and 1 of 5
     expected = -(0.6 * math.log(0.6) + 2 * 0.2 * math.log(0.2))
     assert differential_entropy(values, "histogram", bins=4).item() == pytest.approx(expected)
-    assert differential_entropy(3 * values, "histogram", bins=4).item() == pytest.approx(expected + math.log(3))
+    assert differential_entropy(3 * values, "histogram", bins=4).item() == pytest.approx(
+        expected + math.log(3)
+    )
 
 
 @pytest.mark.parametrize("estimator", ["knn", "histogram"])

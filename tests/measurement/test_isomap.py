@@ -1,4 +1,5 @@
-"""Isomap of tokens: a flat sheet is laid out flat, layers are turned onto each other, never scaled."""
+"""Isomap of tokens: a flat sheet is laid out flat, layers are turned onto each other, never
+scaled."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_layers_that_keep_distances_coincide_in_the_picture() -> None:
     torch.manual_seed(0)
     lifted = sheet() @ torch.linalg.qr(torch.randn(6, 2))[0].T
     rotation = torch.linalg.qr(torch.randn(6, 6))[0]
-    found = isomap([lifted[None], (lifted @ rotation)[None], (3 * lifted)[None]], TOKENS, neighbors=19)
+    found = isomap(
+        [lifted[None], (lifted @ rotation)[None], (3 * lifted)[None]], TOKENS, neighbors=19
+    )
     first, second, third = (points(found.rows, layer) for layer in range(3))
     # With every other token a neighbour, the graph holds the plane distances themselves.
     assert torch.allclose(torch.cdist(first, first), torch.cdist(sheet(), sheet()), atol=1e-4)
@@ -52,7 +55,9 @@ def test_rows(tmp_path: Path) -> None:
     torch.manual_seed(0)
     states = [torch.randn(1, 20, 4) for _ in range(2)]
     found = isomap(states, TOKENS, chosen=["t3"], neighbors=6)
-    assert [(row["layer"], row["position"]) for row in found.rows] == [(n, p) for n in range(2) for p in range(20)]
+    assert [(row["layer"], row["position"]) for row in found.rows] == [
+        (n, p) for n in range(2) for p in range(20)
+    ]
     assert [row["token"] for row in found.rows if row["chosen"]] == ["t3", "t3"]
     with found.to_csv(tmp_path / "figure-4.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 40
@@ -76,7 +81,9 @@ def test_bad_input() -> None:
         isomap([states[0], flat, 0 * flat], TOKENS)
     flat[0, 3, :2] = math.nan
     flat[0, 4, 1] = -math.inf
-    with pytest.raises(ConvergenceError, match=r"isomap: .*\n  state 1: 3 of 80 values, in 2 tokens\n"):
+    with pytest.raises(
+        ConvergenceError, match=r"isomap: .*\n  state 1: 3 of 80 values, in 2 tokens\n"
+    ):
         isomap([states[0], flat], TOKENS)
 
 

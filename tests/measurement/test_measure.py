@@ -1,4 +1,5 @@
-"""Measurements against numpy, against slow attention written out, and the promise to leave the model alone."""
+"""Measurements against numpy, against slow attention written out, and the promise to leave the
+model alone."""
 
 from __future__ import annotations
 
@@ -61,13 +62,17 @@ def test_every_role_of_every_layer_against_numpy() -> None:
             assert row["sigma_max"] == pytest.approx(values[0], rel=1e-12)
             assert row["sigma_min"] == pytest.approx(values[-1], rel=1e-9)
             assert row["condition_number"] == pytest.approx(values[0] / values[-1], rel=1e-9)
-            assert row["stable_rank"] == pytest.approx(np.linalg.norm(weight) ** 2 / values[0] ** 2, rel=1e-12)
+            assert row["stable_rank"] == pytest.approx(
+                np.linalg.norm(weight) ** 2 / values[0] ** 2, rel=1e-12
+            )
             assert row["singular_values"] == pytest.approx(values.tolist(), rel=1e-9)
             # float32 dot products of length <= 24
             assert row["orthogonality_error"] == pytest.approx(slow_error(weight), rel=1e-5)
             # the same number from the singular values: 1 - (sum s^2)^2 / (n sum s^4)
             angle = (values**2).sum() ** 2 / (len(values) * (values**4).sum())
-            assert row["scale_free_orthogonality_error"] == pytest.approx(math.sqrt(1 - angle), rel=1e-5)
+            assert row["scale_free_orthogonality_error"] == pytest.approx(
+                math.sqrt(1 - angle), rel=1e-5
+            )
             assert row["gram"] == ("columns" if weight.shape[0] > weight.shape[1] else "rows")
             assert row["sigma_max_status"] == "exact"
 
@@ -91,7 +96,11 @@ def test_without_spectra_the_largest_value_is_a_lower_estimate() -> None:
         assert b["sigma_max"] <= a["sigma_max"] * (1 + 1e-5)
         assert b["sigma_max"] >= a["sigma_max"] * (1 - 2e-3)
         assert b["stable_rank"] == pytest.approx(a["stable_rank"], rel=5e-3)
-        assert (b["sigma_min"], b["condition_number"], b["sigma_max_status"]) == (None, None, "empirical")
+        assert (b["sigma_min"], b["condition_number"], b["sigma_max_status"]) == (
+            None,
+            None,
+            "empirical",
+        )
         assert "singular_values" not in b
         assert a["orthogonality_error"] == b["orthogonality_error"]
 
@@ -141,8 +150,11 @@ def test_the_model_is_left_untouched_when_it_fails() -> None:
     assert snapshot(model) == before
 
 
-def slow_attention(layer: nn.TransformerEncoderLayer, x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query at a time."""
+def slow_attention(
+    layer: nn.TransformerEncoderLayer, x: Tensor, padding: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query
+    at a time."""
     fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
     assert fused is not None
     query, key, value = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
@@ -154,11 +166,15 @@ def slow_attention(layer: nn.TransformerEncoderLayer, x: Tensor, padding: Tensor
         for h in range(HEADS):
             part = slice(h * size, (h + 1) * size)
             for i in range(tokens):
-                logits = torch.stack([query[b, i, part] @ key[b, j, part] / math.sqrt(size) for j in range(tokens)])
+                logits = torch.stack(
+                    [query[b, i, part] @ key[b, j, part] / math.sqrt(size) for j in range(tokens)]
+                )
                 weights = logits.masked_fill(padding[b], -math.inf).softmax(-1)
                 entropy[b, h, i] = -sum(float(p) * math.log(p) for p in weights if p > 0)
                 mixed[b, i, part] = weights @ value[b, :, part]
-    output = mixed @ layer.self_attn.out_proj.weight.double().T + layer.self_attn.out_proj.bias.double()
+    output = (
+        mixed @ layer.self_attn.out_proj.weight.double().T + layer.self_attn.out_proj.bias.double()
+    )
     return entropy, output
 
 
@@ -173,7 +189,11 @@ def test_attention_and_norms_of_a_torch_layer_with_padding() -> None:
     entropy, output = slow_attention(layer, x, padding)
     real = ~padding
     attention, whole = measurement.activations
-    assert (attention["path"], attention["kind"], attention["layer"]) == ("layers.0.self_attn", "attention", 0)
+    assert (attention["path"], attention["kind"], attention["layer"]) == (
+        "layers.0.self_attn",
+        "attention",
+        0,
+    )
     expected = [(entropy[:, h][real]).mean().item() for h in range(HEADS)]
     assert attention["attention_entropy"] == pytest.approx(expected, rel=1e-5)
     lengths = output.norm(dim=-1)[real]
@@ -196,7 +216,9 @@ def test_padding_and_layout_change_nothing() -> None:
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.batch_first = False
-    turned = measure(model, {"src": padded.transpose(0, 1), "src_key_padding_mask": mask}).activations
+    turned = measure(
+        model, {"src": padded.transpose(0, 1), "src_key_padding_mask": mask}
+    ).activations
     for a, b, c in zip(plain, masked, turned, strict=True):
         for name in (
             "mean_norm",
@@ -215,7 +237,8 @@ def test_padding_and_layout_change_nothing() -> None:
 @pytest.mark.parametrize("lengths", [(6, 4), (6, 1)])
 @torch.no_grad()
 def test_orthogonality_error_of_affinities_against_loops(lengths: tuple[int, int]) -> None:
-    """max |a_i . a_j| over different real tokens, head by head, in float64; a lone token has no pair and counts 0."""
+    """max |a_i . a_j| over different real tokens, head by head, in float64; a lone token has no
+    pair and counts 0."""
     model = encoder(1).eval()
     x = torch.randn(2, 6, WIDTH)
     padding = torch.arange(6) >= torch.tensor(lengths)[:, None]
@@ -227,12 +250,17 @@ def test_orthogonality_error_of_affinities_against_loops(lengths: tuple[int, int
         for b, length in enumerate(lengths):
             a = (query[b, :length, part] @ key[b, :length, part].T / math.sqrt(size)).softmax(-1)
             errors.append(
-                max((float(a[i] @ a[j]) for i in range(length) for j in range(length) if i != j), default=0.0)
+                max(
+                    (float(a[i] @ a[j]) for i in range(length) for j in range(length) if i != j),
+                    default=0.0,
+                )
             )
         expected.append(sum(errors) / 2)
-    (row, _) = measure(model, {"src": x, "src_key_padding_mask": padding}).activations
+    row, _ = measure(model, {"src": x, "src_key_padding_mask": padding}).activations
     assert row["affinity_orthogonality_error"] == pytest.approx(expected, rel=1e-5)
-    assert len({round(value, 3) for value in expected}) == HEADS  # heads differ, so their order is checked
+    assert (
+        len({round(value, 3) for value in expected}) == HEADS
+    )  # heads differ, so their order is checked
 
 
 def attention_inputs(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,25 +272,42 @@ def attention_inputs(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tens
 
 def hugging_face(name: str, implementation: str) -> Any:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 40, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+    }
     torch.manual_seed(3)
     if name == "bert":
         config = transformers.BertConfig(**sizes, intermediate_size=24, initializer_range=0.5)
         model = transformers.BertModel._from_config(config, attn_implementation=implementation)
     else:
         config = transformers.LlamaConfig(
-            **sizes, num_key_value_heads=1, intermediate_size=24, initializer_range=0.5, pad_token_id=0
+            **sizes,
+            num_key_value_heads=1,
+            intermediate_size=24,
+            initializer_range=0.5,
+            pad_token_id=0,
         )
-        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+        model = transformers.LlamaForCausalLM._from_config(
+            config, attn_implementation=implementation
+        )
     return model.eval()
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @torch.no_grad()
-def test_hugging_face_attention_equals_the_weights_the_model_returns(name: str, implementation: str) -> None:
-    """Grouped keys, rotary positions, causal and padding masks: all that the model itself puts into its weights."""
-    batch = {"input_ids": torch.randint(1, 40, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+def test_hugging_face_attention_equals_the_weights_the_model_returns(
+    name: str, implementation: str
+) -> None:
+    """Grouped keys, rotary positions, causal and padding masks: all that the model itself puts into
+    its weights."""
+    batch = {
+        "input_ids": torch.randint(1, 40, (2, 7)),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+    }
     batch["attention_mask"][1, 5:] = 0
     found = measure(hugging_face(name, implementation), batch).activations
     weights = hugging_face(name, "eager")(**batch, output_attentions=True).attentions
@@ -277,27 +322,38 @@ def test_hugging_face_attention_equals_the_weights_the_model_returns(name: str, 
         pairs = real[:, None, :, None] & real[:, None, None, :] & ~torch.eye(7, dtype=torch.bool)
         errors = torch.where(pairs, gram, 0.0).amax((-2, -1)).mean(0)
         assert row["affinity_orthogonality_error"] == pytest.approx(errors.tolist(), rel=1e-4)
-        assert max(expected) < 1.6  # below ln 7: the weights are not uniform, so the comparison says something
+        assert (
+            max(expected) < 1.6
+        )  # below ln 7: the weights are not uniform, so the comparison says something
 
 
 @torch.no_grad()
 def test_our_own_model() -> None:
     models = pytest.importorskip("wellposed.models")
     model = models.build_model(
-        "wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1
+        "wellposed",
+        "causal_lm",
+        vocab_size=11,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_hidden_layers=1,
     )
     tokens = torch.randint(1, 11, (2, 6))
     measurement = measure(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
     attention = next(row for row in measurement.activations if row["kind"] == "attention")
     states: list[Tensor] = []
-    handle = model.model.layers[0].attention.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    handle = model.model.layers[0].attention.register_forward_pre_hook(
+        lambda _, args: states.append(args[0])
+    )
     model.eval()(input_ids=tokens)
     handle.remove()
     q, k = (states[0] @ proj.weight.T + (0 if proj.bias is None else proj.bias) for proj in (
         model.model.layers[0].attention.q_proj, model.model.layers[0].attention.k_proj))  # fmt: skip
     for head in range(2):
         part = slice(4 * head, 4 * head + 4)
-        scores = (q[..., part] @ k[..., part].mT / 2).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+        scores = (q[..., part] @ k[..., part].mT / 2).masked_fill(
+            torch.ones(6, 6).triu(1).bool(), -math.inf
+        )
         expected = torch.special.entr(scores.double().softmax(-1)).sum(-1).mean().item()
         assert attention["attention_entropy"][head] == pytest.approx(expected, rel=1e-5)
 
@@ -308,7 +364,9 @@ def test_translation_models_measure_both_stacks() -> None:
     kinds = [(row["stack"], row["kind"]) for row in measurement.activations]
     assert ("decoder", "cross_attention") in kinds
     assert ("encoder", "attention") in kinds
-    assert all(row["attention_entropy"] for row in measurement.activations if "attention" in row["kind"])
+    assert all(
+        row["attention_entropy"] for row in measurement.activations if "attention" in row["kind"]
+    )
 
 
 class Hidden(nn.Module):
@@ -348,7 +406,8 @@ def test_all_broken_weights_are_named() -> None:
         model.layers[0].linear1.weight[0, 0] = math.nan
         model.layers[1].self_attn.in_proj_weight[0, 0] = math.inf
     with pytest.raises(
-        ConvergenceError, match=r"layers\.1\.self_attn\.in_proj_weight[\s\S]*layers\.0\.linear1\.weight"
+        ConvergenceError,
+        match=r"layers\.1\.self_attn\.in_proj_weight[\s\S]*layers\.0\.linear1\.weight",
     ):
         measure(model)
 

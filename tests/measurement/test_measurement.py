@@ -109,7 +109,10 @@ def test_normalised_by_the_initial_error(tmp_path: Path) -> None:
     assert ratios == [0.25, None]
     assert "orthogonality_error_ratio" not in final.rows[0]
     assert "err_orth / initial" in final.normalised_by(initial).table()
-    assert "orthogonality_error_ratio" in final.normalised_by(initial).to_csv(tmp_path / "m.csv").read_text()
+    assert (
+        "orthogonality_error_ratio"
+        in final.normalised_by(initial).to_csv(tmp_path / "m.csv").read_text()
+    )
 
 
 def test_normalising_by_another_model_names_what_is_missing() -> None:
@@ -137,7 +140,18 @@ def test_columns_of_the_table_are_padded() -> None:
     lines = full().table().splitlines()
     assert lines[0] == "Weights"
     assert set(lines[2]) == {"-", " "}
-    assert lines[3].split() == ["encoder.0.query", "3", "x", "4", "0.125", "0.25", "2", "0.5", "4", "1.312"]
+    assert lines[3].split() == [
+        "encoder.0.query",
+        "3",
+        "x",
+        "4",
+        "0.125",
+        "0.25",
+        "2",
+        "0.5",
+        "4",
+        "1.312",
+    ]
     assert {line.index("x") for line in lines[3:6]} == {lines[3].index("x")}
 
 
@@ -160,7 +174,9 @@ def test_figures(tmp_path: Path) -> None:
 def test_figure_without_spectra_or_layers(tmp_path: Path) -> None:
     bare = Measurement([row(singular_values=None)])
     assert bare.plot(tmp_path / "bare.svg").stat().st_size > 1000
-    assert Measurement([row(None, "token_embedding")]).plot(tmp_path / "e.svg").stat().st_size > 1000
+    assert (
+        Measurement([row(None, "token_embedding")]).plot(tmp_path / "e.svg").stat().st_size > 1000
+    )
 
 
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:

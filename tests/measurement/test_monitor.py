@@ -16,11 +16,21 @@ FEEDFORWARD = ["feedforward_in", "feedforward_out"]
 
 
 def test_names_of_an_encoder() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False)
-    expected = {f"cond/encoder.{i}.{role}/{number}" for i in (0, 1) for role in SELF + FEEDFORWARD for number in QUICK}
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False
+    )
+    expected = {
+        f"cond/encoder.{i}.{role}/{number}"
+        for i in (0, 1)
+        for role in SELF + FEEDFORWARD
+        for number in QUICK
+    }
     assert set(Monitor(model, every=5).step()) == expected
     assert set(Monitor(model, spectra=True).step()) == {
-        f"cond/encoder.{i}.{role}/{number}" for i in (0, 1) for role in SELF + FEEDFORWARD for number in EXACT
+        f"cond/encoder.{i}.{role}/{number}"
+        for i in (0, 1)
+        for role in SELF + FEEDFORWARD
+        for number in EXACT
     }
 
 
@@ -34,7 +44,9 @@ def test_names_of_cross_attention() -> None:
 
 def test_names_of_our_model() -> None:
     models = pytest.importorskip("wellposed.models")
-    model = models.build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2)
+    model = models.build_model(
+        "wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2
+    )
     names = set(Monitor(model).step())
     assert {"cond/token_embedding/sigma_max", "cond/position_embedding/stable_rank"} <= names
     assert "cond/decoder.0.query/orthogonality_error" in names
@@ -43,7 +55,9 @@ def test_names_of_our_model() -> None:
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2))
+        self.left, self.right = (
+            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
+        )
 
 
 def test_weights_that_would_share_a_name_carry_their_path() -> None:
@@ -73,7 +87,9 @@ def test_follows_the_weights_and_leaves_no_trace() -> None:
     second = monitor.step()
     key = "cond/encoder.0.feedforward_in/"
     assert second[key + "sigma_max"] == pytest.approx(3 * first[key + "sigma_max"], rel=1e-5)
-    assert second[key + "orthogonality_error"] == pytest.approx(9 * first[key + "orthogonality_error"], rel=1e-5)
+    assert second[key + "orthogonality_error"] == pytest.approx(
+        9 * first[key + "orthogonality_error"], rel=1e-5
+    )
     scale_free = key + "scale_free_orthogonality_error"
     assert second[scale_free] == pytest.approx(first[scale_free], rel=1e-5)
     assert second[key + "stable_rank"] == pytest.approx(first[key + "stable_rank"], rel=1e-5)

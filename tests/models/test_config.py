@@ -25,7 +25,10 @@ SIZES = {
     "num_attention_heads": 3,
     "pad_token_id": 0,
 }
-IDS, MASK = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+IDS, MASK = (
+    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]),
+    torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
+)
 
 # Where a value cannot be seen in the logits of a fresh model, the test below says how it is seen.
 CHANGES = [
@@ -111,7 +114,9 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         "ball_max_temperature",  # test_lipschitz
         "budget",  # test_lipschitz
     }
-    own = {*WellposedConfig.__annotations__, *WellposedConfig.part_options()} - {"window_for_this_test"}
+    own = {*WellposedConfig.__annotations__, *WellposedConfig.part_options()} - {
+        "window_for_this_test"
+    }
     assert own == ({option for option, _ in CHANGES} - {"num_labels"}) | elsewhere
 
 
@@ -148,7 +153,10 @@ def test_all_bad_values_are_in_one_message():
         ({"attention_dropout": -0.1}, "attention_dropout: received -0.1"),
         ({"attention": "dot_prodct"}, "unknown attention 'dot_prodct'; nearest: dot_product"),
         ({"init": "xavir"}, "unknown init 'xavir'; nearest: xavier"),
-        ({"pad_token_id": 13, "vocab_size": 13}, "pad_token_id: received 13; expected a token in [0, 13)"),
+        (
+            {"pad_token_id": 13, "vocab_size": 13},
+            "pad_token_id: received 13; expected a token in [0, 13)",
+        ),
         ({"eos_token_id": [1, 99], "vocab_size": 13}, "eos_token_id: received 99"),
         ({"qk_norm": True, "hidden_size": 3, "num_attention_heads": 3}, "heads of dimension 1"),
         ({"num_labels": 0}, "num_labels: received 0"),
@@ -178,16 +186,25 @@ def test_the_language_model_does_not_touch_the_callers_configuration():
 
 
 def test_build_model_names_what_is_unknown():
-    assert build_model("wellposed", "sequence_classification", num_labels=3, **SIZES).classifier.out_features == 3
+    assert (
+        build_model(
+            "wellposed", "sequence_classification", num_labels=3, **SIZES
+        ).classifier.out_features
+        == 3
+    )
     with pytest.raises(ConfigError, match="unknown architecture 'welposed'; nearest: wellposed"):
         build_model("welposed", "causal_lm")
-    with pytest.raises(ConfigError, match="unknown kind of wellposed model 'causal'; nearest: causal_lm"):
+    with pytest.raises(
+        ConfigError, match="unknown kind of wellposed model 'causal'; nearest: causal_lm"
+    ):
         build_model("wellposed", "causal")
 
 
 def test_xavier_bounds_and_spread():
     torch.manual_seed(0)
-    model = WellposedForCausalLM(WellposedConfig(vocab_size=500, hidden_size=64, norm="pre", residual="rezero"))
+    model = WellposedForCausalLM(
+        WellposedConfig(vocab_size=500, hidden_size=64, norm="pre", residual="rezero")
+    )
     layer = model.model.layers[0]
     bound = (6 / (64 + 256)) ** 0.5
     weight = layer.feedforward.up_proj.weight
@@ -195,7 +212,11 @@ def test_xavier_bounds_and_spread():
     # The variance of n draws of U(-b, b) is b^2/3 up to about b^2 * 0.3 / sqrt(n); n = 16384.
     assert weight.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
     assert model.model.embeddings.token.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
-    assert all(not p.any() for name, p in model.named_parameters() if name.endswith(("bias", "residual.scale")))
+    assert all(
+        not p.any()
+        for name, p in model.named_parameters()
+        if name.endswith(("bias", "residual.scale"))
+    )
     assert (layer.attention_norm.weight == 1).all()
     states = model(input_ids=torch.arange(100)[None], output_hidden_states=True).hidden_states[0]
     assert states.var().item() == pytest.approx(2.0, rel=0.1)
@@ -205,7 +226,9 @@ def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
     calls = []
     name = "counted-for-this-test"
     if name not in INITS:
-        INITS.register(name)(Initializer(module=xavier_, model=lambda model: calls.append(type(model).__name__)))
+        INITS.register(name)(
+            Initializer(module=xavier_, model=lambda model: calls.append(type(model).__name__))
+        )
     model = WellposedForCausalLM(WellposedConfig(init=name, **SIZES))
     assert calls == ["WellposedForCausalLM"]
     model.save_pretrained(tmp_path)
@@ -215,13 +238,19 @@ def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
 
 def test_inputs_that_do_not_fit_are_named():
     model = WellposedForCausalLM(WellposedConfig(**SIZES)).eval()
-    with pytest.raises(ShapeError, match=r"of 11 tokens; expected at most 10.*max_position_embeddings >= 11"):
+    with pytest.raises(
+        ShapeError, match=r"of 11 tokens; expected at most 10.*max_position_embeddings >= 11"
+    ):
         model(input_ids=torch.ones(1, 11, dtype=torch.long))
-    with pytest.raises(ShapeError, match=r"token 13 at row 1, position 2; expected tokens in \[0, 13\)"):
+    with pytest.raises(
+        ShapeError, match=r"token 13 at row 1, position 2; expected tokens in \[0, 13\)"
+    ):
         model(input_ids=torch.tensor([[1, 2, 3], [1, 2, 13]]))
     with pytest.raises(ShapeError, match="token -1 at row 0, position 0"):
         model(input_ids=torch.tensor([[-1]]))
-    with pytest.raises(ShapeError, match=r"attention_mask: received shape \(1, 2\); expected \(1, 3\)"):
+    with pytest.raises(
+        ShapeError, match=r"attention_mask: received shape \(1, 2\); expected \(1, 3\)"
+    ):
         model(input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 2))
     with pytest.raises(ShapeError, match=r"input_ids: received shape \(3,\)"):
         model(input_ids=torch.tensor([1, 2, 3]))
@@ -229,7 +258,10 @@ def test_inputs_that_do_not_fit_are_named():
         model(input_ids=torch.ones(1, 0, dtype=torch.long))
     with pytest.raises(ShapeError, match="received neither of input_ids and inputs_embeds"):
         model()
-    with pytest.raises(ShapeError, match=r"inputs_embeds: received shape \(1, 2, 5\); expected \(batch, tokens, 12\)"):
+    with pytest.raises(
+        ShapeError,
+        match=r"inputs_embeds: received shape \(1, 2, 5\); expected \(batch, tokens, 12\)",
+    ):
         model(inputs_embeds=torch.ones(1, 2, 5))
     with pytest.raises(ShapeError, match="position_ids below 0"):
         model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[-1]]))
@@ -241,7 +273,9 @@ def test_inputs_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
 def test_kernels_that_would_be_ignored_are_refused(name):
-    with pytest.raises(ConfigError, match=f"received attn_implementation='{name}'; expected 'sdpa'"):
+    with pytest.raises(
+        ConfigError, match=f"received attn_implementation='{name}'; expected 'sdpa'"
+    ):
         WellposedForCausalLM(WellposedConfig(attn_implementation=name, **SIZES))
 
 

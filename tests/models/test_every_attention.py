@@ -1,4 +1,5 @@
-"""Every registered attention: padding, causality, cache, saving; a new attention is in the table by itself."""
+"""Every registered attention: padding, causality, cache, saving; a new attention is in the table by
+itself."""
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ NAMES = [name for name in ATTENTIONS.names() if not name.endswith("for-this-test
 
 def build(name):
     torch.manual_seed(0)
-    config = WellposedConfig(vocab_size=13, hidden_size=12, num_attention_heads=3, attention=name, pad_token_id=0)
+    config = WellposedConfig(
+        vocab_size=13, hidden_size=12, num_attention_heads=3, attention=name, pad_token_id=0
+    )
     return WellposedForCausalLM(config).double().eval()
 
 
@@ -42,7 +45,9 @@ def test_generation_with_a_cache_is_generation_without(name):
     model = build(name)
     ids, mask = torch.tensor([ROW, [0, 0, 0, 9, 2]]), torch.tensor([[1] * 5, [0, 0, 0, 1, 1]])
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    assert torch.equal(
+        model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,4 +58,6 @@ def test_it_comes_back_from_disk(name, tmp_path):
             parameter.mul_(1.25)
     model.save_pretrained(tmp_path)
     loaded = WellposedForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded(input_ids=torch.tensor([ROW])).logits, model(input_ids=torch.tensor([ROW])).logits)
+    assert torch.equal(
+        loaded(input_ids=torch.tensor([ROW])).logits, model(input_ids=torch.tensor([ROW])).logits
+    )

@@ -1,4 +1,5 @@
-"""Generation with a cache equals generation without one and a greedy loop; left padding changes nothing."""
+"""Generation with a cache equals generation without one and a greedy loop; left padding changes
+nothing."""
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ NEW = 6
 def build(**changes):
     torch.manual_seed(0)
     config = WellposedConfig(
-        vocab_size=13, max_position_embeddings=16, hidden_size=12, num_attention_heads=3, pad_token_id=0, **changes
+        vocab_size=13,
+        max_position_embeddings=16,
+        hidden_size=12,
+        num_attention_heads=3,
+        pad_token_id=0,
+        **changes,
     )
     model = WellposedForCausalLM(config).double().eval()
     with torch.no_grad():
@@ -46,7 +52,11 @@ def generate(model, **kwargs):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"norm": "pre", "position": "sinusoidal", "qk_norm": True}, {"norm": "none", "residual": "rezero"}],
+    [
+        {},
+        {"norm": "pre", "position": "sinusoidal", "qk_norm": True},
+        {"norm": "none", "residual": "rezero"},
+    ],
 )
 def test_greedy_generation_equals_the_loop_row_by_row(changes):
     model = build(**changes)
@@ -56,7 +66,9 @@ def test_greedy_generation_equals_the_loop_row_by_row(changes):
     assert generate(model, do_sample=False, use_cache=False) == expected
 
 
-@pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 5}, {"num_beams": 3, "do_sample": False}])
+@pytest.mark.parametrize(
+    "how", [{"do_sample": True, "top_k": 5}, {"num_beams": 3, "do_sample": False}]
+)
 def test_sampling_and_beams_do_not_depend_on_the_cache(how):
     model = build()
     cached = generate(model, **how)
@@ -65,7 +77,9 @@ def test_sampling_and_beams_do_not_depend_on_the_cache(how):
 
 def test_only_the_new_tokens_pass_the_model_when_cached():
     model, widths = build(), []
-    model.model.layers[0].register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: widths.append(args[0].shape[1])
+    )
     generate(model, do_sample=False)
     assert widths == [5] + [1] * (NEW - 1)
 
@@ -110,5 +124,7 @@ def test_generation_starts_from_given_vectors():
     model = build()
     vectors = model.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
     mask = torch.ones(1, 5, dtype=torch.long)
-    tokens = model.generate(inputs_embeds=vectors, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    tokens = model.generate(
+        inputs_embeds=vectors, attention_mask=mask, max_new_tokens=NEW, do_sample=False
+    )
     assert tokens[0].tolist() == greedy(model, PROMPTS[0])

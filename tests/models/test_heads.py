@@ -1,4 +1,5 @@
-"""Heads of all families: what `forward` takes is written out, what it returns is the family's, and losses are one."""
+"""Heads of all families: what `forward` takes is written out, what it returns is the family's, and
+losses are one."""
 
 from __future__ import annotations
 
@@ -30,11 +31,17 @@ CONFIGS: dict[str, Any] = {
     "transject": TransJectConfig(**SIZES, num_experts=2, reconstruction_weight=0.5),
 }
 LANGUAGE = (
-    "input_ids attention_mask position_ids | past_key_values inputs_embeds labels use_cache output_hidden_states "
-    "output_attentions logits_to_keep num_items_in_batch"
+    "input_ids attention_mask position_ids | past_key_values inputs_embeds labels use_cache"
+    " output_hidden_states output_attentions logits_to_keep num_items_in_batch"
 )
-CLASSES = "input_ids attention_mask position_ids | inputs_embeds labels output_hidden_states output_attentions"
-PAIRS = "input_ids attention_mask input_ids_pair attention_mask_pair | inputs_embeds inputs_embeds_pair labels"
+CLASSES = (
+    "input_ids attention_mask position_ids | inputs_embeds labels output_hidden_states"
+    " output_attentions"
+)
+PAIRS = (
+    "input_ids attention_mask input_ids_pair attention_mask_pair | inputs_embeds inputs_embeds_pair"
+    " labels"
+)
 HEADS: list[tuple[Any, str, str, Any]] = [
     (WellposedForCausalLM, "wellposed", LANGUAGE, CausalLMOutputWithPast),
     (TransJectForCausalLM, "transject", LANGUAGE, TransJectHeadOutput),
@@ -90,7 +97,9 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls: Any) -> None:
     ids = torch.randint(1, 13, (4, 6))
     items = ids[:, 1:].numel()
     whole = model(input_ids=ids, labels=ids, num_items_in_batch=items)
-    parts = [model(input_ids=row, labels=row, num_items_in_batch=items).loss for row in ids.split(1)]
+    parts = [
+        model(input_ids=row, labels=row, num_items_in_batch=items).loss for row in ids.split(1)
+    ]
     torch.testing.assert_close(sum(parts), whole.loss)
     torch.testing.assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
 
@@ -105,8 +114,13 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls: Any) -> None:
         (torch.tensor(1), r"shape \(\); expected"),
     ],
 )
-def test_labels_that_fit_no_class_or_sequence_are_named(family: str, labels: torch.Tensor, says: str) -> None:
-    kinds = {"wellposed": WellposedForSequenceClassification, "transject": TransJectForSequenceClassification}
+def test_labels_that_fit_no_class_or_sequence_are_named(
+    family: str, labels: torch.Tensor, says: str
+) -> None:
+    kinds = {
+        "wellposed": WellposedForSequenceClassification,
+        "transject": TransJectForSequenceClassification,
+    }
     with pytest.raises(ShapeError, match=f"labels: received {says}"):
         kinds[family](CONFIGS[family])(input_ids=IDS, attention_mask=MASK, labels=labels)
 
@@ -122,10 +136,16 @@ def test_a_sequence_without_a_label_is_left_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
 def test_token_ids_of_another_type_are_named(family: str, dtype: torch.dtype) -> None:
     kinds = {"wellposed": WellposedForCausalLM, "transject": TransJectForCausalLM}
-    with pytest.raises(ShapeError, match=f"input_ids: received {dtype}; expected token ids in torch.int64"):
+    with pytest.raises(
+        ShapeError, match=f"input_ids: received {dtype}; expected token ids in torch.int64"
+    ):
         kinds[family](CONFIGS[family])(input_ids=IDS.to(dtype))
 
 
 def test_vectors_that_are_no_floats_are_named() -> None:
-    with pytest.raises(ShapeError, match=r"inputs_embeds: received torch\.int64; expected floating vectors"):
-        TransJectForCausalLM(CONFIGS["transject"])(inputs_embeds=torch.ones(1, 2, 8, dtype=torch.long))
+    with pytest.raises(
+        ShapeError, match=r"inputs_embeds: received torch\.int64; expected floating vectors"
+    ):
+        TransJectForCausalLM(CONFIGS["transject"])(
+            inputs_embeds=torch.ones(1, 2, 8, dtype=torch.long)
+        )

@@ -1,4 +1,5 @@
-"""The options of the Lipschitz attentions: each reaches its layer, and a model that does not read it refuses it."""
+"""The options of the Lipschitz attentions: each reaches its layer, and a model that does not read
+it refuses it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import CosineSelfAttention, L2SelfAttention
 from wellposed.training.config import ModelOptions
 
-SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 12}
+SIZES = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 12,
+}
 
 
 def attention(**options: Any) -> Any:
@@ -32,16 +38,20 @@ def test_contractive_and_its_norm_reach_the_layer_and_hold() -> None:
         x = torch.randn(4, 12, 16)
         y = x + 1e-3 * torch.randn_like(x)
         moved, change = layer(x) - layer(y), x - y
-        size = {"tok": lambda t: t.norm(dim=-1).amax(-1), "inf": lambda t: t.abs().flatten(1).amax(-1)}.get(
-            norm, lambda t: t.flatten(1).norm(dim=-1)
-        )
+        size = {
+            "tok": lambda t: t.norm(dim=-1).amax(-1),
+            "inf": lambda t: t.abs().flatten(1).amax(-1),
+        }.get(norm, lambda t: t.flatten(1).norm(dim=-1))
         assert bool((size(moved) <= 0.37 * size(change) * (1 + 1e-3)).all())
     assert attention(attention="l2_contractive").contractive == 0.9
 
 
 def test_the_norms_give_different_layers() -> None:
     x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(1))
-    outputs = [attention(attention="l2_contractive", lipschitz_norm=norm)(x) for norm in ("tok", "inf", "2")]
+    outputs = [
+        attention(attention="l2_contractive", lipschitz_norm=norm)(x)
+        for norm in ("tok", "inf", "2")
+    ]
     scales = [float(output.detach().norm()) for output in outputs]
     assert len({round(scale, 5) for scale in scales}) == 3
 
@@ -52,7 +62,9 @@ def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name: str) 
     assert two.q_proj.weight.shape == (2 * one.q_proj.weight.shape[0], 16)
     if name == "l2_tied":
         size = sum(parameter.numel() for parameter in two.parameters())
-        assert size == sum(parameter.numel() for parameter in attention(attention="l2").parameters())
+        assert size == sum(
+            parameter.numel() for parameter in attention(attention="l2").parameters()
+        )
 
 
 def test_cosine_eps_reaches_the_layer_and_its_bound() -> None:
@@ -91,8 +103,16 @@ def test_padding_changes_nothing_in_norm_2_whose_bound_depends_on_the_mask(is_ca
 
 
 def test_options_come_back_from_disk(tmp_path: Any) -> None:
-    options = {"contractive": 0.4, "lipschitz_norm": "2", "query_width": 2, "l2_init_scale": 0.3, "init": "kim2021"}
-    model = WellposedForSequenceClassification(WellposedConfig(**SIZES, attention="l2_contractive", **options)).eval()
+    options = {
+        "contractive": 0.4,
+        "lipschitz_norm": "2",
+        "query_width": 2,
+        "l2_init_scale": 0.3,
+        "init": "kim2021",
+    }
+    model = WellposedForSequenceClassification(
+        WellposedConfig(**SIZES, attention="l2_contractive", **options)
+    ).eval()
     model.save_pretrained(tmp_path)
     loaded = WellposedForSequenceClassification.from_pretrained(tmp_path).eval()
     assert {name: getattr(loaded.config, name) for name in options} == options
@@ -103,13 +123,28 @@ def test_options_come_back_from_disk(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"contractive": 0.5}, "contractive: received 0.5, which only attention 'l2_contractive' reads"),
+        (
+            {"contractive": 0.5},
+            "contractive: received 0.5, which only attention 'l2_contractive' reads",
+        ),
         ({"contractive": 0.5, "attention": "l2_tied"}, "contractive: received 0.5"),
         ({"lipschitz_norm": "inf", "attention": "l2"}, "lipschitz_norm: received 'inf'"),
-        ({"query_width": 2}, "query_width: received 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'"),
-        ({"cosine_eps": 0.5, "attention": "l2_tied"}, "cosine_eps: received 0.5, which only attention 'cosine' reads"),
-        ({"l2_init_scale": 0.5, "attention": "l2"}, "l2_init_scale: received 0.5, which only init 'kim2021' reads"),
-        ({"l2_init_scale": 0.5, "init": "kim2021"}, "l2_init_scale: received 0.5, which only attention 'l2' or"),
+        (
+            {"query_width": 2},
+            "query_width: received 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'",
+        ),
+        (
+            {"cosine_eps": 0.5, "attention": "l2_tied"},
+            "cosine_eps: received 0.5, which only attention 'cosine' reads",
+        ),
+        (
+            {"l2_init_scale": 0.5, "attention": "l2"},
+            "l2_init_scale: received 0.5, which only init 'kim2021' reads",
+        ),
+        (
+            {"l2_init_scale": 0.5, "init": "kim2021"},
+            "l2_init_scale: received 0.5, which only attention 'l2' or",
+        ),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused(options: dict[str, Any], part: str) -> None:
@@ -140,7 +175,8 @@ def test_a_value_out_of_range_is_named(options: dict[str, Any], part: str) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [{"contractive": 0.0}, {"query_width": 0}, {"l2_init_scale": -1.0}, {"cosine_eps": 0.0}]
+    "options",
+    [{"contractive": 0.0}, {"query_width": 0}, {"l2_init_scale": -1.0}, {"cosine_eps": 0.0}],
 )
 def test_a_run_names_what_is_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

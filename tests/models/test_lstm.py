@@ -30,10 +30,15 @@ def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight() -> None:
     model = build_model("lstm", "causal_lm", **SIZES, tie_word_embeddings=False)
     ids = torch.randint(0, 11, (3, 6))
     output = model(input_ids=ids, labels=ids)
-    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
     assert torch.allclose(output.loss, expected)
     output.loss.backward()
-    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.any())
+        for parameter in model.parameters()
+    )
 
 
 def test_a_fresh_load_gives_the_same_output(tmp_path: Path) -> None:
@@ -54,4 +59,6 @@ def test_options_of_transformers_are_refused_together() -> None:
 def test_padding_on_the_left_is_refused() -> None:
     model = build_model("lstm", "causal_lm", **SIZES)
     with pytest.raises(ShapeError, match="on the right only"):
-        model(input_ids=torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1]]))
+        model(
+            input_ids=torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1]])
+        )

@@ -3,9 +3,19 @@
 import pytest
 import torch
 
-from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification, WellposedModel
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+    WellposedModel,
+)
 
-SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 12, "num_attention_heads": 3}
+SIZES = {
+    "vocab_size": 13,
+    "max_position_embeddings": 10,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+}
 
 
 def build(model_class, **changes):
@@ -48,7 +58,9 @@ def test_a_row_of_padding_is_finite_and_leaves_other_rows_alone(pooling):
     output = model(input_ids=ids, attention_mask=mask, labels=torch.tensor([0, 1]))
     output.loss.backward()
     assert torch.equal(output.logits[1], model.classifier.bias)
-    torch.testing.assert_close(output.logits[:1], model(input_ids=ids[:1]).logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        output.logits[:1], model(input_ids=ids[:1]).logits, rtol=0, atol=1e-12
+    )
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -76,4 +88,6 @@ def test_given_positions_are_used():
     model, ids = build(WellposedForCausalLM), torch.tensor([[1, 2, 3]])
     counted = model(input_ids=ids).logits
     assert torch.equal(model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]])).logits, counted)
-    assert (model(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]])).logits - counted).abs().max() > 1e-3
+    assert (
+        model(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]])).logits - counted
+    ).abs().max() > 1e-3

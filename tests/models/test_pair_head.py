@@ -1,4 +1,5 @@
-"""The head of pairs: its features by hand, and the bound of both vectors moving, attained and attacked."""
+"""The head of pairs: its features by hand, and the bound of both vectors moving, attained and
+attacked."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NORMS: list[Any] = ["tok", 2, "inf"]
 
 
 class HiddenOfBoth(nn.Module):
-    """``(batch, 2, width) -> W_1 [a, b, a*b, a-b] / c`` of the two tokens a, b, nothing shared with the library."""
+    """``(batch, 2, width) -> W_1 [a, b, a*b, a-b] / c`` of the two tokens a, b, nothing shared with
+    the library."""
 
     def __init__(self, head: PairHead) -> None:
         super().__init__()
@@ -30,7 +32,10 @@ class HiddenOfBoth(nn.Module):
             scale = 1 / math.sqrt(10)
         else:
             scale = 1.0
-        return torch.cat([a, b, a * b, a - b], -1) @ self.head.hidden.weight.T * scale + self.head.hidden.bias
+        return (
+            torch.cat([a, b, a * b, a - b], -1) @ self.head.hidden.weight.T * scale
+            + self.head.hidden.bias
+        )
 
 
 def head_of(width: int, hidden: int, *, unit: bool, scale: float = 1.0, seed: int = 0) -> PairHead:
@@ -48,7 +53,11 @@ def slope_of(head: PairHead, norm: Any, radius: float | None = None) -> float:
 
 
 def size(x: Tensor, norm: Any) -> Tensor:
-    return {"tok": x.norm(dim=-1).amax(-1), 2: x.flatten(1).norm(dim=-1), "inf": x.abs().flatten(1).amax(-1)}[norm]
+    return {
+        "tok": x.norm(dim=-1).amax(-1),
+        2: x.flatten(1).norm(dim=-1),
+        "inf": x.abs().flatten(1).amax(-1),
+    }[norm]
 
 
 @pytest.mark.parametrize("radius", [0.1, 1.0, 30.0])
@@ -60,7 +69,11 @@ def test_the_constant_of_the_features_is_attained(norm: Any, radius: float) -> N
     near = end * (1 - 1e-6)
     hidden = HiddenOfBoth(head)
     slope = float(size((hidden(end) - hidden(near))[:, None], norm) / size(end - near, norm))
-    expected = {"tok": math.sqrt(6 + 4 * radius**2), 2: math.sqrt(3 + 2 * radius**2), "inf": max(2, 2 * radius)}[norm]
+    expected = {
+        "tok": math.sqrt(6 + 4 * radius**2),
+        2: math.sqrt(3 + 2 * radius**2),
+        "inf": max(2, 2 * radius),
+    }[norm]
     assert slope == pytest.approx(expected, rel=1e-4)
     assert slope <= slope_of(head, norm, radius) <= expected * (1 + 1e-5)
 
@@ -68,14 +81,21 @@ def test_the_constant_of_the_features_is_attained(norm: Any, radius: float) -> N
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("norm", NORMS)
-def test_no_two_pairs_are_mapped_further_apart_than_the_bound(norm: Any, scale: float, unit: bool) -> None:
+def test_no_two_pairs_are_mapped_further_apart_than_the_bound(
+    norm: Any, scale: float, unit: bool
+) -> None:
     radius = 3.0
     head = head_of(6, 10, unit=unit, scale=scale).requires_grad_(False)
     hidden = HiddenOfBoth(head)
     bound = slope_of(head, norm, radius)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2000, 2, 6, generator=generator, dtype=torch.float64)
-    x = x / x.norm(dim=-1, keepdim=True) * radius * torch.rand(2000, 2, 1, generator=generator, dtype=torch.float64)
+    x = (
+        x
+        / x.norm(dim=-1, keepdim=True)
+        * radius
+        * torch.rand(2000, 2, 1, generator=generator, dtype=torch.float64)
+    )
     near = x[:1000] + 1e-5 * x[1000:]
     near = near / (near.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
     for y in (x[1000:], near):
@@ -86,7 +106,8 @@ def test_no_two_pairs_are_mapped_further_apart_than_the_bound(norm: Any, scale: 
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_attack_on_inputs_and_weights_beats_the_bound(norm: Any, unit: bool) -> None:
-    """The ratio is ascended over both vectors, their moves and the weights, and then measured against `certify`."""
+    """The ratio is ascended over both vectors, their moves and the weights, and then measured
+    against `certify`."""
     best = 0.0
     for seed in range(2):
         head = head_of(3, 4, unit=unit, seed=seed)
@@ -126,17 +147,27 @@ def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz() -> None:
 
 def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands() -> None:
     config = WellposedConfig(
-        vocab_size=9, hidden_size=8, num_attention_heads=2, num_labels=2, norm="none", attention="l2_tied"
+        vocab_size=9,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_labels=2,
+        norm="none",
+        attention="l2_tied",
     )
     model = WellposedForSequencePairClassification(config).eval()
     certificate = wp.certify(model, seq_len=4)
     assert certificate.total == math.inf
     assert [layer.path for layer in certificate.uncertified] == ["classifier"]
-    with pytest.raises(NotLipschitzError, match=r"classifier \(PairHead\): two inputs meet in a product"):
+    with pytest.raises(
+        NotLipschitzError, match=r"classifier \(PairHead\): two inputs meet in a product"
+    ):
         certificate.require()
     on_a_ball = wp.certify(model, seq_len=4, radius=2.0)
     assert math.isfinite(on_a_ball.total)
-    assert wp.lipschitz_lower_bound(model, (8, 8), radius=2.0, restarts=2, steps=10).ratio(on_a_ball) <= 1
+    assert (
+        wp.lipschitz_lower_bound(model, (8, 8), radius=2.0, restarts=2, steps=10).ratio(on_a_ball)
+        <= 1
+    )
 
 
 def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused() -> None:

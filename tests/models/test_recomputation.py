@@ -1,4 +1,5 @@
-"""Gradient checkpointing of every family: the same loss and gradients from fewer stored activations."""
+"""Gradient checkpointing of every family: the same loss and gradients from fewer stored
+activations."""
 
 from __future__ import annotations
 
@@ -27,20 +28,33 @@ HEADS: list[tuple[Any, dict[str, Any]]] = [
     (TransJectForSequencePairClassification, {"labels": LABELS, **PAIR}),
     (TransJectForCausalLM, {"labels": IDS}),
 ]
-# Keywords of torch.utils.checkpoint.checkpoint; transformers chooses use_reentrant=False where none are given.
+# Keywords of torch.utils.checkpoint.checkpoint; transformers chooses use_reentrant=False where none
+# are given.
 WAYS: list[dict[str, Any]] = [{}, {"use_reentrant": False}, {"use_reentrant": True}]
 
 
 def build(cls: Any, **changes: Any) -> Any:
-    """Return a model in float64 that is far from the identity, in training, with every kind of randomness on."""
+    """Return a model in float64 that is far from the identity, in training, with every kind of
+    randomness on."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 4, "num_labels": 3}
-    options = {"num_experts": 2, "residual": "sigmoid", "dropout": 0.3, "reconstruction_weight": 0.1}
+    sizes: dict[str, Any] = {
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_labels": 3,
+    }
+    options = {
+        "num_experts": 2,
+        "residual": "sigmoid",
+        "dropout": 0.3,
+        "reconstruction_weight": 0.1,
+    }
     return cls(TransJectConfig(**{**sizes, **options, **changes})).double().train()
 
 
 def step(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], int]:
-    """Return loss, gradients and the number of entries that the forward pass stores for the backward pass."""
+    """Return loss, gradients and the number of entries that the forward pass stores for the
+    backward pass."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     stored = []
 
@@ -54,12 +68,18 @@ def step(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], 
         loss = model(input_ids=IDS, attention_mask=MASK, **given).loss
     kept = sum(stored)
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, kept
+    return (
+        loss.detach(),
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        kept,
+    )
 
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("cls", "given"), HEADS)
-def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls: Any, given: Any, how: Any) -> None:
+def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(
+    cls: Any, given: Any, how: Any
+) -> None:
     loss, gradients, stored = step(build(cls), given)
     model = build(cls)
     model.activation_checkpointing_enable(how or None)
@@ -67,7 +87,10 @@ def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls: 
     recomputed_loss, recomputed, kept = step(model, given)
     torch.testing.assert_close(recomputed_loss, loss, rtol=1e-14, atol=0.0)
     assert recomputed.keys() == gradients.keys()
-    assert any("experts" in name and float(gradient.abs().max()) > 1e-6 for name, gradient in gradients.items())
+    assert any(
+        "experts" in name and float(gradient.abs().max()) > 1e-6
+        for name, gradient in gradients.items()
+    )
     for name, gradient in gradients.items():
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-10, atol=1e-14)
     assert kept < 0.25 * stored
@@ -90,12 +113,16 @@ def test_every_nth_layer_runs_twice(family: str, every: int) -> None:
         model = build(TransJectForCausalLM)
         layers = model.model.stack.layers
     else:
-        config = WellposedConfig(vocab_size=13, hidden_size=16, num_hidden_layers=4, num_attention_heads=2)
+        config = WellposedConfig(
+            vocab_size=13, hidden_size=16, num_hidden_layers=4, num_attention_heads=2
+        )
         model = WellposedForCausalLM(config).train()
         layers = model.model.layers
     runs = [0] * 4
     for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+        layer.register_forward_pre_hook(
+            lambda *_, index=index: runs.__setitem__(index, runs[index] + 1)
+        )
     model.activation_checkpointing_enable(every_n_layers=every)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert runs == [2 if index % every == 0 else 1 for index in range(4)]
@@ -109,7 +136,9 @@ def test_evaluation_is_as_before_and_keeps_its_cache() -> None:
     written = model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False)
     model.activation_checkpointing_enable()
     assert torch.equal(model(input_ids=IDS, attention_mask=MASK).logits, before)
-    assert torch.equal(model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False), written)
+    assert torch.equal(
+        model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False), written
+    )
     calls = []
     model.model.stack.layers[0].register_forward_hook(lambda *_: calls.append(1))
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -119,7 +148,9 @@ def test_evaluation_is_as_before_and_keeps_its_cache() -> None:
 def test_a_cache_that_recomputation_would_fill_twice_is_refused() -> None:
     model = build(TransJectForCausalLM)
     model.activation_checkpointing_enable()
-    with pytest.raises(ConfigError, match="TransJectModel: no cache can be used: recomputed blocks"):
+    with pytest.raises(
+        ConfigError, match="TransJectModel: no cache can be used: recomputed blocks"
+    ):
         model(input_ids=IDS, use_cache=True)
     with torch.no_grad():
         assert model(input_ids=IDS, use_cache=True).past_key_values.num_tokens == 5

@@ -1,4 +1,5 @@
-"""Norms that were removed stay out, and another attention stays, when a model is saved and loaded again."""
+"""Norms that were removed stay out, and another attention stays, when a model is saved and loaded
+again."""
 
 from __future__ import annotations
 
@@ -70,10 +71,14 @@ def test_models_without_norms_load_without_norms(make: Callable[[], Any], tmp_pa
     model = make()
     removed = wp.t_fixup_(model).norms_removed
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["wellposed"] == {"removed_norms": list(removed)}
+    assert json.loads((tmp_path / "config.json").read_text())["wellposed"] == {
+        "removed_norms": list(removed)
+    }
     loaded = load_saved_model(tmp_path)
     assert torch.equal(logits(loaded), logits(model))
-    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in loaded.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load_saved_model(tmp_path / "again")), logits(model))
 
@@ -106,7 +111,10 @@ def test_a_run_starts_from_a_model_without_norms(tmp_path: Path) -> None:
     for folder in ("body", "whole"):
         start: Any = start_model(tmp_path / folder, "sequence_classification", {"vocab_size": 40})
         assert not any("LayerNorm" in name for name, _ in start.model.named_parameters())
-        states = [each.bert(input_ids=IDS).last_hidden_state for each in (start.model.eval(), model.eval())]
+        states = [
+            each.bert(input_ids=IDS).last_hidden_state
+            for each in (start.model.eval(), model.eval())
+        ]
         assert torch.equal(*states)
 
 

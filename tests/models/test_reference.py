@@ -1,4 +1,5 @@
-"""The whole model against a slow float64 Transformer written from the papers, one sequence at a time."""
+"""The whole model against a slow float64 Transformer written from the papers, one sequence at a
+time."""
 
 import itertools
 import math
@@ -6,7 +7,11 @@ import math
 import pytest
 import torch
 
-from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+)
 
 SIZES = {
     "vocab_size": 13,
@@ -23,14 +28,20 @@ class SlowTransformer:
 
     def __init__(self, model):
         self.config = model.config
-        self.weights = {name.removeprefix("model."): value.detach() for name, value in model.state_dict().items()}
+        self.weights = {
+            name.removeprefix("model."): value.detach()
+            for name, value in model.state_dict().items()
+        }
 
     def linear(self, name, x):
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
     def layer_norm(self, x, scale, shift=0.0):
         centred = x - x.sum(-1, keepdim=True) / x.shape[-1]
-        return centred / (centred.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-5).sqrt() * scale + shift
+        return (
+            centred / (centred.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-5).sqrt() * scale
+            + shift
+        )
 
     def embed(self, tokens):
         width = self.config.hidden_size
@@ -40,7 +51,9 @@ class SlowTransformer:
                 code = self.weights["embeddings.position.weight"][position] * math.sqrt(width)
             else:
                 waves = [
-                    (math.sin if c % 2 == 0 else math.cos)(position / 10000 ** (2 * (c // 2) / width))
+                    (math.sin if c % 2 == 0 else math.cos)(
+                        position / 10000 ** (2 * (c // 2) / width)
+                    )
                     for c in range(width)
                 ]
                 code = torch.tensor(waves, dtype=torch.float64)
@@ -48,7 +61,10 @@ class SlowTransformer:
         return torch.stack(rows)
 
     def attend(self, path, x, is_causal):
-        heads, dim = self.config.num_attention_heads, self.config.hidden_size // self.config.num_attention_heads
+        heads, dim = (
+            self.config.num_attention_heads,
+            self.config.hidden_size // self.config.num_attention_heads,
+        )
         query, key, value = (self.linear(f"{path}.{name}_proj", x) for name in "qkv")
         joined = torch.zeros_like(x)
         for head in range(heads):
@@ -73,7 +89,9 @@ class SlowTransformer:
 
     def half(self, path, x, branch):
         def norm(value):
-            return self.layer_norm(value, self.weights[f"{path}_norm.weight"], self.weights[f"{path}_norm.bias"])
+            return self.layer_norm(
+                value, self.weights[f"{path}_norm.weight"], self.weights[f"{path}_norm.bias"]
+            )
 
         joined = branch(norm(x) if self.config.norm == "pre" else x)
         factor = self.weights[f"{path}_residual.scale"] if self.config.residual == "rezero" else 1.0
@@ -83,10 +101,18 @@ class SlowTransformer:
         x = self.embed(tokens)
         for layer in range(self.config.num_hidden_layers):
             path = f"layers.{layer}"
-            x = self.half(f"{path}.attention", x, lambda h, p=path: self.attend(f"{p}.attention", h, is_causal))
-            x = self.half(f"{path}.feedforward", x, lambda h, p=path: self.feed(f"{p}.feedforward", h))
+            x = self.half(
+                f"{path}.attention",
+                x,
+                lambda h, p=path: self.attend(f"{p}.attention", h, is_causal),
+            )
+            x = self.half(
+                f"{path}.feedforward", x, lambda h, p=path: self.feed(f"{p}.feedforward", h)
+            )
         if self.config.norm == "pre":
-            x = self.layer_norm(x, self.weights["final_norm.weight"], self.weights["final_norm.bias"])
+            x = self.layer_norm(
+                x, self.weights["final_norm.weight"], self.weights["final_norm.bias"]
+            )
         return x
 
 
@@ -118,27 +144,41 @@ STRUCTURES = list(itertools.product(["post", "pre", "none"], ["plain", "rezero"]
 
 @pytest.mark.parametrize(("norm", "residual", "qk_norm"), STRUCTURES)
 def test_language_model_logits(norm, residual, qk_norm):
-    model = build(WellposedForCausalLM, norm=norm, residual=residual, qk_norm=qk_norm, activation="relu")
+    model = build(
+        WellposedForCausalLM, norm=norm, residual=residual, qk_norm=qk_norm, activation="relu"
+    )
     slow = SlowTransformer(model)
     for side in ("left", "right"):
         rows, ids, mask = padded(side)
         logits = model(input_ids=ids, attention_mask=mask).logits
         for row, row_logits, row_mask in zip(rows, logits, mask, strict=True):
             expected = slow.hidden(row, is_causal=True) @ slow.weights["embeddings.token.weight"].T
-            torch.testing.assert_close(row_logits[row_mask.bool()], expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                row_logits[row_mask.bool()], expected, rtol=1e-10, atol=1e-10
+            )
 
 
-@pytest.mark.parametrize(("pooling", "position"), [("mean", "sinusoidal"), ("first", "learned"), ("max", "learned")])
+@pytest.mark.parametrize(
+    ("pooling", "position"), [("mean", "sinusoidal"), ("first", "learned"), ("max", "learned")]
+)
 def test_classifier_logits(pooling, position):
-    model = build(WellposedForSequenceClassification, pooling=pooling, position=position, num_labels=5)
+    model = build(
+        WellposedForSequenceClassification, pooling=pooling, position=position, num_labels=5
+    )
     slow = SlowTransformer(model)
-    pool = {"mean": lambda h: sum(h) / len(h), "first": lambda h: h[0], "max": lambda h: torch.stack(list(h)).amax(0)}
+    pool = {
+        "mean": lambda h: sum(h) / len(h),
+        "first": lambda h: h[0],
+        "max": lambda h: torch.stack(list(h)).amax(0),
+    }
     for side in ("left", "right"):
         rows, ids, mask = padded(side)
         logits = model(input_ids=ids, attention_mask=mask).logits
         for row, row_logits in zip(rows, logits, strict=True):
             pooled = pool[pooling](slow.hidden(row, is_causal=False))
-            torch.testing.assert_close(row_logits, slow.linear("classifier", pooled), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                row_logits, slow.linear("classifier", pooled), rtol=1e-10, atol=1e-10
+            )
 
 
 def test_hidden_states_end_in_the_normed_state():
@@ -146,13 +186,20 @@ def test_hidden_states_end_in_the_normed_state():
     output = model(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True)
     slow = SlowTransformer(model)
     assert len(output.hidden_states) == model.config.num_hidden_layers + 1
-    torch.testing.assert_close(output.hidden_states[0][0], slow.embed([1, 2, 3]), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(output.hidden_states[-1][0], slow.hidden([1, 2, 3], True), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        output.hidden_states[0][0], slow.embed([1, 2, 3]), rtol=1e-10, atol=1e-10
+    )
+    torch.testing.assert_close(
+        output.hidden_states[-1][0], slow.hidden([1, 2, 3], True), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_labels_that_count():
     model = build(WellposedForCausalLM)
-    ids, labels = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[1, 2, -100, 4], [5, 6, -100, -100]])
+    ids, labels = (
+        torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]),
+        torch.tensor([[1, 2, -100, 4], [5, 6, -100, -100]]),
+    )
     output = model(input_ids=ids, labels=labels)
     log_probabilities = output.logits.float().log_softmax(-1)
     terms = [-log_probabilities[b, i - 1, labels[b, i]] for b, i in [(0, 1), (0, 3), (1, 1)]]
@@ -160,7 +207,8 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_labels_that_count():
     summed = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(6)).loss
     torch.testing.assert_close(summed, sum(terms) / 6, rtol=1e-6, atol=0)
     kept = model(input_ids=ids, labels=labels, logits_to_keep=3)
-    # Products of other shapes may be summed in another order: the last digit of float64 is not the same on every CPU.
+    # Products of other shapes may be summed in another order: the last digit of float64 is not the
+    # same on every CPU.
     torch.testing.assert_close(kept.logits, output.logits[:, 1:], rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(kept.loss, terms[1], rtol=1e-6, atol=0)
     some = model(input_ids=ids, logits_to_keep=torch.tensor([0, 2]))

@@ -1,7 +1,8 @@
-"""What earlier versions wrote still loads: models with their configurations, and the configurations of runs.
+"""What earlier versions wrote still loads: models with their configurations, and the configurations
+of runs.
 
-The files in `saved` were written by version 0.2 before its options were declared with their parts; they are never
-written anew.
+The files in `saved` were written by version 0.2 before its options were declared with their parts;
+they are never written anew.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def test_a_saved_model_gives_the_logits_it_gave(name: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[3, 1, 4, 1]]), **INPUTS.get(name, {})).logits
     # A few float32 roundings of other kernels: logits are below 10, and sums have at most 16 terms.
-    torch.testing.assert_close(logits, LOGITS[name], rtol=0, atol=10 * 16 * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(
+        logits, LOGITS[name], rtol=0, atol=10 * 16 * torch.finfo(torch.float32).eps
+    )
 
 
 @pytest.mark.parametrize("name", sorted(LOGITS))
@@ -64,7 +67,9 @@ def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path: Path) -
     assert {name: again[name] for name in values if name not in grown} == {
         name: values[name] for name in values if name not in grown
     }
-    model = build_model(config.model.architecture, "causal_lm", vocab_size=5, **model_keywords(config.model))
+    model = build_model(
+        config.model.architecture, "causal_lm", vocab_size=5, **model_keywords(config.model)
+    )
     for name, value in values["model"].items():
         assert getattr(model.config, name, value) == value
 

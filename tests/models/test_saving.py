@@ -1,4 +1,5 @@
-"""What is saved is what is loaded: in this process, in a fresh one, through the Auto classes, tied and untied."""
+"""What is saved is what is loaded: in this process, in a fresh one, through the Auto classes, tied
+and untied."""
 
 import subprocess
 import sys
@@ -6,13 +7,33 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
-from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+)
 
-SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 12, "num_attention_heads": 3}
+SIZES = {
+    "vocab_size": 13,
+    "max_position_embeddings": 10,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+}
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
-RICH = {"norm": "pre", "residual": "rezero", "qk_norm": True, "activation": "relu", "pooling": "max"}
+RICH = {
+    "norm": "pre",
+    "residual": "rezero",
+    "qk_norm": True,
+    "activation": "relu",
+    "pooling": "max",
+}
 
 
 def perturbed(model):
@@ -24,7 +45,9 @@ def perturbed(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"position": "sinusoidal"}, RICH])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": False}, {"position": "sinusoidal"}, RICH]
+)
 def test_a_language_model_comes_back(tmp_path, changes):
     model = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES, **changes)))
     model.save_pretrained(tmp_path)
@@ -32,7 +55,10 @@ def test_a_language_model_comes_back(tmp_path, changes):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
-    assert loaded.config.to_diff_dict() == WellposedForCausalLM.from_pretrained(tmp_path).config.to_diff_dict()
+    assert (
+        loaded.config.to_diff_dict()
+        == WellposedForCausalLM.from_pretrained(tmp_path).config.to_diff_dict()
+    )
     assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
@@ -51,7 +77,9 @@ def test_tying_is_kept(tmp_path, tied):
 
 def test_a_classifier_comes_back_with_its_labels(tmp_path):
     labels = {0: "bad", 1: "fair", 2: "good"}
-    config = WellposedConfig(**SIZES, **RICH, id2label=labels, label2id={name: i for i, name in labels.items()})
+    config = WellposedConfig(
+        **SIZES, **RICH, id2label=labels, label2id={name: i for i, name in labels.items()}
+    )
     model = perturbed(WellposedForSequenceClassification(config))
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
@@ -74,7 +102,9 @@ def test_a_classifier_takes_the_body_of_a_language_model(tmp_path):
 def test_a_fresh_process_gives_the_same_logits_through_the_auto_classes(tmp_path):
     torch.manual_seed(0)
     language = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES, position="sinusoidal")))
-    classifier = perturbed(WellposedForSequenceClassification(WellposedConfig(**SIZES, num_labels=3)))
+    classifier = perturbed(
+        WellposedForSequenceClassification(WellposedConfig(**SIZES, num_labels=3))
+    )
     language.save_pretrained(tmp_path / "language")
     classifier.save_pretrained(tmp_path / "classifier")
     script = (
@@ -85,7 +115,9 @@ def test_a_fresh_process_gives_the_same_logits_through_the_auto_classes(tmp_path
         "classifier = AutoModelForSequenceClassification.from_pretrained(folder + '/classifier')\n"
         "torch.save([language(ids).logits, classifier(ids).logits], folder + '/logits.pt')\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, timeout=240
+    )
     expected = [language(input_ids=IDS).logits, classifier(input_ids=IDS).logits]
     for received, logits in zip(torch.load(tmp_path / "logits.pt"), expected, strict=True):
         assert torch.equal(received, logits)

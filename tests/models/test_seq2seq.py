@@ -1,4 +1,5 @@
-"""The encoder-decoder against a slow float64 one written from the papers; padding, cache, labels, refusals."""
+"""The encoder-decoder against a slow float64 one written from the papers; padding, cache, labels,
+refusals."""
 
 import math
 
@@ -42,24 +43,34 @@ class Slow:
 
     def norm(self, name, x, *, bias=True):
         centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.weights[f"{name}.weight"]
+        scaled = (
+            centred
+            / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            * self.weights[f"{name}.weight"]
+        )
         return scaled + (self.weights[f"{name}.bias"] if bias else 0)
 
     def embed(self, side, tokens):
         shared = side == "encoder" or self.config.share_embeddings
         table = self.weights[f"model.{'encoder' if shared else 'decoder'}.embeddings.token.weight"]
         places = self.weights[f"model.{side}.embeddings.position.weight"]
-        return torch.stack([(table[token] + places[i]) * math.sqrt(12) for i, token in enumerate(tokens)])
+        return torch.stack(
+            [(table[token] + places[i]) * math.sqrt(12) for i, token in enumerate(tokens)]
+        )
 
     def attend(self, path, x, memory, *, is_causal):
         query, key, value = (
-            self.linear(f"{path}.{n}_proj", m) for n, m in zip("qkv", (x, memory, memory), strict=True)
+            self.linear(f"{path}.{n}_proj", m)
+            for n, m in zip("qkv", (x, memory, memory), strict=True)
         )
         joined = torch.zeros_like(x)
         for head in range(3):
             q, k, v = (m[:, 4 * head : 4 * head + 4] for m in (query, key, value))
             if f"{path}.q_norm.weight" in self.weights:
-                q, k = self.norm(f"{path}.q_norm", q, bias=False), self.norm(f"{path}.k_norm", k, bias=False)
+                q, k = (
+                    self.norm(f"{path}.q_norm", q, bias=False),
+                    self.norm(f"{path}.k_norm", k, bias=False),
+                )
             cosine = f"{path}.log_tau" in self.weights
             if cosine:
                 q, k, v = (m / (m.square().sum(-1, keepdim=True) + 0.01).sqrt() for m in (q, k, v))
@@ -81,20 +92,32 @@ class Slow:
         for layer in range(count):
             path, causal = f"model.{side}.layers.{layer}", side == "decoder"
             x = self.half(
-                f"{path}.attention", x, lambda h, p=path, c=causal: self.attend(f"{p}.attention", h, h, is_causal=c)
+                f"{path}.attention",
+                x,
+                lambda h, p=path, c=causal: self.attend(f"{p}.attention", h, h, is_causal=c),
             )
             if memory is not None:
                 cross = f"{path}.cross_attention"
-                x = self.half(cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False))
+                x = self.half(
+                    cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False)
+                )
             feed = f"{path}.feedforward"
             x = self.half(
-                feed, x, lambda h, p=feed: self.linear(f"{p}.down_proj", self.linear(f"{p}.up_proj", h).clamp(min=0))
+                feed,
+                x,
+                lambda h, p=feed: self.linear(
+                    f"{p}.down_proj", self.linear(f"{p}.up_proj", h).clamp(min=0)
+                ),
             )
         return self.norm(f"model.{side}.final_norm", x) if self.config.norm == "pre" else x
 
     def logits(self, source, target):
-        memory = self.layers("encoder", self.embed("encoder", source), self.config.num_hidden_layers)
-        states = self.layers("decoder", self.embed("decoder", target), self.config.num_decoder_layers, memory)
+        memory = self.layers(
+            "encoder", self.embed("encoder", source), self.config.num_hidden_layers
+        )
+        states = self.layers(
+            "decoder", self.embed("decoder", target), self.config.num_decoder_layers, memory
+        )
         return states @ self.weights["lm_head.weight"].T
 
 
@@ -125,10 +148,15 @@ def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
         target, target_mask = padded(TARGETS, target_side, extra=1)
         given = None if target_side == "right" else target_mask
         logits = model(
-            input_ids=ids, attention_mask=mask, decoder_input_ids=target, decoder_attention_mask=given
+            input_ids=ids,
+            attention_mask=mask,
+            decoder_input_ids=target,
+            decoder_attention_mask=given,
         ).logits
         for row, row_mask, source, words in zip(logits, target_mask, SOURCES, TARGETS, strict=True):
-            torch.testing.assert_close(row[row_mask.bool()], slow.logits(source, words), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                row[row_mask.bool()], slow.logits(source, words), rtol=1e-10, atol=1e-10
+            )
 
 
 def test_with_l2_attention_the_cross_attention_is_cosine():
@@ -137,7 +165,9 @@ def test_with_l2_attention_the_cross_attention_is_cosine():
     crossing = {type(layer.cross_attention).__name__ for layer in model.model.decoder.layers}
     assert kinds == {"L2SelfAttention"}
     assert crossing == {"CosineCrossAttention"}
-    with pytest.raises(ConfigError, match=r"cross_attention: received 'l2'.*keys come from another sequence only"):
+    with pytest.raises(
+        ConfigError, match=r"cross_attention: received 'l2'.*keys come from another sequence only"
+    ):
         WellposedConfig(cross_attention="l2")
     with pytest.raises(ConfigError, match="unknown cross-attention 'cosin'; nearest: cosine"):
         WellposedConfig(cross_attention="cosin")
@@ -161,7 +191,10 @@ def test_a_source_of_padding_gives_finite_values_and_gradients(cross):
     model = build(cross_attention=cross)
     ids, target = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[1, 8], [1, 9]])
     output = model(
-        input_ids=ids, attention_mask=torch.tensor([[1, 1], [0, 0]]), decoder_input_ids=target, labels=target
+        input_ids=ids,
+        attention_mask=torch.tensor([[1, 1], [0, 0]]),
+        decoder_input_ids=target,
+        labels=target,
     )
     output.loss.backward()
     alone = model(input_ids=ids[:1], decoder_input_ids=target[:1]).logits
@@ -172,14 +205,18 @@ def test_a_source_of_padding_gives_finite_values_and_gradients(cross):
 
 @pytest.mark.parametrize("attention", ["dot_product", "cosine", "l2_tied"])
 @pytest.mark.parametrize("portions", [[1] * 4, [2, 2]])
-def test_a_cache_in_any_portions_gives_the_logits_of_one_call_and_reads_the_source_once(attention, portions):
+def test_a_cache_in_any_portions_gives_the_logits_of_one_call_and_reads_the_source_once(
+    attention, portions
+):
     model = build(attention=attention, num_hidden_layers=2, num_decoder_layers=3)
     ids, mask = padded(SOURCES[:2], "right")
     target = torch.tensor([[1, 7, 8, 2], [1, 10, 11, 12]])
     full = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target)
     assert full.past_key_values is None
     projected = []
-    model.model.decoder.layers[2].cross_attention.k_proj.register_forward_hook(lambda *_: projected.append(1))
+    model.model.decoder.layers[2].cross_attention.k_proj.register_forward_hook(
+        lambda *_: projected.append(1)
+    )
     cache, parts, start = None, [], 0
     read = model.model.encoder(ids, attention_mask=mask)
     for size in portions:
@@ -222,13 +259,17 @@ def test_outputs_by_name_by_place_and_from_a_tuple():
     assert (len(output.encoder_hidden_states), len(output.decoder_hidden_states)) == (2, 3)
     assert torch.equal(output.encoder_hidden_states[-1], output.encoder_last_hidden_state)
     assert torch.equal(output.decoder_hidden_states[-1] @ model.lm_head.weight.T, output.logits)
-    (logits, *_) = model(input_ids=ids, decoder_input_ids=target, return_dict=False)
+    logits, *_ = model(input_ids=ids, decoder_input_ids=target, return_dict=False)
     assert torch.equal(logits, output.logits)
     again = model(encoder_outputs=(output.encoder_last_hidden_state,), decoder_input_ids=target)
     assert torch.equal(again.logits, output.logits)
 
 
-SHARED, OWN, HEAD = "model.encoder.embeddings.token.weight", "model.decoder.embeddings.token.weight", "lm_head.weight"
+SHARED, OWN, HEAD = (
+    "model.encoder.embeddings.token.weight",
+    "model.decoder.embeddings.token.weight",
+    "lm_head.weight",
+)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +330,9 @@ def test_every_option_changes_the_result(changes):
 def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     ids = torch.arange(5)
     plain = run(position="sinusoidal")[0].model.encoder.embeddings.position(ids)
-    halved = run(position="sinusoidal", position_scale=0.5)[0].model.encoder.embeddings.position(ids)
+    halved = run(position="sinusoidal", position_scale=0.5)[0].model.encoder.embeddings.position(
+        ids
+    )
     torch.testing.assert_close(halved, 0.5 * plain)
     fixed = {"position": "sinusoidal", "norm": "none", "init": "t_fixup", "share_embeddings": False}
     model = run(**fixed)[0].model
@@ -297,7 +340,9 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     torch.testing.assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
     shared = run(**{**fixed, "share_embeddings": True})[0].model
     torch.testing.assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    with pytest.raises(ConfigError, match=r"position_scale: received 0\.5, which only position 'sinusoidal' reads"):
+    with pytest.raises(
+        ConfigError, match=r"position_scale: received 0\.5, which only position 'sinusoidal' reads"
+    ):
         WellposedConfig(position_scale=0.5)
 
 
@@ -311,10 +356,14 @@ def test_recomputation_gives_the_same_gradients_for_every_n_layers(reentrant):
         for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
             layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         if every is not None:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=every)
+            model.activation_checkpointing_enable(
+                {"use_reentrant": reentrant}, every_n_layers=every
+            )
         torch.manual_seed(1)
         target = torch.tensor([[1, 7, 8], [1, 9, 2]])
-        model(input_ids=torch.tensor([[3, 4], [5, 6]]), decoder_input_ids=target, labels=target).loss.backward()
+        model(
+            input_ids=torch.tensor([[3, 4], [5, 6]]), decoder_input_ids=target, labels=target
+        ).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
         counts.append(len(calls))
     assert counts == [3, 6, 5]  # blocks 0, 1, 2: none, all, 0 and 2 are run twice
@@ -333,24 +382,31 @@ def test_bf16_autocast_is_close():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target, labels=target)
     assert output.loss.dtype == torch.float32
-    # unit roundoff 2^-8, about fifteen roundings in a row: two of an embedding, four a block of three, one of the head
+    # unit roundoff 2^-8, about fifteen roundings in a row: two of an embedding, four a block of
+    # three, one of the head
     assert (output.logits - exact.logits).norm() <= 15 * 2**-8 * exact.logits.norm()
 
 
 def test_what_does_not_fit_is_named():
     model = build()
     ids = torch.tensor([[3, 4]])
-    with pytest.raises(ShapeError, match="received neither of decoder_input_ids and decoder_inputs_embeds"):
+    with pytest.raises(
+        ShapeError, match="received neither of decoder_input_ids and decoder_inputs_embeds"
+    ):
         model(input_ids=ids)
     with pytest.raises(ShapeError, match="received neither of input_ids and inputs_embeds"):
         model(decoder_input_ids=ids)
-    with pytest.raises(ShapeError, match="decoder_input_ids: received token 13 at row 0, position 1"):
+    with pytest.raises(
+        ShapeError, match="decoder_input_ids: received token 13 at row 0, position 1"
+    ):
         model(input_ids=ids, decoder_input_ids=torch.tensor([[1, 13]]))
     with pytest.raises(ShapeError, match="a sequence of 13 tokens; expected at most 12"):
         model(input_ids=ids, decoder_input_ids=torch.ones(1, 13, dtype=torch.long))
     with pytest.raises(ShapeError, match=r"attention_mask: received shape \(1, 3\)"):
         model(input_ids=ids, attention_mask=torch.ones(1, 3), decoder_input_ids=ids)
-    with pytest.raises(ConfigError, match="received a DynamicCache; expected an EncoderDecoderCache"):
+    with pytest.raises(
+        ConfigError, match="received a DynamicCache; expected an EncoderDecoderCache"
+    ):
         model(input_ids=ids, decoder_input_ids=ids, past_key_values=DynamicCache())
     with pytest.raises(ConfigError, match="output_attentions=True"):
         model(input_ids=ids, decoder_input_ids=ids, output_attentions=True)

@@ -1,4 +1,5 @@
-"""Greedy, sampled and beam generation against loops without a cache in float64; both length penalties."""
+"""Greedy, sampled and beam generation against loops without a cache in float64; both length
+penalties."""
 
 import json
 
@@ -37,7 +38,9 @@ def generate(model, **options):
 
 
 def next_log_probabilities(model, source, target):
-    logits = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits
+    logits = model(
+        input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])
+    ).logits
     # transformers scores beams in float32
     return logits[0, -1].float().log_softmax(-1).tolist()
 
@@ -51,7 +54,8 @@ def greedy(model, source):
 
 
 def beams(model, source, divisor):
-    """Keep the best running texts; a text that ends among them is finished, with its score divided once."""
+    """Keep the best running texts; a text that ends among them is finished, with its score divided
+    once."""
     running, finished = [(0.0, [1])], []
     for length in range(1, NEW + 1):
         grown = [
@@ -87,7 +91,9 @@ def test_greedy_generation_equals_the_loop(changes):
 
 def test_sampling_does_not_depend_on_the_cache():
     model = build()
-    assert torch.equal(generate(model, do_sample=True), generate(model, do_sample=True, use_cache=False))
+    assert torch.equal(
+        generate(model, do_sample=True), generate(model, do_sample=True, use_cache=False)
+    )
 
 
 DIVISORS = [
@@ -109,27 +115,46 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached):
     )  # fmt: skip
     expected = [pair for source in SOURCES for pair in beams(model, source, divisor)]
     assert any(END in target for _, target in expected)
-    # what follows the end is transformers' affair: with padding token 0 its beam search fills up with end tokens
-    assert [up_to_end(row) for row in output.sequences.tolist()] == [up_to_end(target) for _, target in expected]
+    # what follows the end is transformers' affair: with padding token 0 its beam search fills up
+    # with end tokens
+    assert [up_to_end(row) for row in output.sequences.tolist()] == [
+        up_to_end(target) for _, target in expected
+    ]
     torch.testing.assert_close(
-        output.sequences_scores, torch.tensor([score for score, _ in expected]), rtol=1e-5, atol=1e-5
+        output.sequences_scores,
+        torch.tensor([score for score, _ in expected]),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
 def test_the_two_penalties_rank_differently():
     model = build()
-    options = {"num_beams": BEAMS, "num_return_sequences": BEAMS, "early_stopping": "never", "do_sample": False}
+    options = {
+        "num_beams": BEAMS,
+        "num_return_sequences": BEAMS,
+        "early_stopping": "never",
+        "do_sample": False,
+    }
     assert not torch.equal(
-        generate(model, length_penalty=1.5, **options), generate(model, gnmt_length_penalty=1.5, **options)
+        generate(model, length_penalty=1.5, **options),
+        generate(model, gnmt_length_penalty=1.5, **options),
     )
 
 
 def test_the_penalty_is_saved_with_the_model(tmp_path):
     model = build().float()
     model.generation_config.gnmt_length_penalty = 1.5
-    options = {"num_beams": BEAMS, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    options = {
+        "num_beams": BEAMS,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "do_sample": False,
+    }
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text())["gnmt_length_penalty"] == 1.5
+    assert (
+        json.loads((tmp_path / "generation_config.json").read_text())["gnmt_length_penalty"] == 1.5
+    )
     loaded = WellposedForSeq2SeqLM.from_pretrained(tmp_path)
     by_argument = generate(build().float(), gnmt_length_penalty=1.5, **options).sequences_scores
     assert torch.equal(generate(loaded, **options).sequences_scores, by_argument)
@@ -140,7 +165,9 @@ def test_the_penalty_is_saved_with_the_model(tmp_path):
 
 def test_penalties_that_cannot_be_meant_are_refused():
     model = build()
-    with pytest.raises(ConfigError, match=r"length_penalty=1.0 \(n\^a\) and gnmt_length_penalty=0.6"):
+    with pytest.raises(
+        ConfigError, match=r"length_penalty=1.0 \(n\^a\) and gnmt_length_penalty=0.6"
+    ):
         generate(model, num_beams=2, length_penalty=1.0, gnmt_length_penalty=0.6)
     with pytest.raises(ConfigError, match=r"gnmt_length_penalty=0\.6 without beams"):
         generate(model, gnmt_length_penalty=0.6)
@@ -149,18 +176,35 @@ def test_penalties_that_cannot_be_meant_are_refused():
 
 
 def test_the_penalty_serves_models_of_transformers():
-    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "forced_eos_token_id": None}
+    sizes = {
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+    }
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "forced_eos_token_id": None,
+    }
     torch.manual_seed(0)
     model = BartForConditionalGeneration(
         BartConfig(vocab_size=11, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **heads)
     ).eval()
-    options = {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    options = {
+        "num_beams": 2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "do_sample": False,
+    }
     gnmt = generate(model, length_penalty=GNMTLengthPenalty(0.6), **options)
     plain = generate(model, length_penalty=0.0, **options)
     lengths = (plain.beam_indices >= 0).sum(1)
     if torch.equal(gnmt.sequences, plain.sequences):
-        torch.testing.assert_close(gnmt.sequences_scores, plain.sequences_scores / ((5 + lengths) / 6) ** 0.6)
+        torch.testing.assert_close(
+            gnmt.sequences_scores, plain.sequences_scores / ((5 + lengths) / 6) ** 0.6
+        )
     else:
         pytest.fail("the best texts of this model do not depend on the penalty")
 
@@ -177,4 +221,6 @@ def test_beams_share_the_keys_of_their_source_and_only_new_tokens_pass():
 
 def test_a_target_longer_than_the_positions_is_refused():
     with pytest.raises(ShapeError, match="a sequence of 13 tokens; expected at most 12"):
-        build(eos_token_id=None).generate(IDS, attention_mask=MASK, max_new_tokens=20, do_sample=False)
+        build(eos_token_id=None).generate(
+            IDS, attention_mask=MASK, max_new_tokens=20, do_sample=False
+        )

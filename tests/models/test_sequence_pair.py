@@ -1,4 +1,5 @@
-"""The two-tower classifier: its formula by hand, padding, saving, refusals, roles, measurement and certificates."""
+"""The two-tower classifier: its formula by hand, padding, saving, refusals, roles, measurement and
+certificates."""
 
 import pytest
 import torch
@@ -14,19 +15,35 @@ from wellposed.models import (
     build_model,
 )
 
-SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 12, "num_attention_heads": 3, "num_labels": 2}
-FIRST, SECOND = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), torch.tensor([[5, 8, 9], [7, 9, 0]])
+SIZES = {
+    "vocab_size": 13,
+    "max_position_embeddings": 10,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_labels": 2,
+}
+FIRST, SECOND = (
+    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]),
+    torch.tensor([[5, 8, 9], [7, 9, 0]]),
+)
 FIRST_MASK, SECOND_MASK = (FIRST != 0).long(), (SECOND != 0).long()
 
 
 def build(**changes):
     torch.manual_seed(0)
-    return WellposedForSequencePairClassification(WellposedConfig(**{**SIZES, **changes})).double().eval()
+    return (
+        WellposedForSequencePairClassification(WellposedConfig(**{**SIZES, **changes}))
+        .double()
+        .eval()
+    )
 
 
 def run(model):
     return model(
-        input_ids=FIRST, attention_mask=FIRST_MASK, input_ids_pair=SECOND, attention_mask_pair=SECOND_MASK
+        input_ids=FIRST,
+        attention_mask=FIRST_MASK,
+        input_ids_pair=SECOND,
+        attention_mask_pair=SECOND_MASK,
     ).logits
 
 
@@ -37,11 +54,15 @@ def test_the_logits_are_those_of_the_formula(pooling):
     weights = dict(model.named_parameters())
     for row in range(2):
         a, b = (
-            pools[pooling](model.model(input_ids=ids[row][ids[row] != 0][None]).last_hidden_state[0])
+            pools[pooling](
+                model.model(input_ids=ids[row][ids[row] != 0][None]).last_hidden_state[0]
+            )
             for ids in (FIRST, SECOND)
         )
         features = torch.cat([a, b, a * b, a - b])
-        hidden = (weights["classifier.hidden.weight"] @ features + weights["classifier.hidden.bias"]).clamp(min=0)
+        hidden = (
+            weights["classifier.hidden.weight"] @ features + weights["classifier.hidden.bias"]
+        ).clamp(min=0)
         expected = weights["classifier.output.weight"] @ hidden + weights["classifier.output.bias"]
         torch.testing.assert_close(run(model)[row], expected, rtol=0, atol=1e-12)
 
@@ -50,7 +71,10 @@ def test_both_sides_matter_and_their_order_too():
     model = build()
     logits = run(model)
     swapped = model(
-        input_ids=SECOND, attention_mask=SECOND_MASK, input_ids_pair=FIRST, attention_mask_pair=FIRST_MASK
+        input_ids=SECOND,
+        attention_mask=SECOND_MASK,
+        input_ids_pair=FIRST,
+        attention_mask_pair=FIRST_MASK,
     ).logits
     assert (logits - swapped).abs().min() > 1e-3
     for side in ("input_ids", "input_ids_pair"):
@@ -83,7 +107,9 @@ def test_it_comes_back_through_its_auto_class(tmp_path):
     loaded = AutoModelForSequencePairClassification.from_pretrained(tmp_path).eval()
     assert type(loaded) is WellposedForSequencePairClassification
     assert torch.equal(run(loaded), run(model))
-    built = AutoModelForSequencePairClassification.from_config(AutoConfig.for_model("wellposed", **SIZES))
+    built = AutoModelForSequencePairClassification.from_config(
+        AutoConfig.for_model("wellposed", **SIZES)
+    )
     assert type(built) is WellposedForSequencePairClassification
     assert type(build_model("wellposed", "sequence_pair_classification", **SIZES)) is type(model)
 
@@ -99,7 +125,9 @@ def test_it_takes_the_encoder_of_a_classifier(tmp_path):
 
 def test_sides_that_do_not_match_are_refused():
     model = build()
-    with pytest.raises(ShapeError, match="received 1 sequences for 2 in input_ids; expected one for each"):
+    with pytest.raises(
+        ShapeError, match="received 1 sequences for 2 in input_ids; expected one for each"
+    ):
         model(input_ids=FIRST, input_ids_pair=SECOND[:1])
     with pytest.raises(ShapeError, match="neither of input_ids and inputs_embeds"):
         model(input_ids=FIRST)

@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
 from wellposed.models import start_model
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+}
 LABELS: dict[str, Any] = {
     "num_labels": 3,
     "id2label": {0: "a", 1: "b", 2: "c"},
@@ -24,7 +30,9 @@ LABELS: dict[str, Any] = {
 @pytest.fixture
 def body(tmp_path: Path) -> Path:
     """A BERT without a head."""
-    transformers.BertModel(transformers.BertConfig(**SMALL, max_position_embeddings=24)).save_pretrained(tmp_path)
+    transformers.BertModel(
+        transformers.BertConfig(**SMALL, max_position_embeddings=24)
+    ).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -45,7 +53,9 @@ def test_another_head_that_was_saved_is_named_as_left_out(tmp_path: Path) -> Non
     assert all("pooler" in name or "classifier" in name for name in start.new_weights)
 
 
-def test_a_configuration_alone_gives_random_weights_with_the_vocabulary_of_the_data(body: Path) -> None:
+def test_a_configuration_alone_gives_random_weights_with_the_vocabulary_of_the_data(
+    body: Path,
+) -> None:
     wanted = {**LABELS, "vocab_size": 71, "pad_token_id": 0}
     for source, scratch in ((body / "config.json", False), (body, True)):
         start = start_model(source, "sequence_classification", wanted, from_scratch=scratch)
@@ -58,7 +68,9 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body: Path) -> None:
     tensors = load_file(path)
     del tensors["encoder.layer.0.attention.self.query.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"
+    ):
         start_model(body, "sequence_classification", LABELS)
 
 
@@ -66,9 +78,24 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body: Path) -> None:
     ("kind", "wanted", "error", "message"),
     [
         ("seq2seq_lm", {}, ConfigError, "a bert model has no head for seq2seq lm"),
-        ("sequence_pair_classification", {}, ConfigError, "no head of kind 'sequence_pair_classification'"),
-        ("sequence_classification", {**LABELS, "vocab_size": 51}, ShapeError, r"51 tokens .* embedding 50 rows"),
-        ("sequence_classification", {**LABELS, "max_position_embeddings": 25}, ConfigError, "--max-length 24"),
+        (
+            "sequence_pair_classification",
+            {},
+            ConfigError,
+            "no head of kind 'sequence_pair_classification'",
+        ),
+        (
+            "sequence_classification",
+            {**LABELS, "vocab_size": 51},
+            ShapeError,
+            r"51 tokens .* embedding 50 rows",
+        ),
+        (
+            "sequence_classification",
+            {**LABELS, "max_position_embeddings": 25},
+            ConfigError,
+            "--max-length 24",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -79,7 +106,9 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_labels_that_differ_need_a_new_head(tmp_path: Path) -> None:
-    config = transformers.BertConfig(**SMALL, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})
+    config = transformers.BertConfig(
+        **SMALL, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}
+    )
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="labels no, yes and the data a, b, c; give --new-head"):
         start_model(tmp_path, "sequence_classification", LABELS)

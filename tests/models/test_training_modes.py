@@ -4,10 +4,22 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+)
 
-SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 24, "num_attention_heads": 3}
-IDS, MASK = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+SIZES = {
+    "vocab_size": 13,
+    "max_position_embeddings": 10,
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+}
+IDS, MASK = (
+    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]),
+    torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
+)
 
 
 def language_model(**changes):
@@ -16,7 +28,12 @@ def language_model(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"norm": "pre", "qk_norm": True, "residual": "rezero"}, {"norm": "none", "position": "sinusoidal"}]
+    "changes",
+    [
+        {},
+        {"norm": "pre", "qk_norm": True, "residual": "rezero"},
+        {"norm": "none", "position": "sinusoidal"},
+    ],
 )
 def test_bf16_autocast_is_close_in_value_and_gradient(changes):
     model = language_model(**changes)
@@ -27,12 +44,15 @@ def test_bf16_autocast_is_close_in_value_and_gradient(changes):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = model(input_ids=IDS, attention_mask=MASK, labels=IDS)
     output.loss.backward()
-    # Unit roundoff 2^-8, about ten roundings in a row (two per product of the two layers and the head).
+    # Unit roundoff 2^-8, about ten roundings in a row (two per product of the two layers and the
+    # head).
     tolerance = 10 * 2**-8
     assert (output.logits - exact.logits).norm() <= tolerance * exact.logits.norm()
     assert output.loss.dtype == torch.float32
     total = torch.stack([g.norm() for g in gradients.values()]).norm()
-    error = torch.stack([(p.grad - gradients[name]).norm() for name, p in model.named_parameters()]).norm()
+    error = torch.stack(
+        [(p.grad - gradients[name]).norm() for name, p in model.named_parameters()]
+    ).norm()
     assert error <= 2 * tolerance * total
 
 
@@ -62,7 +82,11 @@ def test_recomputation_through_hugging_face_gives_the_same_gradients():
 def test_every_weight_gets_a_gradient():
     model = language_model(norm="pre", qk_norm=True, tie_word_embeddings=False)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for _, p in model.named_parameters() if p.dim() > 1)
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0
+        for _, p in model.named_parameters()
+        if p.dim() > 1
+    )
 
 
 def classifier(num_labels):
@@ -78,7 +102,9 @@ def test_a_classifier_has_the_loss_of_its_labels():
     torch.testing.assert_close(ignored.loss, -output.logits[0].log_softmax(-1)[2])
     several = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     output = classifier(3)(input_ids=IDS, attention_mask=MASK, labels=several)
-    torch.testing.assert_close(output.loss, F.binary_cross_entropy_with_logits(output.logits, several))
+    torch.testing.assert_close(
+        output.loss, F.binary_cross_entropy_with_logits(output.logits, several)
+    )
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([1, 3]), torch.tensor([1.5, -0.5])])

@@ -30,18 +30,24 @@ def test_the_whole_model_against_the_formula_in_float64() -> None:
         positions = wellposed.nn.SinusoidalPositions(12, 8).table.double()
         x = torch.stack([torch.cat((table[IDS[row, i]], positions[i])) for i in range(length)])
         basis = model.stack.spectrum.basis.weight
-        energy = torch.stack([sum((x[i] @ basis[k]) ** 2 for i in range(length)) for k in range(16)])
+        energy = torch.stack(
+            [sum((x[i] @ basis[k]) ** 2 for i in range(length)) for k in range(16)]
+        )
         sigma = energy / (energy.max() + 1e-6)
         for layer in blocks(model):
             r = torch.tanh(layer.residual.weight) / 3
             branches = [
-                nn.functional.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)
+                nn.functional.elu(
+                    x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T
+                )
                 for expert in layer.attention.experts
             ]
             gate = layer.attention.gate.weight[0]
             scores = torch.stack([gate @ (x + r * branch).max(0).values for branch in branches])
             weights = torch.exp(scores) / torch.exp(scores).sum()
-            x = x + r * sum(weight * branch for weight, branch in zip(weights, branches, strict=True))
+            x = x + r * sum(
+                weight * branch for weight, branch in zip(weights, branches, strict=True)
+            )
             up, down = layer.feedforward.up_proj.weight, layer.feedforward.down_proj.weight
             x = x + r * nn.functional.elu(nn.functional.elu(x @ up.T) @ down.T)
         torch.testing.assert_close(output.last_hidden_state[row, :length], x, rtol=1e-6, atol=1e-6)
@@ -60,7 +66,9 @@ def test_padding_changes_no_logit(pooling: str, position: str) -> None:
         (torch.cat((IDS[1:, :3], pads), 1), torch.tensor([[1, 1, 1, 0, 0, 0, 0]])),
         (torch.cat((pads, IDS[1:, :3]), 1), torch.tensor([[0, 0, 0, 0, 1, 1, 1]])),
     ):
-        torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            model(input_ids=ids, attention_mask=mask).logits, alone, rtol=1e-5, atol=1e-6
+        )
     unmasked = model(input_ids=torch.cat((IDS[1:, :3], pads), 1)).logits
     assert float((unmasked - alone).abs().max()) > 1e-3
 
@@ -76,7 +84,11 @@ def test_the_auxiliary_loss_is_that_of_training_alone() -> None:
     output = model(input_ids=IDS, attention_mask=MASK, labels=labels)
     expected = []
     for row, length in enumerate(MASK.sum(1).tolist()):
-        x = model.model(input_ids=IDS[row : row + 1, :length], output_hidden_states=True).hidden_states[0][0].double()
+        x = (
+            model.model(input_ids=IDS[row : row + 1, :length], output_hidden_states=True)
+            .hidden_states[0][0]
+            .double()
+        )
         gram, basis = x.T @ x, spectrum.basis.weight.double()  # rows are the vectors u_k
         rebuilt = basis.T @ torch.diag(torch.diag(basis @ gram @ basis.T)) @ basis
         expected.append(float(((gram - rebuilt) ** 2).sum() / (gram**2).sum()))
@@ -103,7 +115,10 @@ def test_the_towers_of_a_pair_share_one_encoder() -> None:
     torch.testing.assert_close(second, first.flip(0))
     features = torch.cat((first, second, first * second, first - second), dim=-1)
     head = model.classifier
-    expected = torch.relu(features @ head.hidden.weight.T + head.hidden.bias) @ head.output.weight.T + head.output.bias
+    expected = (
+        torch.relu(features @ head.hidden.weight.T + head.hidden.bias) @ head.output.weight.T
+        + head.output.bias
+    )
     output = model(IDS, MASK, IDS.flip(0), MASK.flip(0))
     torch.testing.assert_close(output.logits, expected)
     with pytest.raises(ShapeError, match="received 1 sequences for 2"):
@@ -113,9 +128,13 @@ def test_the_towers_of_a_pair_share_one_encoder() -> None:
 def test_sines_go_on_beyond_the_positions_and_a_table_does_not() -> None:
     ids = torch.randint(0, 13, (1, 15))
     computed = awake(TransJectModel(CONFIG))
-    longer = awake(TransJectModel(TransJectConfig(**{**SIZES, "max_position_embeddings": 20}, num_experts=2)))
+    longer = awake(
+        TransJectModel(TransJectConfig(**{**SIZES, "max_position_embeddings": 20}, num_experts=2))
+    )
     longer.load_state_dict(computed.state_dict())
-    torch.testing.assert_close(computed(input_ids=ids)[0], longer(input_ids=ids)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        computed(input_ids=ids)[0], longer(input_ids=ids)[0], rtol=1e-5, atol=1e-5
+    )
     learned = TransJectModel(TransJectConfig(**SIZES, position="learned"))
     for mask in (None, torch.tensor([[0] + [1] * 14])):
         with pytest.raises(ShapeError, match="expected at most 12"):
@@ -124,14 +143,28 @@ def test_sines_go_on_beyond_the_positions_and_a_table_does_not() -> None:
 
 def test_every_bad_value_is_in_one_error() -> None:
     bad: list[dict[str, Any]] = [
-        {"hidden_size": 15, "num_hidden_layers": 0, "num_experts": 0, "spectrum": "gran", "residual": "plain"},
+        {
+            "hidden_size": 15,
+            "num_hidden_layers": 0,
+            "num_experts": 0,
+            "spectrum": "gran",
+            "residual": "plain",
+        },
         {"dropout": 1.0, "spectrum_eps": 0.0, "reconstruction_weight": -1.0, "pad_token_id": 300},
-        {"num_expert": 2, "num_attention_heads": 4, "pooling": "min", "gating": "fix", "num_labels": 0},
+        {
+            "num_expert": 2,
+            "num_attention_heads": 4,
+            "pooling": "min",
+            "gating": "fix",
+            "num_labels": 0,
+        },
         {"intermediate_size": 64, "hidden_size": 0},
     ]
     messages = []
     for values in bad:
-        with pytest.raises(ConfigError, match=f"TransJectConfig: {len(values)} values are not usable") as caught:
+        with pytest.raises(
+            ConfigError, match=f"TransJectConfig: {len(values)} values are not usable"
+        ) as caught:
             TransJectConfig(**values)
         messages.append(str(caught.value))
     for part in (
@@ -170,15 +203,27 @@ def test_what_cannot_be_done_is_refused() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str
+)
 def test_padding_on_either_side_is_not_there(
     dtype: torch.dtype, tolerance: float, setting: dict[str, Any], is_causal: bool
 ) -> None:
-    model = awake(TransJectModel(TransJectConfig(**SIZES, **setting, is_causal=is_causal))).to(dtype)
-    ids, gap, real = torch.tensor([[3, 1, 4, 1, 5]]), torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 5)
+    model = awake(TransJectModel(TransJectConfig(**SIZES, **setting, is_causal=is_causal))).to(
+        dtype
+    )
+    ids, gap, real = (
+        torch.tensor([[3, 1, 4, 1, 5]]),
+        torch.zeros(1, 3, dtype=torch.long),
+        torch.ones(1, 5),
+    )
     expected = model(input_ids=ids).last_hidden_state
-    left = model(input_ids=torch.cat([gap, ids], 1), attention_mask=torch.cat([gap, real], 1)).last_hidden_state[:, 3:]
-    right = model(input_ids=torch.cat([ids, gap], 1), attention_mask=torch.cat([real, gap], 1)).last_hidden_state[:, :5]
+    left = model(
+        input_ids=torch.cat([gap, ids], 1), attention_mask=torch.cat([gap, real], 1)
+    ).last_hidden_state[:, 3:]
+    right = model(
+        input_ids=torch.cat([ids, gap], 1), attention_mask=torch.cat([real, gap], 1)
+    ).last_hidden_state[:, :5]
     for padded in (left, right):
         assert float((padded - expected).abs().max()) <= tolerance * float(expected.abs().max())
 

@@ -1,4 +1,5 @@
-"""TransJect as a language model: no later token has a part in an earlier one, and a cache changes nothing."""
+"""TransJect as a language model: no later token has a part in an earlier one, and a cache changes
+nothing."""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ def test_no_gradient_comes_from_later_tokens(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
-def test_generation_with_a_cache_is_that_without(settings: dict[str, Any], how: dict[str, Any]) -> None:
+def test_generation_with_a_cache_is_that_without(
+    settings: dict[str, Any], how: dict[str, Any]
+) -> None:
     torch.manual_seed(4)
     config = TransJectConfig(**SIZES, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = awake(TransJectForCausalLM(config))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     options = {"max_new_tokens": 5, "do_sample": False, **how}
     cached, whole = (
-        model.generate(IDS, attention_mask=mask, use_cache=use_cache, **options) for use_cache in (True, False)
+        model.generate(IDS, attention_mask=mask, use_cache=use_cache, **options)
+        for use_cache in (True, False)
     )
     assert torch.equal(cached, whole)
     alone = model.generate(IDS[:1, 2:], **options)
@@ -70,7 +74,9 @@ def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended() -> Non
     first = model.generate(IDS[:1], **how)
     prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
     again = model.generate(prompt, past_key_values=first.past_key_values, **how)
-    torch.testing.assert_close(again.sequences, model.generate(prompt, use_cache=False, **how).sequences)
+    torch.testing.assert_close(
+        again.sequences, model.generate(prompt, use_cache=False, **how).sequences
+    )
 
 
 def test_a_piece_of_padding_is_no_error_in_training_with_a_cache() -> None:
@@ -82,18 +88,24 @@ def test_a_piece_of_padding_is_no_error_in_training_with_a_cache() -> None:
         model.train()
         first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
         assert first.auxiliary_loss is None
-        second = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
+        second = model(
+            input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values
+        )
     torch.testing.assert_close(second.logits, expected[:, 5:])
 
 
 @pytest.mark.parametrize("value", ["no", "false", 2])
 def test_a_causality_that_is_neither_true_nor_false_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"is_causal: received {value!r}; expected true, false or None"):
+    with pytest.raises(
+        ConfigError, match=f"is_causal: received {value!r}; expected true, false or None"
+    ):
         TransJectConfig(**SIZES, is_causal=value)
 
 
 def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps() -> None:
     with pytest.raises(ConfigError, match="spectrum_eps: received 1e-60"):
         TransJectConfig(**SIZES, spectrum_eps=1e-60)
-    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized")))
+    model = awake(
+        TransJectForCausalLM(TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized"))
+    )
     assert bool(model(inputs_embeds=torch.zeros(1, 2, 16)).logits.isfinite().all())

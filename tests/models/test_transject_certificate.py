@@ -13,8 +13,16 @@ from wellposed.training.certified_accuracy import certified_accuracy
 
 def classifier(**options: object) -> TransJectForSequenceClassification:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 2, "num_labels": 3, "spectrum_norm": "trace"}
-    model = TransJectForSequenceClassification(TransJectConfig(**{**sizes, "residual": "sigmoid", **options}))
+    sizes = {
+        "vocab_size": 12,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_labels": 3,
+        "spectrum_norm": "trace",
+    }
+    model = TransJectForSequenceClassification(
+        TransJectConfig(**{**sizes, "residual": "sigmoid", **options})
+    )
     return model.double().eval()
 
 
@@ -26,7 +34,13 @@ def test_input_vectors_give_what_the_ids_give() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"spectrum_norm": "max"}, {"spectrum": "random"}, {"num_experts": 2, "gating": "normalized"}]
+    "options",
+    [
+        {},
+        {"spectrum_norm": "max"},
+        {"spectrum": "random"},
+        {"num_experts": 2, "gating": "normalized"},
+    ],
 )
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_no_ascent_beats_the_certificate(options: dict[str, object], norm: object) -> None:

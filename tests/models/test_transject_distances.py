@@ -1,4 +1,5 @@
-"""TransJect keeps distances, before and after training and against attacks, and goes back to where it started."""
+"""TransJect keeps distances, before and after training and against attacks, and goes back to where
+it started."""
 
 from __future__ import annotations
 
@@ -19,13 +20,18 @@ from wellposed.models import (
 
 
 def orthogonality_error(model: nn.Module) -> float:
-    """Return the largest |W^T W - I| of every square weight of attention, feed-forward and spectrum, in float64."""
+    """Return the largest |W^T W - I| of every square weight of attention, feed-forward and
+    spectrum, in float64."""
     names = ("left", "right", "up_proj", "down_proj", "basis")
     weights = [
-        parameter.detach().double() for path, parameter in model.named_parameters() if path.split(".")[-2] in names
+        parameter.detach().double()
+        for path, parameter in model.named_parameters()
+        if path.split(".")[-2] in names
     ]
     assert len(weights) >= 4
-    return max(float((weight.T @ weight - torch.eye(len(weight))).abs().max()) for weight in weights)
+    return max(
+        float((weight.T @ weight - torch.eye(len(weight))).abs().max()) for weight in weights
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,28 +79,45 @@ def bounds(model: Any) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("which", ["random", "trained", "large residuals"])
-def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(trained: Any, which: str) -> None:
+def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(
+    trained: Any, which: str
+) -> None:
     torch.manual_seed(1)
     if which == "trained":
         model = trained.model
     else:
-        model = awake(TransJectModel(TransJectConfig(**SIZES, num_experts=2)), 0.4 if which == "random" else 4.0)
+        model = awake(
+            TransJectModel(TransJectConfig(**SIZES, num_experts=2)),
+            0.4 if which == "random" else 4.0,
+        )
     lower, upper = bounds(model)
     for _ in range(20):
         with torch.no_grad():
             output = model(input_ids=torch.randint(0, 13, (1, 6)), output_hidden_states=True)
         for index, state in enumerate(output.hidden_states):
-            distances, starts = (torch.cdist(x[0].double(), x[0].double()) for x in (state, output.hidden_states[0]))
+            distances, starts = (
+                torch.cdist(x[0].double(), x[0].double()) for x in (state, output.hidden_states[0])
+            )
             ratios = (distances / starts)[~torch.eye(6, dtype=torch.bool)]
-            assert lower[index] * (1 - 1e-5) <= float(ratios.min()) <= float(ratios.max()) <= upper[index] * (1 + 1e-5)
+            assert (
+                lower[index] * (1 - 1e-5)
+                <= float(ratios.min())
+                <= float(ratios.max())
+                <= upper[index] * (1 + 1e-5)
+            )
     for sign in (1.0, -1.0):
         attacked = [attack(model, sign, seed) for seed in range(2)]
-        assert all(lower[-1] * (1 - 1e-4) <= ratio <= upper[-1] * (1 + 1e-4) for _, ratio in attacked)
-        assert all(sign * (after - before) > 0 for before, after in attacked), "the attack found nothing"
+        assert all(
+            lower[-1] * (1 - 1e-4) <= ratio <= upper[-1] * (1 + 1e-4) for _, ratio in attacked
+        )
+        assert all(sign * (after - before) > 0 for before, after in attacked), (
+            "the attack found nothing"
+        )
 
 
 def attack(model: Any, sign: float, seed: int) -> tuple[float, float]:
-    """Push the first two of six tokens to stretch (or shrink) their distance, with sigma and gates held."""
+    """Push the first two of six tokens to stretch (or shrink) their distance, with sigma and gates
+    held."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, 6, 16, generator=generator)
     with torch.no_grad():
@@ -102,7 +125,9 @@ def attack(model: Any, sign: float, seed: int) -> tuple[float, float]:
 
     def ratio(pair: Tensor) -> Tensor:
         whole = torch.cat((pair, x[:, 2:]), dim=1)
-        return stretch(model.stack(whole, sigma=kept.sigma, gates=kept.gates).last_hidden_state, whole)
+        return stretch(
+            model.stack(whole, sigma=kept.sigma, gates=kept.gates).last_hidden_state, whole
+        )
 
     pair = x[:, :2].clone().requires_grad_()
     optimizer = torch.optim.Adam([pair], lr=0.1)
@@ -116,7 +141,9 @@ def attack(model: Any, sign: float, seed: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("settings", SETTINGS[:2])
 def test_a_fresh_model_is_the_identity(settings: dict[str, Any]) -> None:
-    output = TransJectModel(TransJectConfig(**SIZES, **settings))(input_ids=IDS, output_hidden_states=True)
+    output = TransJectModel(TransJectConfig(**SIZES, **settings))(
+        input_ids=IDS, output_hidden_states=True
+    )
     assert all(torch.equal(state, output.hidden_states[0]) for state in output.hidden_states)
 
 

@@ -1,4 +1,5 @@
-"""TransJect models come back from files: through the Auto classes, in a fresh process, body by body, tied or not."""
+"""TransJect models come back from files: through the Auto classes, in a fresh process, body by
+body, tied or not."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ KINDS: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("cls", "auto"), KINDS)
 @pytest.mark.parametrize("settings", SETTINGS[1:])
-def test_files_through_the_auto_classes(cls: Any, auto: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_files_through_the_auto_classes(
+    cls: Any, auto: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
     torch.manual_seed(10)
     model = awake(cls(TransJectConfig(**SIZES, **settings)))
     model.save_pretrained(tmp_path)
@@ -48,7 +51,9 @@ def test_a_head_on_a_body_from_a_file_is_fresh_and_the_body_is_not(tmp_path: Pat
     body = awake(TransJectModel(CONFIG))
     body.save_pretrained(tmp_path)
     model = TransJectForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(model.model(input_ids=IDS).last_hidden_state, body(input_ids=IDS).last_hidden_state)
+    assert torch.equal(
+        model.model(input_ids=IDS).last_hidden_state, body(input_ids=IDS).last_hidden_state
+    )
     assert float(model.classifier.weight.detach().abs().max()) > 0.0
     assert float(model.classifier.bias.detach().abs().max()) == 0.0
 
@@ -63,11 +68,15 @@ def test_a_fresh_process_gives_the_same_logits(tmp_path: Path) -> None:
         "print([weight.flatten().tolist() for weight in model.state_dict().values()])\n"
         "print(model(input_ids=torch.tensor([[3, 1, 4]])).logits.flatten().tolist())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     weights, logits = map(eval, done.stdout.splitlines()[-2:])
     assert weights == [weight.flatten().tolist() for weight in model.state_dict().values()]
     # The same weights in other places of memory: some CPUs then sum in another order.
-    torch.testing.assert_close(torch.tensor([[logits]]), model(input_ids=IDS[:1, :3]).logits.flatten()[None, None])
+    torch.testing.assert_close(
+        torch.tensor([[logits]]), model(input_ids=IDS[:1, :3]).logits.flatten()[None, None]
+    )
 
 
 def test_a_tied_output_layer_is_the_embedding() -> None:

@@ -1,4 +1,5 @@
-"""Ball attention and its parts against explicit float64 sums; masks, caches, options, saving, bad input."""
+"""Ball attention and its parts against explicit float64 sums; masks, caches, options, saving, bad
+input."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def draw(*shape: int, seed: int = 1, size: float = 1.0) -> Tensor:
-    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return size * torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def build(kind: type, heads: int = 2, **options: Any) -> Any:
@@ -46,14 +49,18 @@ def build(kind: type, heads: int = 2, **options: Any) -> Any:
 
 
 def inside(x: Tensor) -> Tensor:
-    return torch.stack([row / max(1.0, float(row.norm())) for row in x.reshape(-1, x.shape[-1])]).reshape(x.shape)
+    return torch.stack(
+        [row / max(1.0, float(row.norm())) for row in x.reshape(-1, x.shape[-1])]
+    ).reshape(x.shape)
 
 
 def reference(layer: Any, x: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
     """`sum_h w_h W_o,h f_h`, one head after the other, from the stored weights alone."""
     state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
     q, k, v = (
-        (inside(tokens) @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).chunk(layer.num_heads, -1)
+        (inside(tokens) @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).chunk(
+            layer.num_heads, -1
+        )
         for name, tokens in (("q_proj", x), ("k_proj", memory), ("v_proj", memory))
     )
     weights = state["mix_logit"].exp() / state["mix_logit"].exp().sum()
@@ -70,13 +77,17 @@ def reference(layer: Any, x: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("size", [1e-3, 0.3, 1e3])
-def test_self_attention_matches_the_reference(options: dict[str, Any], heads: int, size: float) -> None:
+def test_self_attention_matches_the_reference(
+    options: dict[str, Any], heads: int, size: float
+) -> None:
     layer, x = build(BallAttention, heads, **options), draw(2, 6, D, size=size)
     full, causal = torch.ones(6, 6).bool(), torch.ones(6, 6).tril().bool()
     kept = torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(3)) < 0.5
     kept = kept | torch.eye(6).bool()
     torch.testing.assert_close(layer(x), reference(layer, x, x, full), atol=1e-12, rtol=0)
-    torch.testing.assert_close(layer(x, is_causal=True), reference(layer, x, x, causal), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        layer(x, is_causal=True), reference(layer, x, x, causal), atol=1e-12, rtol=0
+    )
     by_hand = layer(x, key_padding_mask=AttentionMask(kept, False))
     torch.testing.assert_close(by_hand, reference(layer, x, x, kept[0]), atol=1e-12, rtol=0)
 
@@ -88,12 +99,18 @@ def test_cross_attention_matches_the_reference(options: dict[str, Any]) -> None:
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 5:] = True
     out = layer(x, memory, key_padding_mask=padding)
-    torch.testing.assert_close(out, reference(layer, x, memory, ~padding[:, None, :]), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        out, reference(layer, x, memory, ~padding[:, None, :]), atol=1e-12, rtol=0
+    )
     torch.testing.assert_close(out[:1], layer(x[:1], memory[:1, :5]), atol=1e-12, rtol=0)
     stored: list[Any] = []
-    cache = SimpleNamespace(once=lambda project: stored[0] if stored else stored.append(project()) or stored[0])
+    cache = SimpleNamespace(
+        once=lambda project: stored[0] if stored else stored.append(project()) or stored[0]
+    )
     for _ in range(2):
-        torch.testing.assert_close(layer(x, memory, key_padding_mask=padding, cache=cache), out, atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            layer(x, memory, key_padding_mask=padding, cache=cache), out, atol=1e-12, rtol=0
+        )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -101,7 +118,9 @@ def test_padding_changes_nothing(is_causal: bool) -> None:
     layer, x = build(BallAttention), draw(2, 6, D)
     padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
     out = layer(x, key_padding_mask=padding, is_causal=is_causal)
-    torch.testing.assert_close(out[:1, :4], layer(x[:1, :4], is_causal=is_causal), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        out[:1, :4], layer(x[:1, :4], is_causal=is_causal), atol=1e-12, rtol=0
+    )
     torch.testing.assert_close(out[1:], layer(x[1:], is_causal=is_causal), atol=1e-12, rtol=0)
 
 
@@ -115,7 +134,9 @@ def test_causality_by_gradient_and_cache() -> None:
 
     def update(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         earlier = kept or [key[..., :0, :]] * 2
-        kept[:] = [torch.cat([old, new], -2) for old, new in zip(earlier, (key, value), strict=True)]
+        kept[:] = [
+            torch.cat([old, new], -2) for old, new in zip(earlier, (key, value), strict=True)
+        ]
         return kept[0], kept[1]
 
     cache = SimpleNamespace(update=update)
@@ -130,7 +151,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = [part for part in (out if isinstance(out, tuple) else (out,)) if isinstance(part, Tensor)]
+        made = [
+            part for part in (out if isinstance(out, tuple) else (out,)) if isinstance(part, Tensor)
+        ]
         self.entries = max([self.entries, *(part.numel() for part in made)])
         return out
 
@@ -173,12 +196,15 @@ def test_saved_and_loaded_it_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PARTS)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    """Close to float64 by the rounding of a few products; large tokens, whose squares overflow float16, included."""
+    """Close to float64 by the rounding of a few products; large tokens, whose squares overflow
+    float16, included."""
     torch.manual_seed(0)
     build_part, inputs = PARTS[name]
     part = build_part().to(dtype)
     for size in (1.0, 300.0 if name.startswith(("attention", "cross", "projection")) else 1.0):
-        x = [draw(2, 5, D, seed=seed, size=size).to(dtype).requires_grad_() for seed in range(inputs)]
+        x = [
+            draw(2, 5, D, seed=seed, size=size).to(dtype).requires_grad_() for seed in range(inputs)
+        ]
         out = part(*x)
         assert out.dtype is dtype
         expected = build_part().double()
@@ -197,7 +223,9 @@ def test_under_autocast() -> None:
     assert bool(out.isfinite().all())
 
 
-@pytest.mark.parametrize("name", ["attention with biases", "cross", "projection", "feed-forward", "convex", "budget"])
+@pytest.mark.parametrize(
+    "name", ["attention with biases", "cross", "projection", "feed-forward", "convex", "budget"]
+)
 def test_gradcheck(name: str) -> None:
     torch.manual_seed(0)
     build_part, inputs = PARTS[name]
@@ -226,11 +254,18 @@ def test_every_option_of_the_attentions_changes_something() -> None:
     def out(kind: Any = BallAttention, heads: int = 2, **options: Any) -> Tensor:
         torch.manual_seed(0)
         layer = kind(D, heads, **options)
-        return layer(x) if kind is BallAttention else layer(x, x[..., : options.get("memory_dim", D)])
+        return (
+            layer(x) if kind is BallAttention else layer(x, x[..., : options.get("memory_dim", D)])
+        )
 
     for kind in (BallAttention, BallCrossAttention):
         plain = out(kind)
-        for options in ({"heads": 4}, {"temperature": 1.0}, {"unit_lipschitz": False}, {"bias": True}):
+        for options in (
+            {"heads": 4},
+            {"temperature": 1.0},
+            {"unit_lipschitz": False},
+            {"bias": True},
+        ):
             assert not torch.allclose(out(kind, **options), plain)
     assert not torch.allclose(out(BallCrossAttention, memory_dim=5), out(BallCrossAttention))
     # The largest temperature does not move the start; it bounds what is learnt.
@@ -301,8 +336,12 @@ def test_unit_embedding(size: float) -> None:
 def test_projection(size: float) -> None:
     x = draw(4, D)
     x = size * x / x.norm(dim=-1, keepdim=True)
-    torch.testing.assert_close(BallProjection(D)(x), min(size, 1.0) * draw(4, D) / draw(4, D).norm(dim=-1)[:, None])
-    torch.testing.assert_close(BallProjection(D, radius=3.0)(x).norm(dim=-1), torch.full((4,), min(size, 3.0)).double())
+    torch.testing.assert_close(
+        BallProjection(D)(x), min(size, 1.0) * draw(4, D) / draw(4, D).norm(dim=-1)[:, None]
+    )
+    torch.testing.assert_close(
+        BallProjection(D, radius=3.0)(x).norm(dim=-1), torch.full((4,), min(size, 3.0)).double()
+    )
 
 
 def _bad(call: Callable[[], object], error: type[Exception], words: str) -> Any:
@@ -316,8 +355,14 @@ def _bad(call: Callable[[], object], error: type[Exception], words: str) -> Any:
         _bad(lambda: BallAttention(8, 2, temperature=0.0), ConfigError, "temperature=0.0"),
         _bad(lambda: BallAttention(8, 2, temperature=-1.0), ConfigError, "temperature=-1.0"),
         _bad(lambda: BallAttention(8, 2, temperature=math.nan), ConfigError, "temperature=nan"),
-        _bad(lambda: BallCrossAttention(8, 2, temperature=10.0), ConfigError, "max_temperature=10.0"),
-        _bad(lambda: BallAttention(8, 2, max_temperature=math.inf), ConfigError, "max_temperature=inf"),
+        _bad(
+            lambda: BallCrossAttention(8, 2, temperature=10.0), ConfigError, "max_temperature=10.0"
+        ),
+        _bad(
+            lambda: BallAttention(8, 2, max_temperature=math.inf),
+            ConfigError,
+            "max_temperature=inf",
+        ),
         _bad(lambda: BallProjection(0), ConfigError, "embed_dim is 0"),
         _bad(lambda: BallProjection(8, radius=0.0), ConfigError, "radius=0.0"),
         _bad(lambda: BallProjection(8, radius=math.inf), ConfigError, "radius=inf"),
@@ -337,7 +382,9 @@ def _bad(call: Callable[[], object], error: type[Exception], words: str) -> Any:
         _bad(lambda: BudgetResidual(2.0, share=1.5), ConfigError, "share=1.5"),
     ],
 )
-def test_bad_input_is_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+def test_bad_input_is_refused(
+    call: Callable[[], object], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         call()
 

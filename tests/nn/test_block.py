@@ -32,11 +32,17 @@ def stack(is_causal=False, **changes):
 
 
 def test_the_module_paths_are_the_documented_ones():
-    names = {name for name, _ in stack(norm="pre", residual="rezero", qk_norm=True).named_parameters()}
+    names = {
+        name for name, _ in stack(norm="pre", residual="rezero", qk_norm=True).named_parameters()
+    }
     for path in ("q_proj", "k_proj", "v_proj", "o_proj"):
         assert f"layers.1.attention.{path}.weight" in names
     assert {"layers.0.feedforward.up_proj.weight", "layers.0.feedforward.down_proj.weight"} <= names
-    assert {"layers.0.attention_residual.scale", "layers.0.attention.q_norm.weight", "final_norm.weight"} <= names
+    assert {
+        "layers.0.attention_residual.scale",
+        "layers.0.attention.q_norm.weight",
+        "final_norm.weight",
+    } <= names
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
@@ -68,7 +74,9 @@ PADDING = torch.tensor([[False] * 5, [True, True, False, False, False]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_causal", "padding", "norm"), [(True, None, "pre"), (False, PADDING, "none")])
+@pytest.mark.parametrize(
+    ("is_causal", "padding", "norm"), [(True, None, "pre"), (False, PADDING, "none")]
+)
 def test_a_compiled_stack_has_no_graph_break_and_the_same_result(is_causal, padding, norm):
     model = stack(is_causal, norm=norm, residual="rezero", qk_norm=True, num_hidden_layers=1)
     with torch.no_grad():
@@ -77,7 +85,10 @@ def test_a_compiled_stack_has_no_graph_break_and_the_same_result(is_causal, padd
     x = torch.randn(2, 5, 8)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(
-        compiled(x, key_padding_mask=padding), model(x, key_padding_mask=padding), rtol=1e-5, atol=1e-6
+        compiled(x, key_padding_mask=padding),
+        model(x, key_padding_mask=padding),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -108,7 +119,9 @@ def test_a_new_part_is_one_registration():
         RESIDUALS.register(name)(lambda _: Halved())
         FEEDFORWARDS.register(name)(lambda _: nn.Identity())
     x = torch.randn(2, 5, 8)
-    block = Block(SimpleNamespace(**{**BASE, "norm": "none", "residual": name, "feedforward": name}))
+    block = Block(
+        SimpleNamespace(**{**BASE, "norm": "none", "residual": name, "feedforward": name})
+    )
     half = x + 0.5 * block.attention(x)
     torch.testing.assert_close(block(x), 1.5 * half)
 

@@ -1,4 +1,5 @@
-"""Cosine attention modules against explicit float64 sums, and their Lipschitz bound against Jacobians."""
+"""Cosine attention modules against explicit float64 sums, and their Lipschitz bound against
+Jacobians."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def normalized(tokens: Tensor, eps: float) -> Tensor:
 def reference(layer: Any, x: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
     state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
     parts = [
-        (tokens.double() @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).chunk(layer.num_heads, -1)
+        (tokens.double() @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).chunk(
+            layer.num_heads, -1
+        )
         for name, tokens in (("q_proj", x), ("k_proj", memory), ("v_proj", memory))
     ]
     heads = []
@@ -36,7 +39,9 @@ def reference(layer: Any, x: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
 
 
 def draw(*shape: int, seed: int = 1, size: float = 1.0) -> Tensor:
-    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return size * torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def build(kind: type, **options: Any) -> Any:
@@ -57,7 +62,9 @@ def test_self_attention_matches_reference(options: dict[str, Any], size: float) 
     layer, x = build(CosineSelfAttention, **options), draw(2, 6, D, size=size)
     full, causal = torch.ones(6, 6).bool(), torch.ones(6, 6).tril().bool()
     torch.testing.assert_close(layer(x), reference(layer, x, x, full), atol=1e-11, rtol=0)
-    torch.testing.assert_close(layer(x, is_causal=True), reference(layer, x, x, causal), atol=1e-11, rtol=0)
+    torch.testing.assert_close(
+        layer(x, is_causal=True), reference(layer, x, x, causal), atol=1e-11, rtol=0
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -65,7 +72,9 @@ def test_padding(is_causal: bool) -> None:
     layer, x = build(CosineSelfAttention), draw(2, 6, D)
     padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
     out = layer(x, key_padding_mask=padding, is_causal=is_causal)
-    torch.testing.assert_close(out[:1, :4], layer(x[:1, :4], is_causal=is_causal), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        out[:1, :4], layer(x[:1, :4], is_causal=is_causal), atol=1e-12, rtol=0
+    )
     torch.testing.assert_close(out[1:], layer(x[1:], is_causal=is_causal), atol=1e-12, rtol=0)
 
 
@@ -76,9 +85,13 @@ def test_cross_attention_matches_reference(options: dict[str, Any]) -> None:
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 5:] = True
     expected = reference(layer, x, memory, ~padding[:, None, :])
-    torch.testing.assert_close(layer(x, memory, key_padding_mask=padding), expected, atol=1e-11, rtol=0)
+    torch.testing.assert_close(
+        layer(x, memory, key_padding_mask=padding), expected, atol=1e-11, rtol=0
+    )
     shorter = layer(x[:1], memory[:1, :5])
-    torch.testing.assert_close(layer(x, memory, key_padding_mask=padding)[:1], shorter, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        layer(x, memory, key_padding_mask=padding)[:1], shorter, atol=1e-12, rtol=0
+    )
 
 
 def test_a_memory_of_padding_only_is_finite_in_both_directions() -> None:
@@ -99,7 +112,9 @@ def test_causality_by_gradient_and_cache() -> None:
 
     def update(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         earlier = kept or [key[..., :0, :]] * 2
-        kept[:] = [torch.cat([old, new], -2) for old, new in zip(earlier, (key, value), strict=True)]
+        kept[:] = [
+            torch.cat([old, new], -2) for old, new in zip(earlier, (key, value), strict=True)
+        ]
         return kept[0], kept[1]
 
     cache = SimpleNamespace(update=update)
@@ -115,16 +130,22 @@ def test_gradcheck(options: dict[str, Any]) -> None:
     parameters = [p.detach().requires_grad_() for p in layer.parameters()]
 
     def call(x: Tensor, memory: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x, memory))
+        return torch.func.functional_call(
+            layer, dict(zip(names, parameters, strict=True)), (x, memory)
+        )
 
     assert torch.autograd.gradcheck(call, (x, memory, *parameters), fast_mode=True)
 
 
 def tok_norm(matrix: Tensor) -> Tensor:
     """Lower bound of the tok norm of a Jacobian (N, D, M, E), by alternating directions."""
-    direction = torch.randn(matrix.shape[:2], generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
+    direction = torch.randn(
+        matrix.shape[:2], generator=torch.Generator().manual_seed(0), dtype=matrix.dtype
+    )
     for _ in range(15):
-        change = torch.nn.functional.normalize(torch.einsum("ia,iajb->ijb", direction, matrix), dim=-1)
+        change = torch.nn.functional.normalize(
+            torch.einsum("ia,iajb->ijb", direction, matrix), dim=-1
+        )
         pushed = torch.einsum("iajb,ijb->ia", matrix, change)
         direction = torch.nn.functional.normalize(pushed, dim=-1)
     return pushed.norm(dim=-1).max()
@@ -153,7 +174,10 @@ def test_the_stated_bounds_hold(size: float, eps: float) -> None:
     hollow = AttentionMask(~torch.eye(3, dtype=torch.bool)[None, None], False)
     layer = CosineSelfAttention(4, 1, eps=eps).double()
     matrix = jacobian(lambda x: layer(x[None], key_padding_mask=hollow)[0], x)
-    weights = [torch.linalg.matrix_norm(p.weight.detach(), 2) for p in (layer.v_proj, layer.q_proj, layer.k_proj)]
+    weights = [
+        torch.linalg.matrix_norm(p.weight.detach(), 2)
+        for p in (layer.v_proj, layer.q_proj, layer.k_proj)
+    ]
     bound = 2 * eps**-0.5 * (weights[0] + 2 * weights[1] + 2 * weights[2])
     assert tok_norm(matrix) <= bound * torch.linalg.matrix_norm(layer.o_proj.weight.detach(), 2)
 
@@ -186,7 +210,9 @@ def test_autocast_and_compile() -> None:
 
 
 def test_builder_and_bad_options() -> None:
-    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, attention_dropout=0.1, qk_norm=False)
+    config = SimpleNamespace(
+        hidden_size=8, num_attention_heads=2, attention_dropout=0.1, qk_norm=False
+    )
     built = ATTENTIONS.get("cosine")(config)
     assert isinstance(built, CosineSelfAttention)
     assert (built.dropout, built.eps) == (0.1, 0.01)
@@ -199,5 +225,7 @@ def test_builder_and_bad_options() -> None:
         CosineCrossAttention(8, 3)
     with pytest.raises(ShapeError, match="key_padding_mask"):
         CosineCrossAttention(8, 2)(
-            torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), key_padding_mask=torch.zeros(1, 2, dtype=torch.bool)
+            torch.zeros(1, 2, 8),
+            torch.zeros(1, 3, 8),
+            key_padding_mask=torch.zeros(1, 2, dtype=torch.bool),
         )

@@ -26,8 +26,12 @@ def slow_attention(module, x, padding=None, is_causal=False):
                 for name in ("q_proj", "k_proj", "v_proj")
             )
             if module.q_norm is not None:
-                q = (q - q.mean(-1, keepdim=True)) / (q.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-                k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+                q = (q - q.mean(-1, keepdim=True)) / (
+                    q.var(-1, correction=0, keepdim=True) + 1e-5
+                ).sqrt()
+                k = (k - k.mean(-1, keepdim=True)) / (
+                    k.var(-1, correction=0, keepdim=True) + 1e-5
+                ).sqrt()
                 q, k = q * module.q_norm.weight, k * module.k_norm.weight
             for i in range(x.shape[1]):
                 if padding is not None and padding[b, i]:
@@ -39,7 +43,9 @@ def slow_attention(module, x, padding=None, is_causal=False):
                         if (not is_causal or j <= i) and (padding is None or not padding[b, j])
                     ]
                 weights = torch.stack([q[i] @ k[j] / math.sqrt(d) for j in seen]).exp()
-                joined[i, rows] = sum(w * v[j] for w, j in zip(weights / weights.sum(), seen, strict=True))
+                joined[i, rows] = sum(
+                    w * v[j] for w, j in zip(weights / weights.sum(), seen, strict=True)
+                )
         output[b] = joined @ module.o_proj.weight.T + module.o_proj.bias
     return output
 
@@ -64,7 +70,9 @@ class ListCache:
         return self.key, self.value
 
 
-PADDING = torch.tensor([[False, False, False, False, True, True], [True, True, False, False, False, False]])
+PADDING = torch.tensor(
+    [[False, False, False, False, True, True], [True, True, False, False, False, False]]
+)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -74,7 +82,9 @@ def test_it_equals_the_loop(qk_norm, is_causal, padding):
     module, x = make(qk_norm=qk_norm)
     output = module(x, key_padding_mask=padding, is_causal=is_causal)
     # Sums of at most 12 float64 products of size one, four deep: 1e-12 is a thousand roundings.
-    torch.testing.assert_close(output, slow_attention(module, x, padding, is_causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        output, slow_attention(module, x, padding, is_causal), rtol=0, atol=1e-12
+    )
 
 
 def test_a_padded_query_returns_its_own_value():
@@ -121,7 +131,9 @@ def test_qk_norm_bounds_every_logit():
 def test_no_mask_reaches_the_kernel_without_padding(monkeypatch):
     seen = []
     original = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (seen.append(k), original(*a, **k))[1])
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: (seen.append(k), original(*a, **k))[1]
+    )
     module, x = make()
     module(x, is_causal=True)
     module(x)
@@ -147,7 +159,8 @@ def test_bf16_autocast_is_close_and_keeps_one_dtype(qk_norm):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = module(x, is_causal=False, key_padding_mask=None, cache=cache)
     assert cache.key.dtype == cache.value.dtype == torch.bfloat16
-    # bf16 has a unit roundoff of 2^-8; projection, logits, sum and output projection each add a few of them.
+    # bf16 has a unit roundoff of 2^-8; projection, logits, sum and output projection each add a few
+    # of them.
     assert (output.double() - exact).norm() <= 8 * 2**-8 * exact.norm()
 
 

@@ -18,7 +18,9 @@ def test_it_equals_the_formula_token_by_token(activation):
         if activation == "relu":
             hidden = torch.tensor([max(h, 0.0) for h in hidden.tolist()], dtype=torch.float64)
         else:
-            hidden = torch.tensor([h * 0.5 * (1 + math.erf(h / math.sqrt(2))) for h in hidden.tolist()]).double()
+            hidden = torch.tensor(
+                [h * 0.5 * (1 + math.erf(h / math.sqrt(2))) for h in hidden.tolist()]
+            ).double()
         expected = layer.down_proj.weight @ hidden + layer.down_proj.bias
         torch.testing.assert_close(output[b, i], expected, rtol=0, atol=1e-7)
 

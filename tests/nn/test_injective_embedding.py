@@ -21,7 +21,9 @@ def test_distinct_pairs_get_distinct_vectors(position: str) -> None:
     assert distances.min() > 1e-3
     # A sum of the two, as usual, is no injection: pick the positions so that it collides.
     token, code = vectors[0, :4], vectors[0, 4:]
-    assert torch.equal(module(torch.zeros(1, 1, dtype=torch.long))[0, 0].double(), torch.cat([token, code]))
+    assert torch.equal(
+        module(torch.zeros(1, 1, dtype=torch.long))[0, 0].double(), torch.cat([token, code])
+    )
 
 
 def test_sines_follow_the_formula_before_and_beyond_the_table() -> None:
@@ -37,7 +39,9 @@ def test_sines_follow_the_formula_before_and_beyond_the_table() -> None:
 
 def test_no_channel_is_wasted() -> None:
     # In the released code 112 of 256 channels vary by less than 1e-3 over 512 positions.
-    codes = InjectiveEmbedding(2, 512, max_positions=512)(torch.zeros(1, 512, dtype=torch.long))[0, :, 256:]
+    codes = InjectiveEmbedding(2, 512, max_positions=512)(torch.zeros(1, 512, dtype=torch.long))[
+        0, :, 256:
+    ]
     assert int((codes.std(0) < 1e-3).sum()) < 0.2 * 256
 
 
@@ -69,6 +73,8 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="nearest: sinusoidal"):
         InjectiveEmbedding(5, 8, position="sinusoid")
     with pytest.raises(ShapeError, match="max_position_embeddings >= 5"):
-        InjectiveEmbedding(5, 8, position="learned", max_positions=4)(torch.zeros(1, 5, dtype=torch.long))
+        InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
+            torch.zeros(1, 5, dtype=torch.long)
+        )
     with pytest.raises(ShapeError, match=r"expected \(batch, tokens\)"):
         InjectiveEmbedding(5, 8)(torch.zeros(4, dtype=torch.long))

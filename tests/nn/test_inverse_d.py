@@ -1,4 +1,5 @@
-"""Attention over d with rotated queries and keys, and the parts that go with it, against slow references."""
+"""Attention over d with rotated queries and keys, and the parts that go with it, against slow
+references."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def slow_rotation(vector: list[float], position: int) -> list[float]:
 
 def test_the_rotation_is_that_of_each_pair() -> None:
     vectors = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = torch.tensor([slow_rotation(row.tolist(), 3 + place) for place, row in enumerate(vectors)]).double()
+    expected = torch.tensor(
+        [slow_rotation(row.tolist(), 3 + place) for place, row in enumerate(vectors)]
+    ).double()
     torch.testing.assert_close(rotate_by_position(vectors, 3), expected, rtol=0, atol=1e-6)
 
 
@@ -44,12 +47,16 @@ def test_the_attention_is_the_formula_token_by_token() -> None:
     torch.manual_seed(0)
     attention = InverseDAttention(8, 2).double()
     x = torch.randn(1, 4, 8, dtype=torch.float64)
-    query, key, value = (part(x)[0].view(4, 2, 4) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    query, key, value = (
+        part(x)[0].view(4, 2, 4) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     outputs = torch.zeros(4, 2, 4, dtype=torch.float64)
     for head in range(2):
         for i in range(4):
             turned = torch.tensor(slow_rotation(query[i, head].tolist(), i)).double()
-            keys = [torch.tensor(slow_rotation(key[j, head].tolist(), j)).double() for j in range(i + 1)]
+            keys = [
+                torch.tensor(slow_rotation(key[j, head].tolist(), j)).double() for j in range(i + 1)
+            ]
             weights = torch.stack([turned @ one / 4 for one in keys]).softmax(0)
             outputs[i, head] = weights @ value[: i + 1, head] / 3
     expected = attention.o_proj(outputs.flatten(1))[None]
@@ -59,16 +66,23 @@ def test_the_attention_is_the_formula_token_by_token() -> None:
 def test_the_model_generates_with_a_cache_as_without() -> None:
     torch.manual_seed(0)
     model = WellposedForCausalLM(
-        WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, max_position_embeddings=12, **PARTS)
+        WellposedConfig(
+            vocab_size=11, hidden_size=8, num_attention_heads=2, max_position_embeddings=12, **PARTS
+        )
     ).eval()
     ids = torch.tensor([[3, 4, 5]])
-    made = [model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cached) for cached in (True, False)]
+    made = [
+        model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cached)
+        for cached in (True, False)
+    ]
     assert torch.equal(made[0], made[1])
 
 
 def test_without_a_position_code_the_order_of_tokens_is_still_seen() -> None:
     torch.manual_seed(0)
-    model = WellposedForCausalLM(WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, **PARTS)).eval()
+    model = WellposedForCausalLM(
+        WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, **PARTS)
+    ).eval()
     ends = [model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in ([3, 4, 5], [4, 3, 5])]
     assert not torch.allclose(ends[0], ends[1], atol=1e-6)
 
@@ -101,7 +115,9 @@ def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball(
 @pytest.mark.parametrize("options", [{"attention_dropout": 0.1}, {"qk_norm": True}])
 def test_what_it_lacks_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="attention 'inverse_d' with"):
-        WellposedForCausalLM(WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **options))
+        WellposedForCausalLM(
+            WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **options)
+        )
 
 
 def test_heads_of_odd_width_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""The error bound of an inverse against inverses in a wider type, by the formulas: it holds, and is not idle."""
+"""The error bound of an inverse against inverses in a wider type, by the formulas: it holds, and is
+not idle."""
 
 from __future__ import annotations
 
@@ -46,21 +47,31 @@ def fixed_point(branch: Any, y: Any) -> Any:
 
 
 def exact_inverse(stack: TransJectStack, y: Tensor, out: TransJectOutput) -> Any:
-    """Eq. 4 of the paper, layer by layer downwards, in 64 bits of mantissa, with weights, sigma and gates as stored."""
+    """Eq. 4 of the paper, layer by layer downwards, in 64 bits of mantissa, with weights, sigma and
+    gates as stored."""
     x = wide(y)
     sigma = wide(out.sigma)
     sigma = sigma[:, None] if sigma.ndim == 2 else sigma
     for layer, gates in zip(reversed(stack.layers), reversed(out.gates), strict=True):
         part: Any = layer
         scale = np.tanh(wide(part.residual.weight)) / WIDE(len(stack.layers))
-        up, down = wide(part.feedforward.up_proj.weight).T, wide(part.feedforward.down_proj.weight).T
-        maps = [(wide(expert.left.weight).T, wide(expert.right.weight).T) for expert in part.attention.experts]
+        up, down = (
+            wide(part.feedforward.up_proj.weight).T,
+            wide(part.feedforward.down_proj.weight).T,
+        )
+        maps = [
+            (wide(expert.left.weight).T, wide(expert.right.weight).T)
+            for expert in part.attention.experts
+        ]
         shares = wide(gates)
         shares = shares if shares.ndim == 3 else shares[:, None]
         x = fixed_point(lambda t, r=scale, u=up, v=down: r * elu(elu(t @ u) @ v), x)
         x = fixed_point(
             lambda t, r=scale, pairs=maps, s=shares: (
-                r * sum(s[..., i : i + 1] * elu(((t @ u) * sigma) @ v) for i, (u, v) in enumerate(pairs))
+                r
+                * sum(
+                    s[..., i : i + 1] * elu(((t @ u) * sigma) @ v) for i, (u, v) in enumerate(pairs)
+                )
             ),
             x,
         )
@@ -72,8 +83,11 @@ def largest(x: Any) -> float:
 
 
 @torch.no_grad()
-def ratio(w: float, dtype: torch.dtype, width: int, **options: Any) -> tuple[float, float, Inversion]:
-    """True error, bound and report of a stack of six layers with residual weights w, one sample padded."""
+def ratio(
+    w: float, dtype: torch.dtype, width: int, **options: Any
+) -> tuple[float, float, Inversion]:
+    """True error, bound and report of a stack of six layers with residual weights w, one sample
+    padded."""
     torch.manual_seed(width)
     stack = TransJectStack(width, 6, num_experts=2, **options).eval()
     for layer in stack.layers:
@@ -117,7 +131,9 @@ def contractive(norm: Any = "tok") -> InvertibleResidual:
 def size_of(error: Tensor, norm: Any) -> float:
     """One of the norms by its definition, largest over the batch."""
     flat = error.double().flatten(1)
-    return float({"tok": error.double().norm(dim=-1), "inf": flat.abs(), 2: flat.norm(dim=-1)}[norm].max())
+    return float(
+        {"tok": error.double().norm(dim=-1), "inf": flat.abs(), 2: flat.norm(dim=-1)}[norm].max()
+    )
 
 
 @torch.no_grad()
@@ -196,7 +212,11 @@ def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width: int) -> Non
                 narrow = f(moved)
                 exact, measured_in, _ = evaluated(f, moved, {}, "tok")
             assert measured_in is torch.float64
-            allowed = (math.sqrt(width) + 8) * eps * (block.contraction(16) * wider.norm(dim=-1) + exact.norm(dim=-1))
+            allowed = (
+                (math.sqrt(width) + 8)
+                * eps
+                * (block.contraction(16) * wider.norm(dim=-1) + exact.norm(dim=-1))
+            )
             lost = (narrow - exact).norm(dim=-1)
             assert float(lost.max()) > 0
             # Per sample, as the norm of the contraction counts.

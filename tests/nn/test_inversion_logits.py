@@ -1,4 +1,5 @@
-"""The error bound of an inverse where logits are large: against formulas in long double, which form no large logit."""
+"""The error bound of an inverse where logits are large: against formulas in long double, which form
+no large logit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from wellposed.nn.invertible.inversion_bound import with_error_bound
 
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble
-pytestmark = pytest.mark.skipif(np.finfo(WIDE).eps > 1e-18, reason="long double is no wider than float64 here")
+pytestmark = pytest.mark.skipif(
+    np.finfo(WIDE).eps > 1e-18, reason="long double is no wider than float64 here"
+)
 
 
 def wide(x: Tensor) -> Any:
@@ -37,7 +40,9 @@ def l2(f: L2SelfAttention, scales: Any, x: Any, allowed: Any = True) -> Any:
     for start, scale in zip(range(0, f.embed_dim, width), scales, strict=True):
         part = slice(start, start + width)
         apart = z[..., None, :, part] - z[..., :, None, part]
-        weights = softmax(np.where(allowed, -(apart * apart).sum(-1) / np.sqrt(WIDE(width)), -np.inf))
+        weights = softmax(
+            np.where(allowed, -(apart * apart).sum(-1) / np.sqrt(WIDE(width)), -np.inf)
+        )
         mixed = z[..., part] + (weights[..., None] * apart).sum(-2)
         value = cast(nn.Linear, f.v_proj)
         mixing = wide(f.q_proj.weight[part]) @ wide(value.weight[part]).T / np.sqrt(WIDE(width))
@@ -46,7 +51,8 @@ def l2(f: L2SelfAttention, scales: Any, x: Any, allowed: Any = True) -> Any:
 
 
 def divisions(f: L2SelfAttention) -> Any:
-    """What each head of `W_h R_h` is multiplied by inside `frozen`, after a first call: powers of two are apart."""
+    """What each head of `W_h R_h` is multiplied by inside `frozen`, after a first call: powers of
+    two are apart."""
     (factor,) = cast(dict[Any, Tensor], f._frozen_scales).values()
     return np.ldexp(wide(factor).ravel(), -f._unit_weights().exponents.numpy())
 
@@ -56,7 +62,10 @@ def cosine(f: CosineSelfAttention, x: Any) -> Any:
     for head, start in enumerate(range(0, f.embed_dim, f.head_dim)):
         query, key, value = (
             part / np.sqrt((part * part).sum(-1, keepdims=True) + WIDE(f.eps))
-            for part in (affine(p, x)[..., start : start + f.head_dim] for p in (f.q_proj, f.k_proj, f.v_proj))
+            for part in (
+                affine(p, x)[..., start : start + f.head_dim]
+                for p in (f.q_proj, f.k_proj, f.v_proj)
+            )
         )
         weights = softmax(wide(f.temperature)[head] * (query @ np.swapaxes(key, -1, -2)))
         heads.append(wide(f.nu)[head] * (weights @ value))
@@ -70,7 +79,8 @@ def size_of(error: Any, norm: Any) -> float:
 
 
 def inverted(exact: Any, y: Any, x: Any) -> Any:
-    """Picard's iteration in long double from an x that is nearly right; slopes here are far below c."""
+    """Picard's iteration in long double from an x that is nearly right; slopes here are far below
+    c."""
     for _ in range(60):
         last, x = x, y - exact(x)
         if not abs(x - last).max() > 1e-18 * abs(x).max():
@@ -94,13 +104,17 @@ def judged(f: L2SelfAttention, x: Tensor, **options: Any) -> tuple[float, Invers
 
 def far_token(seed: int, size: float = 1e6) -> tuple[L2SelfAttention, Tensor]:
     torch.manual_seed(seed)
-    f, x = L2SelfAttention(4, 2, contractive=0.5, max_tokens=4).double(), torch.randn(1, 4, 4).double()
+    f, x = (
+        L2SelfAttention(4, 2, contractive=0.5, max_tokens=4).double(),
+        torch.randn(1, 4, 4).double(),
+    )
     x[:, 0] *= size / x[:, 0].norm()
     return f, x
 
 
 def steep_projection(seed: int) -> tuple[L2SelfAttention, Tensor]:
-    """Two clusters, whose tokens are so near that the steep projection tells them apart by about one."""
+    """Two clusters, whose tokens are so near that the steep projection tells them apart by about
+    one."""
     torch.manual_seed(seed)
     f = L2SelfAttention(8, 2, contractive=0.5, max_tokens=4).double()
     f.q_proj.weight.data.mul_(1e6)
@@ -204,7 +218,8 @@ def test_cosine_and_chains() -> None:
         torch.manual_seed(seed)
         f = CosineSelfAttention(8, 2, tau=50.0, learn_scales=False).double()
         query, key, value, out = (
-            float(torch.linalg.matrix_norm(p.weight, 2)) for p in (f.q_proj, f.k_proj, f.v_proj, f.o_proj)
+            float(torch.linalg.matrix_norm(p.weight, 2))
+            for p in (f.q_proj, f.k_proj, f.v_proj, f.o_proj)
         )
         # Theory note B6, two heads joined by L6; eps = 0.01.
         f.nu.fill_(0.9 / (math.sqrt(2) * out * 10 * (value + 50 * (query + key))))
@@ -242,6 +257,9 @@ def test_logits_that_come_ready_made_count() -> None:
             weights = (self.sharpness * x.sum(-1)).softmax(-1)
             return (0.1 * weights[..., None] * x).sum(-2, keepdim=True).expand_as(x)
 
-    bounds = [InvertibleResidual(Averages(s), lipschitz=0.5).inverse(torch.ones(1, 3, 4))[1] for s in (1, 1e18)]
+    bounds = [
+        InvertibleResidual(Averages(s), lipschitz=0.5).inverse(torch.ones(1, 3, 4))[1]
+        for s in (1, 1e18)
+    ]
     assert bounds[0].error_bound < 1e-6
     assert bounds[1].reason

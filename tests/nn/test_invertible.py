@@ -1,4 +1,5 @@
-"""The inverse of `x + f(x)`: reconstruction, the a-posteriori bound, iteration counts and refusals."""
+"""The inverse of `x + f(x)`: reconstruction, the a-posteriori bound, iteration counts and
+refusals."""
 
 from __future__ import annotations
 
@@ -22,18 +23,26 @@ def attention(
     return L2SelfAttention(width, heads, contractive=contractive, max_tokens=32, **options)
 
 
-def draw(*shape: int, seed: int = 1, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
+def draw(
+    *shape: int, seed: int = 1, size: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return (
+        size
+        * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ).to(dtype)
 
 
 class Linear(nn.Module):
-    """`x -> x A` with `|A| = slope`, the symmetric A having eigenvalues all over (-slope, slope)."""
+    """`x -> x A` with `|A| = slope`, the symmetric A having eigenvalues all over (-slope,
+    slope)."""
 
     def __init__(self, slope: float, width: int = 32, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         matrix = draw(width, width, dtype=torch.float64)
         matrix = matrix + matrix.T
-        self.register_buffer("matrix", (slope * matrix / torch.linalg.matrix_norm(matrix, 2)).to(dtype))
+        self.register_buffer(
+            "matrix", (slope * matrix / torch.linalg.matrix_norm(matrix, 2)).to(dtype)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.get_buffer("matrix")
@@ -52,7 +61,9 @@ def test_attention_blocks_are_inverted(accelerate: Any, norm: Any, size: float) 
 
 
 @pytest.mark.parametrize("accelerate", ACCELERATE)
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"padded": True}, {"padded": True, "is_causal": True}])
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"padded": True}, {"padded": True, "is_causal": True}]
+)
 def test_masks_are_passed_on(accelerate: Any, options: dict[str, bool]) -> None:
     block = InvertibleResidual(attention()).double()
     x = draw(2, 6, 16, dtype=torch.float64)
@@ -67,11 +78,17 @@ def test_masks_are_passed_on(accelerate: Any, options: dict[str, bool]) -> None:
 @pytest.mark.parametrize("accelerate", ACCELERATE)
 @pytest.mark.parametrize("slope", [0.3, 0.9, 0.97])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_linear_maps_against_a_direct_solve(accelerate: Any, slope: float, dtype: torch.dtype) -> None:
+def test_linear_maps_against_a_direct_solve(
+    accelerate: Any, slope: float, dtype: torch.dtype
+) -> None:
     f = Linear(slope, dtype=dtype)
     y = draw(2, 5, 32, dtype=dtype)
-    x, report = InvertibleResidual(f, lipschitz=slope).inverse(y, accelerate=accelerate, max_iter=3000)
-    exact = y.double() @ torch.linalg.inv(torch.eye(32, dtype=torch.float64) + f.get_buffer("matrix").double())
+    x, report = InvertibleResidual(f, lipschitz=slope).inverse(
+        y, accelerate=accelerate, max_iter=3000
+    )
+    exact = y.double() @ torch.linalg.inv(
+        torch.eye(32, dtype=torch.float64) + f.get_buffer("matrix").double()
+    )
     error = (x.double() - exact).norm(dim=-1).max()
     assert error <= 8 * torch.finfo(dtype).eps / (1 - slope) * exact.norm(dim=-1).max()
     assert report.converged
@@ -93,7 +110,9 @@ def test_the_error_bound_holds_and_follows_tol(accelerate: Any, tol: float) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype: torch.dtype) -> None:
     compared = 0
-    for seed, (heads, gain) in enumerate([(1, 1.0), (2, 1.0), (4, 2.0), (1, 3.0), (2, 3.0), (4, 3.5)]):
+    for seed, (heads, gain) in enumerate(
+        [(1, 1.0), (2, 1.0), (4, 2.0), (1, 3.0), (2, 3.0), (4, 3.5)]
+    ):
         layer = attention(seed, heads=heads)
         with torch.no_grad():  # orthogonal weights, whose bound is nearest to the slope
             turn = torch.linalg.qr(torch.randn(16, 16))[0]
@@ -103,7 +122,8 @@ def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype: torch
         f = layer.to(dtype)
         for size in (0.1, 1.0, 4.0):
             y = draw(3, 16, 16, seed=seed, size=size, dtype=dtype)
-            # A gain above one drives the slope at y towards one; the iteration still contracts there.
+            # A gain above one drives the slope at y towards one; the iteration still contracts
+            # there.
             block = InvertibleResidual(Scaled(f, gain), lipschitz=0.95)
             picard = block.inverse(y, accelerate=None)[1].iterations
             anderson = block.inverse(y)[1].iterations
@@ -156,7 +176,9 @@ def test_the_bound_is_found_where_it_stands() -> None:
     assert InvertibleResidual(small, lipschitz=0.5).contraction(8) == 0.5
     assert InvertibleResidual(attention(contractive=0.3)).contraction(8) == 0.3
     x = draw(1, 8, 16)
-    torch.testing.assert_close(InvertibleResidual(small).inverse(x + small(x))[0], x, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        InvertibleResidual(small).inverse(x + small(x))[0], x, atol=1e-6, rtol=0
+    )
 
 
 def test_no_bound_below_one_is_refused_with_the_bound() -> None:
@@ -165,7 +187,9 @@ def test_no_bound_below_one_is_refused_with_the_bound() -> None:
         InvertibleResidual(attention(contractive=None)).inverse(y)
     with pytest.raises(NotContractiveError, match="different projections"):
         InvertibleResidual(attention(contractive=None, tied=False)).inverse(y)
-    with pytest.raises(NotContractiveError, match=r"no Lipschitz bound of Linear is known[\s\S]*lipschitz="):
+    with pytest.raises(
+        NotContractiveError, match=r"no Lipschitz bound of Linear is known[\s\S]*lipschitz="
+    ):
         InvertibleResidual(nn.Linear(16, 16)).inverse(y)
     for given in (1.0, 1.3, -0.1, math.nan):
         with pytest.raises(NotContractiveError, match="lipschitz="):
@@ -210,10 +234,14 @@ def test_zeros_one_token_and_two_dimensions(accelerate: Any) -> None:
     again, _ = block.inverse(block(zero), accelerate=accelerate)
     assert again.abs().max() <= 1e-6
     one = draw(1, 1, 16)
-    torch.testing.assert_close(block.inverse(block(one), accelerate=accelerate)[0], one, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        block.inverse(block(one), accelerate=accelerate)[0], one, atol=1e-6, rtol=0
+    )
     flat = InvertibleResidual(Linear(0.8), lipschitz=0.8)
     rows = draw(7, 32)
-    torch.testing.assert_close(flat.inverse(flat(rows), accelerate=accelerate)[0], rows, atol=3e-5, rtol=0)
+    torch.testing.assert_close(
+        flat.inverse(flat(rows), accelerate=accelerate)[0], rows, atol=3e-5, rtol=0
+    )
     nothing = InvertibleResidual(Linear(0.0), lipschitz=0.0)
     assert torch.equal(nothing.inverse(rows, accelerate=accelerate)[0], rows)
 

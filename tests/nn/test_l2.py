@@ -17,7 +17,8 @@ D, H = 8, 2
 
 
 def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """Heads one at a time, distances one pair at a time. `allowed`: bool, broadcasts to (batch, N, N)."""
+    """Heads one at a time, distances one pair at a time. `allowed`: bool, broadcasts to (batch, N,
+    N)."""
     state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
     x = x.double()
     n, d = x.shape[-2], layer.embed_dim // layer.num_heads
@@ -25,14 +26,18 @@ def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) 
     zero = torch.zeros(layer.query_width * layer.embed_dim, dtype=torch.float64)
 
     def project(name: str) -> list[Tensor]:
-        full = x @ state[f"{name}.weight"].T + state.get(f"{name}.bias", zero[: len(state[f"{name}.weight"])])
+        full = x @ state[f"{name}.weight"].T + state.get(
+            f"{name}.bias", zero[: len(state[f"{name}.weight"])]
+        )
         return list(full.chunk(layer.num_heads, -1))
 
     queries = project("q_proj")
     keys = queries if layer.tied else project("k_proj")
     heads = []
     for h in range(layer.num_heads):
-        logits = -(queries[h][..., :, None, :] - keys[h][..., None, :, :]).square().sum(-1) / math.sqrt(d)
+        logits = -(queries[h][..., :, None, :] - keys[h][..., None, :, :]).square().sum(
+            -1
+        ) / math.sqrt(d)
         weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
         if layer.values == "plain":
             heads.append(weights @ project("v_proj")[h])
@@ -43,7 +48,9 @@ def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) 
             w_value = state["v_proj.weight"].chunk(layer.num_heads)[h].T
             bias = state.get("v_proj.bias", zero[: layer.embed_dim]).chunk(layer.num_heads)[h]
             heads.append(weights @ queries[h] @ w_query.T @ w_value / math.sqrt(d) + bias)
-    return torch.cat(heads, -1) @ state["o_proj.weight"].T + state.get("o_proj.bias", zero[: layer.embed_dim])
+    return torch.cat(heads, -1) @ state["o_proj.weight"].T + state.get(
+        "o_proj.bias", zero[: layer.embed_dim]
+    )
 
 
 def build(**options: Any) -> L2SelfAttention:
@@ -56,7 +63,9 @@ def build(**options: Any) -> L2SelfAttention:
 
 
 def tokens(batch: int = 2, n: int = 6, seed: int = 1, size: float = 1.0) -> Tensor:
-    return size * torch.randn(batch, n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return size * torch.randn(
+        batch, n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 FORMS = [
@@ -89,20 +98,28 @@ def test_matches_reference(options: dict[str, Any]) -> None:
     layer, x = build(**options), tokens()
     torch.testing.assert_close(layer(x), reference(layer, x), atol=1e-11, rtol=0)
     causal = torch.ones(6, 6).tril().bool()
-    torch.testing.assert_close(layer(x, is_causal=True), reference(layer, x, causal), atol=1e-11, rtol=0)
+    torch.testing.assert_close(
+        layer(x, is_causal=True), reference(layer, x, causal), atol=1e-11, rtol=0
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"values": "free"}, {"tied": False}])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("finished", [False, True])
-def test_padding_matches_reference(options: dict[str, Any], is_causal: bool, finished: bool) -> None:
+def test_padding_matches_reference(
+    options: dict[str, Any], is_causal: bool, finished: bool
+) -> None:
     layer, x = build(**options), tokens()
     mask = attention_mask(PADDING, is_causal, 6, 6, x.device) if finished else PADDING
     out = layer(x, key_padding_mask=mask, is_causal=is_causal)
-    torch.testing.assert_close(out, reference(layer, x, allowed_pairs(PADDING, is_causal)), atol=1e-11, rtol=0)
+    torch.testing.assert_close(
+        out, reference(layer, x, allowed_pairs(PADDING, is_causal)), atol=1e-11, rtol=0
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"contractive": 0.7}, {"contractive": 0.7, "max_tokens": 9}, {"tied": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"contractive": 0.7}, {"contractive": 0.7, "max_tokens": 9}, {"tied": False}]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padding_changes_nothing(options: dict[str, Any], is_causal: bool) -> None:
     layer, x = build(**options), tokens(batch=1, n=4)
@@ -162,7 +179,9 @@ def test_cache_gives_the_same_as_the_whole_sequence(
     cache, pieces, start = GrowingCache(), [], 0
     for step in steps:
         seen = None if mask is None else mask[:, : start + step]
-        pieces.append(layer(x[:, start : start + step], key_padding_mask=seen, is_causal=True, cache=cache))
+        pieces.append(
+            layer(x[:, start : start + step], key_padding_mask=seen, is_causal=True, cache=cache)
+        )
         start += step
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-12, rtol=0)
 
@@ -175,7 +194,9 @@ def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
         (gradient,) = torch.autograd.grad(out.square().sum(), x)
         assert out.isfinite().all()
         assert gradient.isfinite().all()
-        torch.testing.assert_close(out, reference(layer, x, allowed_pairs(mask, is_causal)), atol=1e-11, rtol=0)
+        torch.testing.assert_close(
+            out, reference(layer, x, allowed_pairs(mask, is_causal)), atol=1e-11, rtol=0
+        )
 
 
 @pytest.mark.parametrize("options", [*FORMS, {"contractive": 0.5}])
@@ -294,7 +315,9 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def test_registered_builders() -> None:
-    untied, tied, contractive = (ATTENTIONS.get(name)(config()) for name in ("l2", "l2_tied", "l2_contractive"))
+    untied, tied, contractive = (
+        ATTENTIONS.get(name)(config()) for name in ("l2", "l2_tied", "l2_contractive")
+    )
     assert isinstance(untied, L2SelfAttention)
     assert isinstance(tied, L2SelfAttention)
     assert isinstance(contractive, L2SelfAttention)
@@ -310,7 +333,9 @@ def test_registered_builders() -> None:
 def test_bad_options_are_named() -> None:
     with pytest.raises(ShapeError, match="embed_dim=8 and num_heads=3"):
         L2SelfAttention(8, 3)
-    with pytest.raises(ConfigError, match=r"tied=False[\s\S]*query_width=3[\s\S]*dropout=1.0[\s\S]*max_tokens=0"):
+    with pytest.raises(
+        ConfigError, match=r"tied=False[\s\S]*query_width=3[\s\S]*dropout=1.0[\s\S]*max_tokens=0"
+    ):
         L2SelfAttention(8, 2, tied=False, values="paper", query_width=3, dropout=1.0, max_tokens=0)
     with pytest.raises(ConfigError, match="init_scale"):
         L2SelfAttention(8, 2, init_scale=-1.0)

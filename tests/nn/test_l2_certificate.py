@@ -1,4 +1,5 @@
-"""The Lipschitz claims of L2 attention, attacked; and the forms that are refused, each shown to have no bound."""
+"""The Lipschitz claims of L2 attention, attacked; and the forms that are refused, each shown to
+have no bound."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NORMS = ("tok", "inf", 2)
 
 
 def operator_norm(matrix: Tensor, norm: object) -> Tensor:
-    """Norm of a Jacobian (N, D, N, D); for tok a lower bound, by alternating between output and input directions."""
+    """Norm of a Jacobian (N, D, N, D); for tok a lower bound, by alternating between output and
+    input directions."""
     n, d = matrix.shape[:2]
     flat = matrix.reshape(n * d, n * d)
     if norm == 2:
@@ -42,19 +44,24 @@ def layer_jacobian(layer: Callable[..., Tensor], x: Tensor, **options: Any) -> T
     return jacobian(lambda x: layer(x[None], **options)[0], x)
 
 
-def random_layer(seed: int, width: int = 4, heads: int = 2, **options: Any) -> tuple[L2SelfAttention, torch.Generator]:
+def random_layer(
+    seed: int, width: int = 4, heads: int = 2, **options: Any
+) -> tuple[L2SelfAttention, torch.Generator]:
     torch.manual_seed(seed)
     layer = L2SelfAttention(width, heads, **options).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in layer.parameters():
             size = 10 ** float(torch.empty(()).uniform_(-2, 2, generator=generator))
-            parameter.copy_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.copy_(
+                size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
     return layer, generator
 
 
 def attacked_input(layer: L2SelfAttention, n: int, generator: torch.Generator) -> Tensor:
-    """Tokens whose squared scaled distances are of order one, where the softmax is neither flat nor one-hot."""
+    """Tokens whose squared scaled distances are of order one, where the softmax is neither flat nor
+    one-hot."""
     x = torch.randn(n, layer.embed_dim, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         z = split_heads(layer.q_proj(x)[None], layer.num_heads)
@@ -113,15 +120,20 @@ def star(n: int) -> AttentionMask:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 64])
-def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(max_tokens: int | None) -> None:
-    layer = L2SelfAttention(1, 1, contractive=0.9, norm=2, max_tokens=max_tokens, values="free", bias=False).double()
+def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(
+    max_tokens: int | None,
+) -> None:
+    layer = L2SelfAttention(
+        1, 1, contractive=0.9, norm=2, max_tokens=max_tokens, values="free", bias=False
+    ).double()
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
     x = torch.zeros(1, 64, 1, dtype=torch.float64)
     function = lambda x: layer(x, key_padding_mask=star(64))  # noqa: E731
     matrix = jacobian(function, x).reshape(64, 64)
     largest = float(torch.linalg.matrix_norm(matrix, 2))
-    # With all tokens equal the Jacobian is the scaled P, whose norm grows as sqrt(N) / 2: above 4 here.
+    # With all tokens equal the Jacobian is the scaled P, whose norm grows as sqrt(N) / 2: above 4
+    # here.
     assert largest <= 0.9
     assert largest > 0.9 * 4 / l2_bracket(64, norm=2, mask="any") * 0.99
 
@@ -178,14 +190,20 @@ def test_the_bound_carries_gradient_in_training() -> None:
     parameters = dict(layer.named_parameters())
 
     def scaled(size: Tensor) -> Tensor:
-        state = {name: weight * size if name == "o_proj.weight" else weight for name, weight in parameters.items()}
+        state = {
+            name: weight * size if name == "o_proj.weight" else weight
+            for name, weight in parameters.items()
+        }
         return torch.func.functional_call(layer, state, (x,))
 
-    # The division undoes any rescaling of W_O, so that direction has zero derivative: only true with the gradient.
+    # The division undoes any rescaling of W_O, so that direction has zero derivative: only true
+    # with the gradient.
     size = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     (derivative,) = torch.autograd.grad(scaled(size).square().sum(), size)
     assert abs(float(derivative)) < 1e-9
-    torch.testing.assert_close(scaled(torch.tensor(7.0).double()), scaled(size), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        scaled(torch.tensor(7.0).double()), scaled(size), rtol=1e-7, atol=1e-9
+    )
 
 
 def test_zero_weights_stay_zero_and_finite() -> None:
@@ -241,7 +259,8 @@ def test_a_cache_or_another_norm_needs_one_fixed_scale() -> None:
         layer(torch.randn(1, 1, 4), is_causal=True, cache=object())
 
 
-# Theory note B4: slopes of the refused forms at M = 1, 10, 100, each an explicit function of its tokens.
+# Theory note B4: slopes of the refused forms at M = 1, 10, 100, each an explicit function of its
+# tokens.
 
 
 def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -289,7 +308,9 @@ def plain_values(size: float) -> float:
 def rotated(x: Tensor, turns: int = 1) -> Tensor:
     """Rotate token i by i radians, as rotary positions do."""
     angle = turns * torch.arange(len(x), dtype=x.dtype)
-    matrix = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(-1, 2, 2)
+    matrix = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(
+        -1, 2, 2
+    )
     return torch.einsum("nij,nj->ni", matrix, x)
 
 
@@ -303,7 +324,9 @@ def rotary_without_values(size: float) -> float:
 
 
 def rotary_with_values(size: float) -> float:
-    return slope(lambda x: rotated(l2_attention(rotated(x), rotated(x), rotated(x)), -1), rotary_tokens(size))
+    return slope(
+        lambda x: rotated(l2_attention(rotated(x), rotated(x), rotated(x)), -1), rotary_tokens(size)
+    )
 
 
 def weight_dropout(size: float) -> float:
@@ -316,7 +339,9 @@ def weight_dropout(size: float) -> float:
 
 def null_keys(size: float) -> float:
     fixed = column(size, -size)
-    return slope(lambda x: l2_attention(x, torch.cat([x, fixed]), torch.cat([x, fixed])), column(0, size / 2))
+    return slope(
+        lambda x: l2_attention(x, torch.cat([x, fixed]), torch.cat([x, fixed])), column(0, size / 2)
+    )
 
 
 def memory_with_self(size: float) -> float:
@@ -339,7 +364,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("form", "named"), REFUSED)
-def test_refused_forms_have_growing_slopes(form: Callable[[float], float], named: dict[str, bool]) -> None:
+def test_refused_forms_have_growing_slopes(
+    form: Callable[[float], float], named: dict[str, bool]
+) -> None:
     slopes = [form(size) for size in (1.0, 10.0, 100.0)]
     assert slopes[1] > 4 * slopes[0]
     assert slopes[2] > 4 * slopes[1]

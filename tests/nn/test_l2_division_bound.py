@@ -1,4 +1,5 @@
-"""Contractive L2 attention divided by the bound of Kim et al. (2021): the certificate holds, and is smaller."""
+"""Contractive L2 attention divided by the bound of Kim et al. (2021): the certificate holds, and is
+smaller."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def pair(norm: Literal["inf", 2], **options: Any) -> tuple[L2SelfAttention, L2Se
     """Return layers of the same weights, without division and divided by the paper's bound."""
     torch.manual_seed(0)
     plain = L2SelfAttention(WIDTH, HEADS, norm=norm, **options).double()
-    divided = L2SelfAttention(WIDTH, HEADS, norm=norm, contractive=C, bound="kim2021", **options).double()
+    divided = L2SelfAttention(
+        WIDTH, HEADS, norm=norm, contractive=C, bound="kim2021", **options
+    ).double()
     divided.load_state_dict(plain.state_dict())
     return plain, divided
 
@@ -29,7 +32,9 @@ def pair(norm: Literal["inf", 2], **options: Any) -> tuple[L2SelfAttention, L2Se
 def paper_bound(layer: L2SelfAttention, norm: Literal["inf", 2]) -> float:
     """Theorem 3.2 with every norm from its definition, in float64."""
     assert layer.v_proj is not None
-    w, v = (p.weight.T.reshape(WIDTH, HEADS, -1).movedim(1, 0) for p in (layer.q_proj, layer.v_proj))
+    w, v = (
+        p.weight.T.reshape(WIDTH, HEADS, -1).movedim(1, 0) for p in (layer.q_proj, layer.v_proj)
+    )
     out = layer.o_proj.weight.T
     c = next(x / 1e6 for x in range(10**7) if (x / 1e6) * math.exp(x / 1e6 + 1) >= TOKENS - 1)
     d = WIDTH // HEADS
@@ -45,7 +50,9 @@ def paper_bound(layer: L2SelfAttention, norm: Literal["inf", 2]) -> float:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("max_tokens", [TOKENS, None])
 @torch.no_grad()
-def test_the_output_is_divided_by_the_printed_bound(norm: Literal["inf", 2], max_tokens: int | None) -> None:
+def test_the_output_is_divided_by_the_printed_bound(
+    norm: Literal["inf", 2], max_tokens: int | None
+) -> None:
     plain, divided = pair(norm, max_tokens=max_tokens, bias=False)
     x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
     expected = plain(x) * C / paper_bound(plain, norm)
@@ -56,7 +63,9 @@ def test_the_output_is_divided_by_the_printed_bound(norm: Literal["inf", 2], max
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @torch.no_grad()
-def test_the_certificate_is_sound_and_below_the_constant(norm: Literal["inf", 2], scale: float) -> None:
+def test_the_certificate_is_sound_and_below_the_constant(
+    norm: Literal["inf", 2], scale: float
+) -> None:
     _, divided = pair(norm, max_tokens=TOKENS, bias=False)
     for parameter in divided.parameters():
         parameter.mul_(scale)
@@ -106,9 +115,18 @@ def test_an_unknown_bound_is_named() -> None:
 
 
 def test_a_model_takes_the_bound_as_an_option_and_saves_it(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "lipschitz_norm": "inf"}
+    options: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "lipschitz_norm": "inf",
+    }
     model = build_model(
-        "wellposed", "causal_lm", vocab_size=5, attention="l2_contractive", contractive_bound="kim2021", **options
+        "wellposed",
+        "causal_lm",
+        vocab_size=5,
+        attention="l2_contractive",
+        contractive_bound="kim2021",
+        **options,
     )
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)

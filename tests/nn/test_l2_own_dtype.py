@@ -1,4 +1,5 @@
-"""A contractive layer contracts as it runs: in its own dtype, at every size of weights and matmul precision."""
+"""A contractive layer contracts as it runs: in its own dtype, at every size of weights and matmul
+precision."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def build(dtype: torch.dtype, scale: float, heads: int = 2, **options: Any) -> L
 
 
 def slope(layer: L2SelfAttention, norm: Norm, tokens: int = N) -> float:
-    """Largest `|f(x) - f(y)| / |x - y|` over pairs a good part of their size apart, each rounded to the dtype."""
+    """Largest `|f(x) - f(y)| / |x - y|` over pairs a good part of their size apart, each rounded to
+    the dtype."""
     generator = torch.Generator().manual_seed(7)
     dtype, largest = layer.o_proj.weight.dtype, 0.0
     for size in (0.1, 1.0, 8.0):
@@ -63,7 +65,9 @@ def slope(layer: L2SelfAttention, norm: Norm, tokens: int = N) -> float:
 
 @pytest.mark.parametrize(("dtype", "scale"), CASES, ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_contraction_contracts_in_its_own_dtype(norm: Norm, dtype: torch.dtype, scale: float) -> None:
+def test_a_contraction_contracts_in_its_own_dtype(
+    norm: Norm, dtype: torch.dtype, scale: float
+) -> None:
     for heads in (1, 2, 8):
         for values in ("paper", "free"):
             layer = build(dtype, scale, heads, norm=norm, values=values, bias=scale == 1.0)
@@ -114,7 +118,9 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("dtype", "scale", "reason"), OUT_OF_RANGE, ids=str)
-def test_weights_outside_the_range_of_a_dtype_are_refused(dtype: torch.dtype, scale: float, reason: str) -> None:
+def test_weights_outside_the_range_of_a_dtype_are_refused(
+    dtype: torch.dtype, scale: float, reason: str
+) -> None:
     layer = build(dtype, scale, bias=False)
     certificate = certify(layer, seq_len=N)
     assert certificate.total == math.inf
@@ -146,7 +152,9 @@ def test_certify_sees_an_edit_inside_frozen() -> None:
     assert certify(layer, seq_len=N).total == 0.9
 
 
-@pytest.mark.parametrize("options", [{}, {"contractive": None}, {"max_tokens": None}, {"values": "free"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"contractive": None}, {"max_tokens": None}, {"values": "free"}]
+)
 def test_the_token_at_zero_is_the_forward_pass_in_float64(options: dict[str, Any]) -> None:
     layer = build(torch.float64, 1.0, **options)
     for tokens in (1, N):
@@ -154,7 +162,9 @@ def test_the_token_at_zero_is_the_forward_pass_in_float64(options: dict[str, Any
         torch.testing.assert_close(layer.at_zero(tokens), expected, rtol=1e-12, atol=1e-12)
     low = build(torch.bfloat16, 1.0, **options)
     assert low.at_zero(N).dtype is torch.float64
-    assert (low.at_zero(N) - low(torch.zeros(1, N, D).bfloat16())[0, 0]).abs().max() <= 8 * D * 2.0**-8
+    assert (
+        low.at_zero(N) - low(torch.zeros(1, N, D).bfloat16())[0, 0]
+    ).abs().max() <= 8 * D * 2.0**-8
 
 
 @pytest.mark.parametrize("setting", ["highest", "high", "medium", "autocast"])
@@ -167,7 +177,11 @@ def test_no_matmul_precision_moves_the_division(values: Any, setting: str) -> No
     def read() -> list[Tensor]:
         by_call, exact = layer.bound_layers("cholesky")
         constants = l2_constants(N)
-        bounds = [part.bound(constants, norm=norm).value.detach() for part in (by_call, exact) for norm in NORMS]
+        bounds = [
+            part.bound(constants, norm=norm).value.detach()
+            for part in (by_call, exact)
+            for norm in NORMS
+        ]
         return [*bounds, by_call.paths.detach(), by_call.mixing.detach()]
 
     with full_precision():
@@ -177,9 +191,13 @@ def test_no_matmul_precision_moves_the_division(values: Any, setting: str) -> No
         if setting != "autocast":
             torch.set_float32_matmul_precision(setting)
         with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
-            assert all(torch.equal(found, wanted) for found, wanted in zip(read(), expected, strict=True))
+            assert all(
+                torch.equal(found, wanted) for found, wanted in zip(read(), expected, strict=True)
+            )
             if setting == "autocast":
-                assert not torch.equal((noisy @ noisy).float(), product), "an unguarded product would be noticed"
+                assert not torch.equal((noisy @ noisy).float(), product), (
+                    "an unguarded product would be noticed"
+                )
     finally:
         torch.set_float32_matmul_precision(kept)
 

@@ -17,7 +17,8 @@ def allowed_by_loop(padding, is_causal, num_queries, num_keys):
     offset = num_keys - num_queries
     rows = [
         [
-            (not padding[i + offset] and not padding[j] and (not is_causal or j <= i + offset)) or j == i + offset
+            (not padding[i + offset] and not padding[j] and (not is_causal or j <= i + offset))
+            or j == i + offset
             for j in range(num_keys)
         ]
         for i in range(num_queries)
@@ -27,11 +28,21 @@ def allowed_by_loop(padding, is_causal, num_queries, num_keys):
 
 def effective(made, num_queries, num_keys):
     """What `scaled_dot_product_attention` makes of the pair."""
-    mask = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool) if made.mask is None else made.mask
-    return mask.logical_and(torch.ones(num_queries, num_keys, dtype=torch.bool).tril()) if made.is_causal else mask
+    mask = (
+        torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool)
+        if made.mask is None
+        else made.mask
+    )
+    return (
+        mask.logical_and(torch.ones(num_queries, num_keys, dtype=torch.bool).tril())
+        if made.is_causal
+        else mask
+    )
 
 
-@pytest.mark.parametrize(("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5])))
+@pytest.mark.parametrize(
+    ("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5]))
+)
 def test_padding_masks_equal_the_loop(is_causal, num_queries):
     made = attention_mask(torch.tensor(PADDINGS, dtype=torch.bool), is_causal, num_queries, 5, CPU)
     assert made.mask is not None
@@ -40,7 +51,9 @@ def test_padding_masks_equal_the_loop(is_causal, num_queries):
         assert torch.equal(row[0], allowed_by_loop(padding, is_causal, num_queries, 5))
 
 
-@pytest.mark.parametrize(("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5])))
+@pytest.mark.parametrize(
+    ("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5]))
+)
 def test_without_padding_the_pair_means_the_same(is_causal, num_queries):
     made = attention_mask(None, is_causal, num_queries, 5, CPU)
     expected = allowed_by_loop([0] * 5, is_causal, num_queries, 5)
@@ -48,7 +61,8 @@ def test_without_padding_the_pair_means_the_same(is_causal, num_queries):
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "num_queries", "flag"), [(False, 5, False), (True, 5, True), (True, 1, False), (False, 2, False)]
+    ("is_causal", "num_queries", "flag"),
+    [(False, 5, False), (True, 5, True), (True, 1, False), (False, 2, False)],
 )
 def test_no_mask_is_made_where_none_is_needed(is_causal, num_queries, flag):
     kind = "causal" if is_causal else "full"
@@ -57,7 +71,10 @@ def test_no_mask_is_made_where_none_is_needed(is_causal, num_queries, flag):
 
 def test_only_masks_made_here_claim_a_pattern():
     padding = torch.tensor([[False, True]])
-    assert [attention_mask(padding, flag, 2, 2, CPU).kind for flag in (False, True)] == ["full", "causal"]
+    assert [attention_mask(padding, flag, 2, 2, CPU).kind for flag in (False, True)] == [
+        "full",
+        "causal",
+    ]
     assert AttentionMask(torch.ones(1, 1, 2, 2, dtype=torch.bool), False).kind == "any"
 
 
@@ -67,7 +84,9 @@ def test_a_finished_mask_is_returned_as_it_is():
 
 
 def test_masks_that_do_not_fit_are_refused():
-    with pytest.raises(ShapeError, match=r"dtype torch.int64; expected torch.bool .* attention_mask == 0"):
+    with pytest.raises(
+        ShapeError, match=r"dtype torch.int64; expected torch.bool .* attention_mask == 0"
+    ):
         attention_mask(torch.ones(2, 5, dtype=torch.int64), False, 5, 5, CPU)
     with pytest.raises(ShapeError, match=r"shape \(2, 4\); expected \(batch, 5\)"):
         attention_mask(torch.zeros(2, 4, dtype=torch.bool), False, 5, 5, CPU)

@@ -27,7 +27,8 @@ def test_a_cast_table_is_as_exact_as_a_new_one(dtype):
 
 
 def test_a_shift_is_a_rotation_of_every_pair():
-    # The reason for the code (Vaswani et al. 2017, 3.5): P[p + k] is the same linear map of P[p] for every p.
+    # The reason for the code (Vaswani et al. 2017, 3.5): P[p + k] is the same linear map of P[p]
+    # for every p.
     codes = SinusoidalPositions(64, 16).double()
     codes.reset_parameters()
     pairs = torch.view_as_complex(codes(torch.arange(64)).unflatten(-1, (8, 2)).contiguous())
@@ -37,7 +38,9 @@ def test_a_shift_is_a_rotation_of_every_pair():
 
 def test_large_angles_keep_float32_accuracy():
     table = SinusoidalPositions(100_001, 2)
-    assert table(torch.tensor([100_000]))[0, 0].item() == pytest.approx(math.sin(100_000.0), abs=1e-7)
+    assert table(torch.tensor([100_000]))[0, 0].item() == pytest.approx(
+        math.sin(100_000.0), abs=1e-7
+    )
 
 
 def test_sinusoids_have_no_weights_and_positions_outside_fail():

@@ -1,4 +1,5 @@
-"""Reversible stacks: inverse of the whole, gradients against ordinary backpropagation, and what is stored."""
+"""Reversible stacks: inverse of the whole, gradients against ordinary backpropagation, and what is
+stored."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ D, N = 16, 8
 
 
 def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def residual_blocks(count: int, contractive: float = 0.9) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [InvertibleResidual(L2SelfAttention(D, 2, contractive=contractive, max_tokens=N)) for _ in range(count)]
+    return [
+        InvertibleResidual(L2SelfAttention(D, 2, contractive=contractive, max_tokens=N))
+        for _ in range(count)
+    ]
 
 
 class FeedForward(nn.Sequential):
@@ -44,11 +50,15 @@ def plain_forward(stack: ReversibleSequential, x: Tensor, **options: Any) -> Ten
     return x
 
 
-def gradients(stack: ReversibleSequential, x: Tensor, *, plain: bool, **options: Any) -> list[Tensor]:
+def gradients(
+    stack: ReversibleSequential, x: Tensor, *, plain: bool, **options: Any
+) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = plain_forward(stack, x, **options) if plain else stack(x, **options)
     weight = draw(*x.shape, seed=9, dtype=x.dtype)
-    return list(torch.autograd.grad((y * weight).sum(), [x, *stack.parameters()], allow_unused=True))
+    return list(
+        torch.autograd.grad((y * weight).sum(), [x, *stack.parameters()], allow_unused=True)
+    )
 
 
 @pytest.mark.parametrize("kind", list(BLOCKS))
@@ -62,7 +72,9 @@ def test_gradients_equal_ordinary_backpropagation(
     keywords: dict[str, Any] = {"is_causal": True} if "is_causal" in options else {}
     if "padded" in options:
         keywords["key_padding_mask"] = torch.tensor([[False] * 5 + [True] * 3, [False] * N])
-    torch.testing.assert_close(stack(x, **keywords), plain_forward(stack, x, **keywords), atol=0, rtol=0)
+    torch.testing.assert_close(
+        stack(x, **keywords), plain_forward(stack, x, **keywords), atol=0, rtol=0
+    )
     expected = gradients(stack, x, plain=True, **keywords)
     found = gradients(stack, x, plain=False, **keywords)
     largest = max(float(gradient.norm()) for gradient in expected)
@@ -203,7 +215,10 @@ def test_solver_options_reach_the_blocks(option: dict[str, Any]) -> None:
     x = draw(2, N, D).requires_grad_()
     stack = ReversibleSequential(residual_blocks(2), **option)
     if "tol" in option:
-        coarse, fine = stack.inverse(stack(x).detach())[1], stack.inverse(stack(x).detach(), tol=1e-4)[1]
+        coarse, fine = (
+            stack.inverse(stack(x).detach())[1],
+            stack.inverse(stack(x).detach(), tol=1e-4)[1],
+        )
         assert coarse.iterations < fine.iterations
     else:
         with pytest.raises(ConvergenceError, match="max_iter=1"):
@@ -211,7 +226,11 @@ def test_solver_options_reach_the_blocks(option: dict[str, Any]) -> None:
 
 
 def test_g_gets_the_options_when_asked() -> None:
-    block = AdditiveCoupling(L2SelfAttention(D // 2, 2), L2SelfAttention(D // 2, 2), g_options=True).double()
+    block = AdditiveCoupling(
+        L2SelfAttention(D // 2, 2), L2SelfAttention(D // 2, 2), g_options=True
+    ).double()
     x = draw(2, N, D, dtype=torch.float64)
     assert not torch.allclose(block(x, is_causal=True), block(x))
-    torch.testing.assert_close(block.inverse(block(x, is_causal=True), is_causal=True)[0], x, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        block.inverse(block(x, is_causal=True), is_causal=True)[0], x, atol=1e-12, rtol=0
+    )

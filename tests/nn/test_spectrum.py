@@ -1,4 +1,5 @@
-"""Spectra: the diagonal of the Gram matrix in a basis, padding, causality, the reconstruction loss."""
+"""Spectra: the diagonal of the Gram matrix in a basis, padding, causality, the reconstruction
+loss."""
 
 from __future__ import annotations
 
@@ -49,9 +50,14 @@ def test_padding_enters_nothing() -> None:
     module, x = spectrum(), torch.randn(1, 9, D, dtype=torch.float64)
     padding = torch.zeros(1, 9, dtype=torch.bool)
     padding[0, 5:] = True
-    torch.testing.assert_close(module(x, key_padding_mask=padding), module(x[:, :5]), rtol=1e-12, atol=0)
     torch.testing.assert_close(
-        module.reconstruction_loss(x, key_padding_mask=padding), module.reconstruction_loss(x[:, :5]), rtol=1e-9, atol=0
+        module(x, key_padding_mask=padding), module(x[:, :5]), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        module.reconstruction_loss(x, key_padding_mask=padding),
+        module.reconstruction_loss(x[:, :5]),
+        rtol=1e-9,
+        atol=0,
     )
 
 
@@ -87,7 +93,9 @@ def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens: 
         parts.append((gram - rebuilt).square().sum() / gram.square().sum())
     loss = module.reconstruction_loss(x)
     torch.testing.assert_close(loss, torch.stack(parts).mean(), rtol=1e-9, atol=0)
-    torch.testing.assert_close(module.reconstruction_loss(torch.cat([x, x], 1) * 7), loss, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        module.reconstruction_loss(torch.cat([x, x], 1) * 7), loss, rtol=1e-9, atol=0
+    )
 
 
 def test_reconstruction_loss_is_float32_under_autocast() -> None:

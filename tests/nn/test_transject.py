@@ -1,4 +1,5 @@
-"""TransJect's mixture, block and stack: against the formulas, both paths, masks, causality, the cache, the inverse."""
+"""TransJect's mixture, block and stack: against the formulas, both paths, masks, causality, the
+cache, the inverse."""
 
 from __future__ import annotations
 
@@ -33,11 +34,16 @@ KINDS: list[dict[str, Any]] = [
     {"num_experts": 2, "gating": "fixed", "spectrum": "random"},
     {"num_experts": 2, "spectrum": "random"},
 ]
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
+kinds = pytest.mark.parametrize(
+    "kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain"
+)
 
 
-def make(*, start: float = 1.2, dtype: torch.dtype = torch.float64, width: int = D, **options: Any) -> TransJectStack:
-    """Return a stack whose residual weights are away from zero, whose gates differ, in eval mode."""
+def make(
+    *, start: float = 1.2, dtype: torch.dtype = torch.float64, width: int = D, **options: Any
+) -> TransJectStack:
+    """Return a stack whose residual weights are away from zero, whose gates differ, in eval
+    mode."""
     torch.manual_seed(7)
     stack = TransJectStack(width, L, **options).to(dtype).eval()
     with torch.no_grad():
@@ -51,7 +57,9 @@ def make(*, start: float = 1.2, dtype: torch.dtype = torch.float64, width: int =
 
 
 def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def slow(stack: Any, x: Tensor) -> Tensor:
@@ -76,7 +84,9 @@ def slow(stack: Any, x: Tensor) -> Tensor:
             logits = [value / (x.square().sum() + 1e-6).sqrt() for value in logits]
         gates = torch.stack(logits).softmax(0) if logits else torch.ones(1)
         x = sum((gate * way for gate, way in zip(gates, ways, strict=True)), torch.zeros_like(x))
-        x = x + r * F.elu(F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T)
+        x = x + r * F.elu(
+            F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T
+        )
     return x
 
 
@@ -94,7 +104,9 @@ def test_stack_is_the_formula_on_both_paths(kind: dict[str, Any], length: int) -
 
 @kinds
 @pytest.mark.parametrize("shape", [(5, 40), (2, 300), (1, 600)])
-def test_blocks_of_rows_equal_the_modules_in_float32(kind: dict[str, Any], shape: tuple[int, int]) -> None:
+def test_blocks_of_rows_equal_the_modules_in_float32(
+    kind: dict[str, Any], shape: tuple[int, int]
+) -> None:
     stack, x = make(dtype=torch.float32, width=32, **kind), tokens(*shape, 32, dtype=torch.float32)
     padding = torch.zeros(shape, dtype=torch.bool)
     padding[-1, shape[1] // 3 :] = True
@@ -147,7 +159,10 @@ def test_padding_changes_nothing(kind: dict[str, Any]) -> None:
 def test_permuted_tokens_are_permuted_outputs(kind: dict[str, Any]) -> None:
     stack, x, order = make(**kind), tokens(2, N, D), torch.randperm(N)
     torch.testing.assert_close(
-        stack(x[:, order]).last_hidden_state, stack(x).last_hidden_state[:, order], rtol=0, atol=1e-12
+        stack(x[:, order]).last_hidden_state,
+        stack(x).last_hidden_state[:, order],
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -168,14 +183,17 @@ def test_causal_form_sees_no_later_token(kind: dict[str, Any]) -> None:
 @kinds
 def test_gates_of_the_causal_form_are_those_of_the_prefix(kind: dict[str, Any]) -> None:
     causal, whole, x = make(is_causal=True, **kind), make(**kind), tokens(2, N, D)
-    # One layer and one sigma: else earlier tokens of the prefix went by other sigmas and gates than the last.
+    # One layer and one sigma: else earlier tokens of the prefix went by other sigmas and gates than
+    # the last.
     for stack in (causal, whole):
         del stack.layers[1:]
     sigma = torch.rand(D, dtype=torch.float64)
     found = causal(x, sigma=sigma)
     for t in range(N):
         expected = whole(x[:, : t + 1], sigma=sigma)
-        torch.testing.assert_close(found.last_hidden_state[:, t], expected.last_hidden_state[:, t], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            found.last_hidden_state[:, t], expected.last_hidden_state[:, t], rtol=0, atol=1e-12
+        )
         torch.testing.assert_close(found.gates[0][:, t], expected.gates[0], rtol=0, atol=1e-12)
 
 
@@ -190,7 +208,11 @@ def test_cache_equals_one_pass(kind: dict[str, Any], pieces: list[int]) -> None:
     with torch.no_grad():
         for size in pieces:
             stop = start + size
-            found.append(stack(x[:, start:stop], key_padding_mask=padding[:, :stop], cache=cache).last_hidden_state)
+            found.append(
+                stack(
+                    x[:, start:stop], key_padding_mask=padding[:, :stop], cache=cache
+                ).last_hidden_state
+            )
             start = stop
     assert cache.num_tokens == N
     found = torch.cat(found, 1)
@@ -238,7 +260,10 @@ def test_inverse(kind: dict[str, Any], causal: bool) -> None:
 
 
 def test_inverse_in_float32_and_its_loose_tolerance() -> None:
-    stack, x = make(dtype=torch.float32, width=32, num_experts=2), tokens(2, 50, 32, dtype=torch.float32)
+    stack, x = (
+        make(dtype=torch.float32, width=32, num_experts=2),
+        tokens(2, 50, 32, dtype=torch.float32),
+    )
     out = stack(x)
     back, report = stack.inverse(out.last_hidden_state.detach(), out.sigma, out.gates)
     assert (back - x).abs().max() < 1e-4
@@ -269,8 +294,12 @@ def test_given_sigma_and_gates_repeat_a_pass() -> None:
             again = stack(x, sigma=out.sigma, gates=out.gates)
             # One token alone goes the same way: nothing else passes between them.
             alone = stack(x[:, 2:3], sigma=out.sigma, gates=out.gates)
-        torch.testing.assert_close(again.last_hidden_state, out.last_hidden_state, rtol=0, atol=1e-12)
-        torch.testing.assert_close(alone.last_hidden_state[:, 0], out.last_hidden_state[:, 2], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            again.last_hidden_state, out.last_hidden_state, rtol=0, atol=1e-12
+        )
+        torch.testing.assert_close(
+            alone.last_hidden_state[:, 0], out.last_hidden_state[:, 2], rtol=0, atol=1e-12
+        )
 
 
 def test_orthogonal_through_training_save_and_load() -> None:
@@ -287,7 +316,9 @@ def test_orthogonal_through_training_save_and_load() -> None:
     losses = []
     for _ in range(60):
         optimizer.zero_grad()
-        loss = (stack(x).last_hidden_state - goal).square().mean() + 0.1 * stack.reconstruction_loss(x)
+        loss = (
+            stack(x).last_hidden_state - goal
+        ).square().mean() + 0.1 * stack.reconstruction_loss(x)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -306,9 +337,13 @@ def test_orthogonal_through_training_save_and_load() -> None:
 
 def test_every_weight_has_a_gradient_once_the_residual_is_open() -> None:
     stack = make(num_experts=2)
-    loss = stack(tokens(2, N, D)).last_hidden_state.square().sum() + stack.reconstruction_loss(tokens(2, N, D))
+    loss = stack(tokens(2, N, D)).last_hidden_state.square().sum() + stack.reconstruction_loss(
+        tokens(2, N, D)
+    )
     loss.backward()
-    without = [name for name, p in stack.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    without = [
+        name for name, p in stack.named_parameters() if p.grad is None or not p.grad.abs().max() > 0
+    ]
     assert without == []
 
 
@@ -328,7 +363,10 @@ def test_residual_starts() -> None:
     residual = InjectiveResidual(2)
     with torch.no_grad():
         residual.weight.fill_(-3.0)
-    assert residual.coefficients() == (1.0, pytest.approx(torch.tanh(torch.tensor(-3.0)).item() / 2))
+    assert residual.coefficients() == (
+        1.0,
+        pytest.approx(torch.tanh(torch.tensor(-3.0)).item() / 2),
+    )
 
 
 def test_gates_are_convex_and_follow_the_sample() -> None:
@@ -362,9 +400,13 @@ def test_parameter_count_by_counting(vocab: int, experts: int, outputs: int) -> 
     model = nn.ModuleList([nn.Embedding(vocab, 4), stack, nn.Linear(8, outputs)])
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert counted == transject_parameter_count(vocab, 8, 2, experts, num_outputs=outputs)
-    # The released code: biases of every map and of the spectrum, a gate with bias for one expert too.
+    # The released code: biases of every map and of the spectrum, a gate with bias for one expert
+    # too.
     extra = 2 * (experts * 2 * 8 + (8 if experts == 1 else 0) + 1 + 2 * 8) + 8
-    assert transject_parameter_count(vocab, 8, 2, experts, num_outputs=outputs, released=True) == counted + extra
+    assert (
+        transject_parameter_count(vocab, 8, 2, experts, num_outputs=outputs, released=True)
+        == counted + extra
+    )
 
 
 def test_refusals() -> None:

@@ -1,4 +1,5 @@
-"""TransJect at its edges: half precision, empty batches, forward derivatives, compiled graphs, misfits."""
+"""TransJect at its edges: half precision, empty batches, forward derivatives, compiled graphs,
+misfits."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_half_precision_is_orthogonal_to_its_rounding(dtype: torch.dtype) -> Non
     before = layer.weight.detach().clone()
     layer.reset_parameters()
     assert not torch.equal(layer.weight, before)
-    # A product of two columns of norm 1, each entry rounded by eps/2 of itself, is off by a few eps at most.
+    # A product of two columns of norm 1, each entry rounded by eps/2 of itself, is off by a few eps
+    # at most.
     assert isometry_error(layer.weight.double()) < 3 * torch.finfo(dtype).eps * 32**0.5
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -66,7 +68,9 @@ def test_no_sample_gives_no_sample(options: dict[str, Any], grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         out = make(**options)(torch.zeros(0, N, D))
     assert out.last_hidden_state.shape == (0, N, D)
-    assert [gates.shape for gates in out.gates] == [(0, N, E) if "is_causal" in options else (0, E)] * 2
+    assert [gates.shape for gates in out.gates] == [
+        (0, N, E) if "is_causal" in options else (0, E)
+    ] * 2
 
 
 def test_forward_derivatives_without_gradients() -> None:
@@ -76,10 +80,16 @@ def test_forward_derivatives_without_gradients() -> None:
     with torch.no_grad():
         ends = stack(x + step * v).last_hidden_state, stack(x - step * v).last_hidden_state
         with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(stack(forward_ad.make_dual(x, v)).last_hidden_state).tangent
+            tangent = forward_ad.unpack_dual(
+                stack(forward_ad.make_dual(x, v)).last_hidden_state
+            ).tangent
             assert tangent is not None
-            sigma = forward_ad.make_dual(torch.ones(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64))
-            assert forward_ad.unpack_dual(stack(x, sigma=sigma).last_hidden_state).tangent is not None
+            sigma = forward_ad.make_dual(
+                torch.ones(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
+            )
+            assert (
+                forward_ad.unpack_dual(stack(x, sigma=sigma).last_hidden_state).tangent is not None
+            )
     torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-7)
 
 
@@ -135,12 +145,18 @@ def test_a_causal_block_takes_one_or_many() -> None:
     block, x = TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
     for sigma in ((D,), (4, D), (4, N, D)):
         for gates in ((4, E), (4, N, E)):
-            assert block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)[0].shape == x.shape
+            assert (
+                block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)[0].shape
+                == x.shape
+            )
 
 
 @with_and_without
 def test_stack_says_how_many_gates_are_missing(grad: bool) -> None:
-    with torch.set_grad_enabled(grad), pytest.raises(ConfigError, match="gates of 1 layers; expected 2"):
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(ConfigError, match="gates of 1 layers; expected 2"),
+    ):
         make()(torch.randn(1, N, D), gates=[torch.ones(1, E)])
 
 
@@ -161,14 +177,22 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex() ->
 
 @pytest.mark.parametrize("options", [{}, {"spectrum": "random"}])
 def test_a_cache_is_of_as_many_sequences(options: dict[str, Any]) -> None:
-    stack, x, cache, one = make(is_causal=True, **options), torch.randn(3, N, D), TransJectCache(), TransJectCache()
+    stack, x, cache, one = (
+        make(is_causal=True, **options),
+        torch.randn(3, N, D),
+        TransJectCache(),
+        TransJectCache(),
+    )
     stack(x[:2], cache=cache)
     with pytest.raises(ShapeError, match="received 3 sequences, and the cache holds the sums of 2"):
         stack(x, cache=cache)
     stack(x[:1, :2], cache=one)
     common = torch.cat([x[:1, :2].expand(3, -1, -1), x[:, 2:]], 1)
     torch.testing.assert_close(
-        stack(x[:, 2:], cache=one).last_hidden_state, stack(common).last_hidden_state[:, 2:], rtol=0, atol=1e-5
+        stack(x[:, 2:], cache=one).last_hidden_state,
+        stack(common).last_hidden_state[:, 2:],
+        rtol=0,
+        atol=1e-5,
     )
 
 

@@ -1,4 +1,5 @@
-"""TransJect with adapters, hooks, parametrisations, offloaded weights: what is not plain is called."""
+"""TransJect with adapters, hooks, parametrisations, offloaded weights: what is not plain is
+called."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotContractiveError
-from wellposed.nn import GramAttention, GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack
+from wellposed.nn import (
+    GramAttention,
+    GramSpectrum,
+    OrthogonalFeedForward,
+    OrthogonalLinear,
+    TransJectStack,
+)
 from wellposed.nn.plain import is_plain
 from wellposed.nn.transject import experts
 
@@ -80,7 +87,9 @@ def test_an_adapter_is_the_same_as_its_merged_weight(path: str, is_causal: bool)
     expected = merged(x).last_hidden_state
     assert (expected - plain).abs().max() > 1e-6
     for name, found in passes(wrapped, x):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
     wrapped(x).last_hidden_state.square().sum().backward()
     assert adapter.change.grad is not None
     assert adapter.change.grad.abs().max() > 0
@@ -96,7 +105,9 @@ def test_hooks_are_called_on_every_path(path: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         assert len(calls) >= count
     # What a hook returns counts.
-    stack.get_submodule(path).register_forward_hook(lambda _module, _inputs, output: 3 * output.roll(1, -1))
+    stack.get_submodule(path).register_forward_hook(
+        lambda _module, _inputs, output: 3 * output.roll(1, -1)
+    )
     changed = [found for _, found in passes(stack, x)]
     assert (changed[0] - expected).abs().max() > 1e-6
     for found in changed[1:]:
@@ -107,7 +118,9 @@ def test_hooks_are_called_on_every_path(path: str) -> None:
 def test_hooks_of_larger_parts_count_too(part: str) -> None:
     x, stack = tokens(), make()
     expected = stack(x).last_hidden_state
-    double = {"attention": lambda _m, _i, out: (2 * out[0], out[1])}.get(part, lambda _m, _i, out: 2 * out)
+    double = {"attention": lambda _m, _i, out: (2 * out[0], out[1])}.get(
+        part, lambda _m, _i, out: 2 * out
+    )
     stack.layers[0].get_submodule(part).register_forward_hook(double)
     changed = [found for _, found in passes(stack, x)]
     assert (changed[0] - expected).abs().max() > 1e-6
@@ -122,7 +135,9 @@ def test_parametrised_weights_are_used(path: str) -> None:
             return weight / 2
 
     x, wrapped, merged = tokens(), make(), make()
-    torch.nn.utils.parametrize.register_parametrization(wrapped.get_submodule(path), "weight", Halved())
+    torch.nn.utils.parametrize.register_parametrization(
+        wrapped.get_submodule(path), "weight", Halved()
+    )
     with torch.no_grad():
         merged.get_submodule(path).weight.div_(2)
     expected = merged(x).last_hidden_state
@@ -138,13 +153,17 @@ def test_a_linear_with_bias_keeps_its_bias() -> None:
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
     without = [
-        nn.init.zeros_(part.bias) for part in stack.modules() if isinstance(part, nn.Linear) and part.bias is not None
+        nn.init.zeros_(part.bias)
+        for part in stack.modules()
+        if isinstance(part, nn.Linear) and part.bias is not None
     ]
     assert len(without) == 4
     assert (stack(x).last_hidden_state - found[0]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"gating": "normalized"}, {"gating": "fixed"}, {"spectrum": "random"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gating": "normalized"}, {"gating": "fixed"}, {"spectrum": "random"}]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_offloaded_weights_are_fetched(options: dict[str, Any], is_causal: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -208,7 +227,11 @@ def test_the_inverse_says_that_weights_are_offloaded() -> None:
     out = stack(x)
     accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"residual\.weight"):
-        stack.inverse(out.last_hidden_state.detach(), out.sigma.detach(), [gate.detach() for gate in out.gates])
+        stack.inverse(
+            out.last_hidden_state.detach(),
+            out.sigma.detach(),
+            [gate.detach() for gate in out.gates],
+        )
 
 
 def test_only_the_class_itself_without_hooks_is_plain() -> None:

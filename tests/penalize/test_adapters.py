@@ -1,4 +1,5 @@
-"""Frozen weights are refused in words, and LoRA factors are trained by the penalty of the weight they make."""
+"""Frozen weights are refused in words, and LoRA factors are trained by the penalty of the weight
+they make."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def adapted(model: nn.Module, name: str) -> nn.Module:
     for parent in list(model.modules()):
         base: Any = getattr(parent, name, None)
         if base is not None:
-            rows, columns = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
+            rows, columns = (
+                base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
+            )
             setattr(parent, name, LoraLinear(base, rows, columns))
     return model
 
@@ -77,15 +80,20 @@ def merged(model: nn.Module) -> nn.Module:
         ("llama", "up_proj", {"feedforward": 1.0}),
     ],
 )
-def test_the_penalty_is_that_of_the_merged_weight(family: str, name: str, strengths: dict[str, Any]) -> None:
-    """Value of the merged model; gradients of the factors by the chain rule: s B^T G and s G A^T."""
+def test_the_penalty_is_that_of_the_merged_weight(
+    family: str, name: str, strengths: dict[str, Any]
+) -> None:
+    """Value of the merged model; gradients of the factors by the chain rule: s B^T G and s G
+    A^T."""
     model = adapted(ZOO[family].build(), name).double()
     twin = merged(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the weights beside the adapters are frozen
         value = OrthogonalityPenalty(model, adapters=True, **strengths)()
         expected = OrthogonalityPenalty(twin, **strengths)()
-    assert value.item() == pytest.approx(expected.item(), rel=1e-6)  # the call sums in float32 at least
+    assert value.item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )  # the call sums in float32 at least
     value.backward()
     expected.backward()
     layers = {path: part for path, part in model.named_modules() if isinstance(part, LoraLinear)}
@@ -102,7 +110,10 @@ def test_the_penalty_is_that_of_the_merged_weight(family: str, name: str, streng
 def test_frozen_weights_are_an_error_that_names_them() -> None:
     model = adapted(bert(), "key")
     penalty = OrthogonalityPenalty(model, key=1.0)
-    with pytest.raises(ConfigError, match=r"(?s)frozen.*layer\.2\.attention\.self\.key\.base_layer\.weight.*adapters="):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)frozen.*layer\.2\.attention\.self\.key\.base_layer\.weight.*adapters=",
+    ):
         penalty()
     with pytest.raises(ConfigError, match="frozen"):
         penalty.accumulate_()
@@ -127,7 +138,9 @@ def test_some_frozen_weights_are_warned_of_once() -> None:
     model = bert()
     model.encoder.layer[0].requires_grad_(False)
     penalty = OrthogonalityPenalty(model, key=1.0)
-    with pytest.warns(UserWarning, match=r"layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"):
+    with pytest.warns(
+        UserWarning, match=r"layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
+    ):
         penalty()
     penalty()  # warnings are errors in these tests
 
@@ -159,9 +172,15 @@ def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused() -> 
     model = adapted(bert(), "key").double()
     layer: Any = model.get_submodule("encoder.layer.1.attention.self.key")
     plain = merged(model)
-    layer.lora_A["other"], layer.lora_B["other"] = nn.Linear(16, RANK).double(), nn.Linear(RANK, 16).double()
+    layer.lora_A["other"], layer.lora_B["other"] = (
+        nn.Linear(16, RANK).double(),
+        nn.Linear(RANK, 16).double(),
+    )
     layer.scaling["other"] = 9.0
-    found, expected = OrthogonalityPenalty(model, key=1.0, adapters=True)(), OrthogonalityPenalty(plain, key=1.0)()
+    found, expected = (
+        OrthogonalityPenalty(model, key=1.0, adapters=True)(),
+        OrthogonalityPenalty(plain, key=1.0)(),
+    )
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     with pytest.raises(ConfigError, match="gradient goes to the factors"):
         OrthogonalityPenalty(model, key=1.0, adapters=True).accumulate_()

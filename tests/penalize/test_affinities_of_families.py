@@ -1,4 +1,5 @@
-"""The affinity penalty of real families equals ``|A^T A - I|_F^2`` of the attentions their own eager code returns."""
+"""The affinity penalty of real families equals ``|A^T A - I|_F^2`` of the attentions their own
+eager code returns."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def inputs(model: Any) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
 
 
 def self_attentions(output: Any) -> Iterator[Tensor]:
-    """(batch, heads, tokens, tokens) of every layer; what a decoder reads of its encoder is no affinity."""
+    """(batch, heads, tokens, tokens) of every layer; what a decoder reads of its encoder is no
+    affinity."""
     for name in ("attentions", "encoder_attentions", "decoder_attentions"):
         yield from getattr(output, name, None) or ()
 
@@ -68,7 +70,9 @@ def test_equals_the_attentions_of_the_familys_own_code(
     model: Any = FAMILIES[family]().double().eval()
     with torch.no_grad():  # far from uniform attention
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and any(word in name for word in ("q", "k", "attn", "Attention")):
+            if parameter.ndim == 2 and any(
+                word in name for word in ("q", "k", "attn", "Attention")
+            ):
                 parameter.normal_()
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")
@@ -79,7 +83,9 @@ def test_equals_the_attentions_of_the_familys_own_code(
     value = penalty()
     # Some families ask for a softmax in float32 whatever the model's dtype.
     softmax = nn.functional.softmax
-    monkeypatch.setattr(nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x.double(), dim))
+    monkeypatch.setattr(
+        nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x.double(), dim)
+    )
     with torch.no_grad():
         shown = reference(**given, output_attentions=True)
     expected = slow(shown, lengths)

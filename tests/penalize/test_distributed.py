@@ -60,9 +60,14 @@ def take_step(kind: str, rank: int) -> dict[str, object]:
     else:
         wrapped = nn.parallel.DistributedDataParallel(bert, find_unused_parameters=True)
     penalty = OrthogonalityPenalty(bert, **STRENGTHS)
-    loss = step(wrapped, penalty, {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()})
+    loss = step(
+        wrapped, penalty, {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()}
+    )
     dist.all_reduce(loss)
-    return {"loss": loss / 2, "gradients": {n: full(p.grad) for n, p in bert.named_parameters() if p.grad is not None}}
+    return {
+        "loss": loss / 2,
+        "gradients": {n: full(p.grad) for n, p in bert.named_parameters() if p.grad is not None},
+    }
 
 
 def penalise_shards() -> dict[str, object]:
@@ -77,7 +82,9 @@ def penalise_shards() -> dict[str, object]:
             with CommDebugMode() as calls:
                 value = gram_penalty([weight, 2 * weight], squared=False)
                 value.backward()
-            gathers += sum(count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind))
+            gathers += sum(
+                count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind)
+            )
             found.append((whole, value.detach(), full(weight.grad)))
     with CommDebugMode() as calls:
         qr_penalty(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
@@ -88,8 +95,14 @@ def penalise_shards() -> dict[str, object]:
 def worker(rank: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     wait = timedelta(seconds=200)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=wait)
-    results = {"ddp": take_step("ddp", rank), "fsdp2": take_step("fsdp2", rank), "shards": penalise_shards()}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=wait
+    )
+    results = {
+        "ddp": take_step("ddp", rank),
+        "fsdp2": take_step("fsdp2", rank),
+        "shards": penalise_shards(),
+    }
     if rank == 0:
         torch.save(results, out)
     dist.barrier()

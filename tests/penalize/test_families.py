@@ -1,4 +1,5 @@
-"""Attach in one line, train, save, load, detach: the whole promise, on every family that roles are found in."""
+"""Attach in one line, train, save, load, detach: the whole promise, on every family that roles are
+found in."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from transformers import PreTrainedModel
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.roles import find_roles
 
-# Affinities on their own: pulled to identity they ask for longer queries and keys than orthonormal weights give.
+# Affinities on their own: pulled to identity they ask for longer queries and keys than orthonormal
+# weights give.
 TOGETHER = {
     "affinity": ("affinity",),
     "zhang2021 weights": ("attention", "feedforward"),
@@ -22,8 +24,11 @@ TOGETHER = {
 
 
 def everything_on(model: nn.Module) -> dict[str, object]:
-    """Every attribute and hook of every module by path; modules and tensors by identity, hook tables by content."""
-    found: dict[str, object] = {"": (list(model.state_dict()), [name for name, _ in model.named_parameters()])}
+    """Every attribute and hook of every module by path; modules and tensors by identity, hook
+    tables by content."""
+    found: dict[str, object] = {
+        "": (list(model.state_dict()), [name for name, _ in model.named_parameters()])
+    }
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_hook_table = isinstance(value, dict) and "hooks" in name
@@ -39,7 +44,9 @@ def strengths_for(model: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
 
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
 @pytest.mark.parametrize("family", ZOO)
-def test_attach_train_save_load_and_detach(family: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_attach_train_save_load_and_detach(
+    family: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     entry = ZOO[family]
     model = entry.build().train()
@@ -71,7 +78,10 @@ def test_attach_train_save_load_and_detach(family: str, names: tuple[str, ...], 
         parameter.grad = None
     assert everything_on(model) == before
     outputs = []
-    for one in (model.eval(), fresh):  # after removal: torch's own layers take another kernel while they have hooks
+    for one in (
+        model.eval(),
+        fresh,
+    ):  # after removal: torch's own layers take another kernel while they have hooks
         torch.manual_seed(2)
         with torch.no_grad():
             outputs.append(entry.run(one))

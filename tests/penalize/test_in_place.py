@@ -1,4 +1,5 @@
-"""Gradients added in place equal those of backward, on every family, and what needs a graph is refused."""
+"""Gradients added in place equal those of backward, on every family, and what needs a graph is
+refused."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def compare(model: nn.Module, rtol: float = 1e-12, **options: Any) -> None:
             loss.backward()
             value = loss.item()
         found.append((value, penalty.terms(), penalty.step, gradients(model)))
-    assert found[1][0] == pytest.approx(found[0][0], rel=max(rtol, 1e-6))  # the call sums in the dtype of the weights
+    assert found[1][0] == pytest.approx(
+        found[0][0], rel=max(rtol, 1e-6)
+    )  # the call sums in the dtype of the weights
     assert found[1][1] == pytest.approx(found[0][1], rel=max(rtol, 1e-12))
     assert found[1][2] == found[0][2] == 1
     torch.testing.assert_close(found[1][3], found[0][3], rtol=rtol, atol=rtol)
@@ -66,7 +69,9 @@ def test_low_precision_and_frozen_weights() -> None:
     compare(ZOO["bert"].build(), 2**-6, gram_dtype=torch.bfloat16, **WEIGHTS)
     model = ZOO["bert"].build().double()
     model.encoder.layer[0].attention.self.key.weight.requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"(?s)frozen.*layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"):
+    with pytest.warns(
+        UserWarning, match=r"(?s)frozen.*layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
+    ):
         compare(model, **WEIGHTS)
     assert model.encoder.layer[0].attention.self.key.weight.grad is None
 

@@ -1,4 +1,5 @@
-"""Under ``torch.compile`` with inductor, weights and affinities give the loss and gradient of the eager model."""
+"""Under ``torch.compile`` with inductor, weights and affinities give the loss and gradient of the
+eager model."""
 
 from __future__ import annotations
 
@@ -23,14 +24,19 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (2, 4)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return self.o_proj(
+            F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # likewise
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # likewise
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="inductor needs a C++ compiler"
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
+    reason="inductor needs a C++ compiler",
 )
 def test_inductor_equals_eager() -> None:
     torch.manual_seed(0)
@@ -42,7 +48,9 @@ def test_inductor_equals_eager() -> None:
         model.zero_grad()
         loss = run(x).square().mean() + penalty()
         loss.backward()
-        found.append((loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+        found.append(
+            (loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()})
+        )
     torch.compiler.reset()
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-7)

@@ -1,4 +1,5 @@
-"""What an attached penalty holds and leaves: notes, modes, copies, saved models, calls in the wrong order."""
+"""What an attached penalty holds and leaves: notes, modes, copies, saved models, calls in the wrong
+order."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from wellposed.penalize import OrthogonalityPenalty
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_model_saved_with_the_penalty_attached_loads_without_it(name: str, tmp_path: Path) -> None:
+def test_a_model_saved_with_the_penalty_attached_loads_without_it(
+    name: str, tmp_path: Path
+) -> None:
     entry = ZOO[name]
     model = entry.build().eval()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
@@ -108,9 +111,13 @@ def test_copies_and_pickles_do_not_report_to_the_original() -> None:
 def test_generation_with_a_cache_is_not_in_the_way() -> None:
     from wellposed.models import build_model
 
-    model = build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2).eval()
+    model = build_model(
+        "wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2
+    ).eval()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    plain = model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    plain = model.generate(
+        torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
     assert plain.shape[1] <= 6
     output = model(input_ids=torch.tensor([[3, 4, 5]]))
     assert penalty().item() > 0

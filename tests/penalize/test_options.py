@@ -1,4 +1,5 @@
-"""What each option of the penalty does: sampled layers, schedules, forms, cross-attention; and what it refuses."""
+"""What each option of the penalty does: sampled layers, schedules, forms, cross-attention; and what
+it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from wellposed.penalize import OrthogonalityPenalty
 
 
 def test_sampled_layers_are_unbiased() -> None:
-    """Each of the three layers is drawn alone at some step, and the mean of the three is the whole."""
+    """Each of the three layers is drawn alone at some step, and the mean of the three is the
+    whole."""
     model, inputs = bert().double(), batch()
     whole = OrthogonalityPenalty(model, affinity=1.0)
     output = model(**inputs)
@@ -83,7 +85,9 @@ def test_a_mapping_of_forms_and_bf16_products() -> None:
     rough = OrthogonalityPenalty(model, key=1.0, gram_dtype=torch.bfloat16)
     for one in (penalty, plain, rough):
         one()
-    assert penalty.terms()["key.encoder.0"] ** 2 == pytest.approx(plain.terms()["key.encoder.0"], rel=1e-5)
+    assert penalty.terms()["key.encoder.0"] ** 2 == pytest.approx(
+        plain.terms()["key.encoder.0"], rel=1e-5
+    )
     assert penalty.terms()["value.encoder.0"] == plain.terms()["value.encoder.0"]
     assert rough.terms()["key.encoder.0"] != plain.terms()["key.encoder.0"]
     assert rough.terms()["key.encoder.0"] == pytest.approx(plain.terms()["key.encoder.0"], rel=0.01)
@@ -93,7 +97,9 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
     model = bert()
     inner = model.encoder.layer[0].attention.self
     inner.key = inner.query
-    with pytest.warns(UserWarning, match=r"layer\.0\.attention\.self\.key\.weight.*counted once as query"):
+    with pytest.warns(
+        UserWarning, match=r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
+    ):
         penalty = OrthogonalityPenalty(model, query=1.0, key=1.0)
     penalty()
     assert "query.encoder.0" in penalty.terms()
@@ -102,7 +108,11 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
     with pytest.warns(UserWarning, match="counted once"):
         joint = OrthogonalityPenalty(model, attention=1.0)
     joint()
-    parts = [inner.query.weight, inner.value.weight, model.encoder.layer[0].attention.output.dense.weight]
+    parts = [
+        inner.query.weight,
+        inner.value.weight,
+        model.encoder.layer[0].attention.output.dense.weight,
+    ]
     stacked = torch.cat(parts).detach().double()
     expected = (stacked.T @ stacked - torch.eye(16)).square().sum().item()
     assert joint.terms()["attention.encoder.0"] == pytest.approx(expected, rel=1e-5)
@@ -114,7 +124,10 @@ def test_cross_attention_only_on_request() -> None:
     across = OrthogonalityPenalty(model, key=1.0, cross_attention=True)
     inside()
     across()
-    assert set(across.terms()) - set(inside.terms()) == {"key.decoder.0.cross", "key.decoder.1.cross"}
+    assert set(across.terms()) - set(inside.terms()) == {
+        "key.decoder.0.cross",
+        "key.decoder.1.cross",
+    }
 
 
 def test_bad_input_is_refused_before_training() -> None:
@@ -145,7 +158,9 @@ def test_bad_input_is_refused_before_training() -> None:
     with pytest.raises(RoleNotFoundError, match="embedding"):
         OrthogonalityPenalty(nn.TransformerEncoderLayer(8, 2, 12), embedding=1.0)
     with pytest.raises(RoleNotFoundError, match="affinity"):
-        OrthogonalityPenalty(nn.Sequential(nn.Linear(4, 4)), affinity=1.0, patterns={"feedforward_in": "0.weight"})
+        OrthogonalityPenalty(
+            nn.Sequential(nn.Linear(4, 4)), affinity=1.0, patterns={"feedforward_in": "0.weight"}
+        )
 
 
 def test_quantised_weights_are_refused_by_name() -> None:

@@ -1,4 +1,5 @@
-"""The penalty equals the papers' formulas, re-computed in float64 from weights and affinities read by hand."""
+"""The penalty equals the papers' formulas, re-computed in float64 from weights and affinities read
+by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def gram_distance(matrix: Tensor) -> Tensor:
 
 
 class Reference:
-    """Weights by literal name, and affinities from queries and keys caught by hooks on the linear layers."""
+    """Weights by literal name, and affinities from queries and keys caught by hooks on the linear
+    layers."""
 
     def __init__(self, model: PreTrainedModel, layers: int, names: dict[str, str]) -> None:
         self.model, self.layers, self.names = model, layers, names
@@ -45,7 +47,8 @@ class Reference:
         return self.model.get_submodule(self.names[role].format(layer)).weight.detach().double()
 
     def affinities(self, layer: int, causal: bool) -> Iterator[Tensor]:
-        """Yield A of every sequence and head, padded rows and columns cut off before the softmax."""
+        """Yield A of every sequence and head, padded rows and columns cut off before the
+        softmax."""
         query, key = (self.projected[self.names[role].format(layer)] for role in ("query", "key"))
         size = WIDTH // HEADS
         for sequence, length in enumerate(LENGTHS):
@@ -53,15 +56,21 @@ class Reference:
                 part = slice(head * size, (head + 1) * size)
                 scores = query[sequence, :length, part] @ key[sequence, :length, part].T / size**0.5
                 if causal:
-                    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+                    scores = scores.masked_fill(
+                        torch.ones(length, length).triu(1).bool(), -torch.inf
+                    )
                 yield scores.softmax(-1)
 
     def total(self, causal: bool) -> float:
         total = 0.0
         for layer in range(self.layers):
             affinity = sum(gram_distance(a) for a in self.affinities(layer, causal)) / len(LENGTHS)
-            stacked = torch.cat([self.weight(role, layer) for role in ("query", "key", "value", "output")])
-            feedforward = gram_distance(self.weight("up", layer)) + gram_distance(self.weight("down", layer))
+            stacked = torch.cat(
+                [self.weight(role, layer) for role in ("query", "key", "value", "output")]
+            )
+            feedforward = gram_distance(self.weight("up", layer)) + gram_distance(
+                self.weight("down", layer)
+            )
             total += float(
                 STRENGTHS["affinity"] * affinity
                 + STRENGTHS["attention"] * gram_distance(stacked)
@@ -114,7 +123,9 @@ def run(model: PreTrainedModel) -> object:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_equals_the_papers_formulas_with_padding(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_the_papers_formulas_with_padding(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     model, reference, causal = MODELS[name]()
     model = model.to(dtype).train()
     penalty = OrthogonalityPenalty(model, **STRENGTHS)
@@ -181,5 +192,7 @@ def test_separate_asks_it_of_each_matrix() -> None:
     model, reference, _ = bert()
     penalty = OrthogonalityPenalty(model.double(), attention=1.0, attention_mode="separate")
     roles = ("query", "key", "value", "output")
-    expected = sum(gram_distance(reference.weight(role, layer)) for layer in range(2) for role in roles)
+    expected = sum(
+        gram_distance(reference.weight(role, layer)) for layer in range(2) for role in roles
+    )
     assert penalty().item() == pytest.approx(float(expected), rel=1e-12)

@@ -1,4 +1,5 @@
-"""What is captured equals the attention weights a model returns itself, family by family: an independent route."""
+"""What is captured equals the attention weights a model returns itself, family by family: an
+independent route."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from transformers import PreTrainedModel
 
 from wellposed.penalize import OrthogonalityPenalty
 
-FAMILIES = [name for name, entry in ZOO.items() if isinstance(entry.build(), PreTrainedModel) and "ours" not in name]
+FAMILIES = [
+    name
+    for name, entry in ZOO.items()
+    if isinstance(entry.build(), PreTrainedModel) and "ours" not in name
+]
 LENGTHS = (7, 4, 1)
 
 
@@ -39,7 +44,9 @@ def distance(affinities: Tensor, lengths: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_captured_affinities_are_the_attention_weights_the_model_returns(name: str, padded: bool) -> None:
+def test_captured_affinities_are_the_attention_weights_the_model_returns(
+    name: str, padded: bool
+) -> None:
     model: Any = ZOO[name].build().double().eval()
     given = inputs(model, padded)
     lengths = LENGTHS if padded and "input_ids" in given else (10**6,) * 3
@@ -50,13 +57,19 @@ def test_captured_affinities_are_the_attention_weights_the_model_returns(name: s
     model.set_attn_implementation("eager")
     returned = model(**given, output_attentions=True)
     attentions = {
-        key: returned[key] for key in ("attentions", "encoder_attentions", "decoder_attentions") if key in returned
+        key: returned[key]
+        for key in ("attentions", "encoder_attentions", "decoder_attentions")
+        if key in returned
     }
     expected = 0.0
     for key, layers in attentions.items():
         for affinity in layers:
             tokens = affinity.shape[-1]
-            sizes = (tokens,) * 3 if key == "decoder_attentions" else tuple(min(tokens, size) for size in lengths)
+            sizes = (
+                (tokens,) * 3
+                if key == "decoder_attentions"
+                else tuple(min(tokens, size) for size in lengths)
+            )
             expected += distance(affinity, sizes)
     # Llama and kin take their eager softmax in float32 whatever the model's dtype: 2^-24 per entry.
     assert value.item() == pytest.approx(expected, rel=1e-7)

@@ -1,4 +1,5 @@
-"""The penalty under eager and fused kernels, masks, checkpointing, autocast and compilation, and what it watches."""
+"""The penalty under eager and fused kernels, masks, checkpointing, autocast and compilation, and
+what it watches."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def test_watching_changes_no_output_and_no_gradient(implementation: str) -> None
     watched = model(**inputs)[0]
     watched.square().mean().backward()
     assert torch.equal(plain, watched)
-    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.grad is not None)
+    assert all(
+        torch.equal(p.grad, gradients[name])
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
     penalty.remove()
 
 
@@ -44,17 +49,22 @@ def test_multihead_attention_with_masks(needs_weights: bool, causal: bool) -> No
     x, lengths = torch.randn(3, 6, 8).double(), (6, 4, 1)
     padded = torch.arange(6) >= torch.tensor(lengths)[:, None]
     later = torch.ones(6, 6).triu(1).bool() if causal else None
-    output, weights = module(x, x, x, key_padding_mask=padded, attn_mask=later, need_weights=needs_weights)
+    output, weights = module(
+        x, x, x, key_padding_mask=padded, attn_mask=later, need_weights=needs_weights
+    )
     assert (weights is not None) == needs_weights
     expected = 0.0
     bias = module.in_proj_bias
-    query, key = (x @ w.T + b for w, b in zip(module.in_proj_weight.chunk(3)[:2], bias.chunk(3)[:2], strict=True))
+    query, key = (
+        x @ w.T + b
+        for w, b in zip(module.in_proj_weight.chunk(3)[:2], bias.chunk(3)[:2], strict=True)
+    )
     for b, length in enumerate(lengths):
         for head in (slice(0, 4), slice(4, 8)):
             scores = query[b, :length, head] @ key[b, :length, head].T / 2
-            affinity = (scores if later is None else scores.masked_fill(later[:length, :length], -torch.inf)).softmax(
-                -1
-            )
+            affinity = (
+                scores if later is None else scores.masked_fill(later[:length, :length], -torch.inf)
+            ).softmax(-1)
             expected += (affinity.T @ affinity - torch.eye(length)).square().sum().item() / 3
     value = penalty()
     assert value.item() == pytest.approx(expected, rel=1e-12)
@@ -77,7 +87,9 @@ def test_checkpointing_around_multihead_attention() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).double()
+            self.layer = nn.TransformerEncoderLayer(
+                8, 2, 12, dropout=0.0, batch_first=True
+            ).double()
             self.checkpoint = False
 
         def forward(self, x: Tensor) -> tuple[Tensor]:
@@ -105,7 +117,9 @@ def test_reentrant_checkpointing_is_refused() -> None:
 @pytest.mark.parametrize("estimator", ["exact", "probes"])
 def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
     model, inputs = bert(initializer_range=0.2), batch()
-    options = {"estimator": estimator, "generator": torch.Generator()} if estimator == "probes" else {}
+    options = (
+        {"estimator": estimator, "generator": torch.Generator()} if estimator == "probes" else {}
+    )
     penalty = OrthogonalityPenalty(model, **ALL, **options)
     if options:
         options["generator"].manual_seed(5)
@@ -123,8 +137,12 @@ def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
     assert torch.nn.functional.cosine_similarity(rough, exact, dim=0) > 0.99
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # likewise
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # raised inside torch.compile
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # likewise
 @pytest.mark.slow
 def test_a_compiled_model_is_watched() -> None:
     model, inputs = bert().double(), batch()
@@ -142,11 +160,16 @@ def test_a_compiled_model_is_watched() -> None:
 
 @pytest.mark.parametrize("attention", ["l2", "l2_tied", "l2_contractive", "cosine"])
 def test_our_other_attentions_are_watched(attention: str) -> None:
-    """Affinities of L2 attention are soft-maxed distances: |A^T A - I|^2 from the distances themselves."""
+    """Affinities of L2 attention are soft-maxed distances: |A^T A - I|^2 from the distances
+    themselves."""
     from wellposed.models import build_model
 
     sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = build_model("wellposed", "sequence_classification", attention=attention, **sizes).double().eval()
+    model = (
+        build_model("wellposed", "sequence_classification", attention=attention, **sizes)
+        .double()
+        .eval()
+    )
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     part = model.get_submodule(penalty.roles.attention[0].path)
     projected: list[Tensor] = []

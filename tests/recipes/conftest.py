@@ -1,4 +1,5 @@
-"""The three labelled sets of McGrath (2024), as tests write them, and an encoder to fine-tune on them."""
+"""The three labelled sets of McGrath (2024), as tests write them, and an encoder to fine-tune on
+them."""
 
 from __future__ import annotations
 

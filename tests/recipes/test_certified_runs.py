@@ -1,4 +1,5 @@
-"""``compare --certify``, ``certified.json`` and the studies of recipes/frontier: certified is never above attacked."""
+"""``compare --certify``, ``certified.json`` and the studies of recipes/frontier: certified is never
+above attacked."""
 
 from __future__ import annotations
 
@@ -23,8 +24,26 @@ from wellposed.training.certified_run import best_certificate, certify_run
 from wellposed.training.margin import certified_logits
 from wellposed.training.nearest_words import nearest_words
 
-TINY = ["--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
-SHORT = ["--steps", "20", "--eval-every", "20", "--checkpoint-every", "20", "--batch-size", "8", "--quiet", *TINY]
+TINY = [
+    "--model.hidden-size",
+    "8",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+]
+SHORT = [
+    "--steps",
+    "20",
+    "--eval-every",
+    "20",
+    "--checkpoint-every",
+    "20",
+    "--batch-size",
+    "8",
+    "--quiet",
+    *TINY,
+]
 
 
 def write_texts(folder: Path) -> Path:
@@ -38,10 +57,21 @@ def write_texts(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a comparison of a variant with a certificate and one with a bound on a ball only."""
+    """Return the folder of a comparison of a variant with a certificate and one with a bound on a
+    ball only."""
     folder = tmp_path_factory.mktemp("compared")
     data = str(write_texts(folder / "data") / "train.tsv")
-    words = ["compare", "text_classification", "--data", data, "--max-length", "6", *SHORT, "--seeds", "2"]
+    words = [
+        "compare",
+        "text_classification",
+        "--data",
+        data,
+        "--max-length",
+        "6",
+        *SHORT,
+        "--seeds",
+        "2",
+    ]
     words += ["--variants", "rezero,lipschitz", "--certify", "4", "--out", str(folder / "out")]
     assert main(words) == 0
     return folder / "out"
@@ -65,10 +95,14 @@ def test_every_run_of_a_comparison_holds_its_curve(compared: Path) -> None:
             assert values["examples"] == 4
 
 
-def test_the_total_of_the_variant_is_one_at_most_and_its_tokens_have_norm_one(compared: Path) -> None:
+def test_the_total_of_the_variant_is_one_at_most_and_its_tokens_have_norm_one(
+    compared: Path,
+) -> None:
     values = found(compared / "lipschitz" / "seed-0")
     model, _ = load_run_model(compared / "lipschitz" / "seed-0")
-    weights = [p.detach().double() for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    weights = [
+        p.detach().double() for name, p in model.named_parameters() if name.endswith("_proj.weight")
+    ]
     assert all(float(torch.linalg.matrix_norm(weight, 2)) <= 1 for weight in weights)
     assert certify(model, seq_len=6).total == pytest.approx(values["total"], rel=1e-6)
     assert isinstance(values["total"], float)
@@ -76,7 +110,9 @@ def test_the_total_of_the_variant_is_one_at_most_and_its_tokens_have_norm_one(co
     assert values["median_token"] == pytest.approx(1, abs=1e-5)
 
 
-def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(compared: Path, tmp_path: Path) -> None:
+def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(
+    compared: Path, tmp_path: Path
+) -> None:
     table = aggregate([compared]).table()
     assert "certified@0.1,test" in table
     page = build_report([compared], tmp_path / "report.html").read_text()
@@ -90,9 +126,31 @@ def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(compared
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
 
 
-def test_pairs_are_certified_with_both_texts_moving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compare", "retrieval", "--num-train", "24", "--num-valid", "8", "--num-test", "8", "--max-length", "12"]
-    words += ["--variants", "rezero,lipschitz:2", "--seeds", "1", "--certify", "6", "--out", str(tmp_path / "out")]
+def test_pairs_are_certified_with_both_texts_moving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "compare",
+        "retrieval",
+        "--num-train",
+        "24",
+        "--num-valid",
+        "8",
+        "--num-test",
+        "8",
+        "--max-length",
+        "12",
+    ]
+    words += [
+        "--variants",
+        "rezero,lipschitz:2",
+        "--seeds",
+        "1",
+        "--certify",
+        "6",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main([*words, *SHORT, "--margin-loss", "hinge", "--margin-radius", "0.05"]) == 0
     for variant in ("rezero", "lipschitz-2"):
         run = tmp_path / "out" / variant / "seed-0"
@@ -117,8 +175,27 @@ def test_a_run_is_not_certified_twice(compared: Path, capsys: pytest.CaptureFixt
     file = compared / "rezero" / "seed-0" / NAME
     before = file.stat().st_mtime_ns
     data = str(compared.parent / "data" / "train.tsv")
-    words = ["compare", "text_classification", "--data", data, "--max-length", "6", *SHORT, "--seeds", "2"]
-    words += ["--variants", "rezero,lipschitz", "--certify", "4", "--out", str(compared), "--resume", "auto"]
+    words = [
+        "compare",
+        "text_classification",
+        "--data",
+        data,
+        "--max-length",
+        "6",
+        *SHORT,
+        "--seeds",
+        "2",
+    ]
+    words += [
+        "--variants",
+        "rezero,lipschitz",
+        "--certify",
+        "4",
+        "--out",
+        str(compared),
+        "--resume",
+        "auto",
+    ]
     assert main(words) == 0
     assert file.stat().st_mtime_ns == before
     capsys.readouterr()
@@ -129,7 +206,9 @@ def test_certify_says_what_the_radius_means_and_keeps_the_curve(
 ) -> None:
     run = compared / "rezero" / "seed-1"
     (run / NAME).unlink()
-    assert main(["certify", str(run), "--examples", "4", "--attack-steps", "2", "--radius", "9"]) == 0
+    assert (
+        main(["certify", str(run), "--examples", "4", "--attack-steps", "2", "--radius", "9"]) == 0
+    )
     said = capsys.readouterr().out
     assert "modules that enlarge a change, largest first" in said
     assert "of a token" in said
@@ -151,11 +230,15 @@ def test_losses_are_the_innermost_modules_in_order(compared: Path) -> None:
     assert min(sizes) > 1
     assert not any(other.startswith(f"{layer.path}.") for layer in losses for other in paths)
     above = {layer.path for layer in certificate.layers if layer.lipschitz > 1}
-    inner = {path for path in paths if path and not any(other.startswith(f"{path}.") for other in paths)}
+    inner = {
+        path for path in paths if path and not any(other.startswith(f"{path}.") for other in paths)
+    }
     assert {layer.path for layer in losses} == above & inner
 
 
-def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(compared: Path, tmp_path: Path) -> None:
+def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(
+    compared: Path, tmp_path: Path
+) -> None:
     values = found(compared / "lipschitz" / "seed-0")
     shares = values["shares"]
     assert isinstance(shares, list)
@@ -183,7 +266,17 @@ def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.tsv").write_text("en\tfr\n" + "a b\tc d\n" * 60)
-    words = ["compare", "translation", "--data", str(tmp_path / "train.tsv"), "--src", "en", "--tgt", "fr", *SHORT]
+    words = [
+        "compare",
+        "translation",
+        "--data",
+        str(tmp_path / "train.tsv"),
+        "--src",
+        "en",
+        "--tgt",
+        "fr",
+        *SHORT,
+    ]
     assert main([*words, "--certify", "4", "--out", str(tmp_path / "out")]) == 2
     assert "certify = 4 on translation" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -192,7 +285,17 @@ def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
 def test_next_tokens_are_certified_in_a_comparison_and_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["compare", "char_lm", "--limit-chars", "20000", "--seq-len", "16", *SHORT, "--variants", "lipschitz"]
+    words = [
+        "compare",
+        "char_lm",
+        "--limit-chars",
+        "20000",
+        "--seq-len",
+        "16",
+        *SHORT,
+        "--variants",
+        "lipschitz",
+    ]
     assert main([*words, "--certify", "16", "--seeds", "1", "--out", str(tmp_path / "out")]) == 0
     run = tmp_path / "out" / "lipschitz" / "seed-0"
     values = found(run)
@@ -222,7 +325,9 @@ class Tokenizer:
 
 def test_nearest_words_are_those_of_a_search_by_hand() -> None:
     torch.manual_seed(0)
-    config = WellposedConfig(vocab_size=20, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, num_labels=2)
+    config = WellposedConfig(
+        vocab_size=20, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, num_labels=2
+    )
     model = WellposedForSequenceClassification(config).eval()
     ids = torch.tensor([[7, 7, 7, 3, 3, 0], [5, 3, 7, 7, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
@@ -230,9 +335,14 @@ def test_nearest_words_are_those_of_a_search_by_hand() -> None:
     found = nearest_words(model, Tokenizer(), [batch], radius=2.0, count=3)
     assert [word.word for word in found] == ["w7", "w3", "w5"]
     for number, word in zip((7, 3, 5), found, strict=True):
-        distances = {o: float((vectors[o] - vectors[number]).norm()) for o in range(1, 20) if o != number}
+        distances = {
+            o: float((vectors[o] - vectors[number]).norm()) for o in range(1, 20) if o != number
+        }
         best = min(distances, key=lambda other: distances[other])
-        assert (word.nearest, word.within) == (f"w{best}", sum(d <= 2.0 for d in distances.values()))
+        assert (word.nearest, word.within) == (
+            f"w{best}",
+            sum(d <= 2.0 for d in distances.values()),
+        )
         assert word.distance == pytest.approx(distances[best], rel=1e-12)
 
 
@@ -244,11 +354,15 @@ def test_every_study_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     assert all(file.stat().st_size > 0 for file in done.files)
     rows = done.result.rows
     if name == "frontier/accuracy":
-        assert {"post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10"} <= {row["model"] for row in rows}
+        assert {"post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10"} <= {
+            row["model"] for row in rows
+        }
         assert {row["radius"] for row in rows if "radius" in row} == set(TOKEN_SHARES)
         assert all(row["certified"] <= row["attacked"] for row in rows if "radius" in row)
         totals = [
-            row["total"] for row in rows if "total" in row and row["model"].startswith(("lipschitz", "no blocks"))
+            row["total"]
+            for row in rows
+            if "total" in row and row["model"].startswith(("lipschitz", "no blocks"))
         ]
     else:
         assert {row["blocks"] for row in rows} == {1, 2}
@@ -266,11 +380,18 @@ def test_a_study_without_its_texts_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit() -> None:
-    """By hand: every other class gains what a vector of length r can add to it over the class that is right."""
+    """By hand: every other class gains what a vector of length r can add to it over the class that
+    is right."""
     torch.manual_seed(0)
-    config = WellposedConfig(vocab_size=9, hidden_size=4, num_hidden_layers=0, num_attention_heads=2, num_labels=3)
+    config = WellposedConfig(
+        vocab_size=9, hidden_size=4, num_hidden_layers=0, num_attention_heads=2, num_labels=3
+    )
     model = WellposedForSequenceClassification(config).double().eval()
-    pooled, labels, radius = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0]), 0.3
+    pooled, labels, radius = (
+        torch.randn(5, 4, dtype=torch.float64),
+        torch.tensor([0, 2, 1, 1, 0]),
+        0.3,
+    )
     weight = model.classifier.weight
     found = certified_logits(model.classifier(pooled), labels, model, radius)
     for row, label in enumerate(labels.tolist()):
@@ -288,20 +409,53 @@ def test_a_margin_is_trained_and_refused_where_nothing_has_one(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = str(compared.parent / "data" / "train.tsv")
-    words = ["train", "text_classification", "--data", data, "--max-length", "6", *SHORT, "--variant", "lipschitz"]
+    words = [
+        "train",
+        "text_classification",
+        "--data",
+        data,
+        "--max-length",
+        "6",
+        *SHORT,
+        "--variant",
+        "lipschitz",
+    ]
     first_losses = []
     for number, margin in enumerate((["0"], ["0.5"], ["0.5", "--margin-loss", "certified"])):
         out = tmp_path / f"run-{number}"
-        assert main([*words, "--margin-radius", *margin, "--log-every", "1", "--out", str(out)]) == 0
+        assert (
+            main([*words, "--margin-radius", *margin, "--log-every", "1", "--out", str(out)]) == 0
+        )
         first_losses.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
     assert first_losses[1] > first_losses[0]
     assert first_losses[2] == first_losses[1]
     hinge = ["--margin-radius", "0.5", "--margin-loss", "hinge", "--out", str(tmp_path / "hinge")]
     assert main([*words, *hinge]) == 0
-    texts = ["train", "char_lm", "--limit-chars", "20000", *SHORT, "--variant", "lipschitz", *hinge[:4]]
+    texts = [
+        "train",
+        "char_lm",
+        "--limit-chars",
+        "20000",
+        *SHORT,
+        "--variant",
+        "lipschitz",
+        *hinge[:4],
+    ]
     assert main([*texts, "--out", str(tmp_path / "lm")]) == 0
     pairs = tmp_path / "train.tsv"
     pairs.write_text("de\ten\n" + "ein Hund\ta dog\n" * 40)
-    words = ["train", "translation", "--data", str(pairs), "--src", "de", "--tgt", "en", "--vocab-size", "300", *SHORT]
+    words = [
+        "train",
+        "translation",
+        "--data",
+        str(pairs),
+        "--src",
+        "de",
+        "--tgt",
+        "en",
+        "--vocab-size",
+        "300",
+        *SHORT,
+    ]
     assert main([*words, "--margin-radius", "0.1", "--out", str(tmp_path / "translation")]) == 2
     assert "received an encoder-decoder" in capsys.readouterr().err

@@ -55,12 +55,15 @@ def test_a_killed_call_counts_up_to_its_last_line(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("soon")
-    with pytest.raises(DataError, match=r"b\.txt: expected the seconds of earlier calls, found 'soon'"):
+    with pytest.raises(
+        DataError, match=r"b\.txt: expected the seconds of earlier calls, found 'soon'"
+    ):
         Clock(tmp_path / "b.txt")
 
 
 def test_a_line_of_another_process_keeps_the_time(tmp_path: Path) -> None:
-    """Recipes with several jobs send the function that takes their lines to the processes that train."""
+    """Recipes with several jobs send the function that takes their lines to the processes that
+    train."""
     ticking = pickle.loads(pickle.dumps(Ticking(Clock(tmp_path / "seconds.txt"), print)))
     time.sleep(0.15)
     ticking("half way")

@@ -1,4 +1,5 @@
-"""Every recipe of the catalogue: a made-up result on either side of its claim changes its verdict."""
+"""Every recipe of the catalogue: a made-up result on either side of its claim changes its
+verdict."""
 
 from __future__ import annotations
 
@@ -65,7 +66,13 @@ def known(judge: Judge) -> Fed:
 
 def by_kind(**nll: float) -> dict[str, dict[int, list[float]]]:
     """NLL of one and three layers; only the contractive one gains by depth."""
-    good = {"dot_product": 1.0, "l2": 1.01, "l2_tied": 1.05, "l2_contractive_kim2021": 1.1, "l2_tied_wide": 1.04}
+    good = {
+        "dot_product": 1.0,
+        "l2": 1.01,
+        "l2_tied": 1.05,
+        "l2_contractive_kim2021": 1.1,
+        "l2_tied_wide": 1.04,
+    }
     found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (good | nll).items()}
     found["l2_contractive_kim2021"][3] = tight(1.06)
     return found
@@ -104,7 +111,10 @@ def translated(gain: float) -> list[Any]:
 
 
 def scores(transject: float) -> list[Any]:
-    test = {variant: seeds(transject if variant == "transject" else 70.0, (0.0, 0.1, 0.3)) for variant in VARIANTS}
+    test = {
+        variant: seeds(transject if variant == "transject" else 70.0, (0.0, 0.1, 0.3))
+        for variant in VARIANTS
+    }
     test["transject"][1] += 0.05
     return [tables_1_2_3.Scores(test, level=True), "transject"]
 
@@ -112,7 +122,14 @@ def scores(transject: float) -> list[Any]:
 def evidence(fallen: int) -> list[Any]:
     plain = {"post_ln": [0.79, 0.80, 0.795], "rezero": [0.75, 0.76, 0.75]}
     known = accuracy_verdict.Evidence(
-        "imdb", (0.80, 0.81, 0.805), plain, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=fallen, settled=True
+        "imdb",
+        (0.80, 0.81, 0.805),
+        plain,
+        (0.7, 0.71, 0.7),
+        4000,
+        attacked=50,
+        fallen=fallen,
+        settled=True,
     )
     return [[known, dataclasses.replace(known, corpus="ag_news")]]
 
@@ -132,7 +149,9 @@ BLEU = Fed(translation.compare_variants, translated(2.0), translated(-2.0), lamb
 SCORES = Fed(tables_1_2_3.judge, scores(80.0), scores(60.0))
 VERDICTS: Mapping[str, Fed] = {
     "huang2020/table-1": known(huang.judge_table_1),
-    "huang2020/depth": Fed(deep.judge_depth, ([True, True], [False, False]), ([True, False], [False, False])),
+    "huang2020/depth": Fed(
+        deep.judge_depth, ([True, True], [False, False]), ([True, False], [False, False])
+    ),
     "huang2020/signal": known(signal.judge_signal),
     "huang2020/updates": known(updates.judge_updates),
     "huang2020/theorem-3.1": known(theorem_3_1.judge_theorem_3_1),
@@ -151,15 +170,31 @@ VERDICTS: Mapping[str, Fed] = {
         ((2.0, 1.0), (1.0, 2.0, 4.0)),
         further={"largest_tied": 1.0, "bound": 5.0},
     ),
-    "kim2021/figure-9": Fed(language.judge_columns, (by_kind(), 2.5), (by_kind(l2_tied_wide=0.5), 2.5)),
+    "kim2021/figure-9": Fed(
+        language.judge_columns, (by_kind(), 2.5), (by_kind(l2_tied_wide=0.5), 2.5)
+    ),
     "kim2021/figure-10": known(inverse.judge_figure_10),
     "kim2021/figure-11": DEPTHS,
     "kim2021/table-3": DEPTHS,
-    "mcgrath2024/figure-1": Fed(judges.judge_alone, ([against_plain(0.2)],), ([against_plain(-0.2)],)),
+    "mcgrath2024/figure-1": Fed(
+        judges.judge_alone, ([against_plain(0.2)],), ([against_plain(-0.2)],)
+    ),
     "mcgrath2024/table-1": Fed(
         judges.judge_table_1,
-        ({"key": against_plain(0.2), "query": against_plain(0.2), "key+query": against_plain(-0.2)},),
-        ({"key": against_plain(0.2), "query": against_plain(0.2), "key+query": against_plain(0.2)},),
+        (
+            {
+                "key": against_plain(0.2),
+                "query": against_plain(0.2),
+                "key+query": against_plain(-0.2),
+            },
+        ),
+        (
+            {
+                "key": against_plain(0.2),
+                "query": against_plain(0.2),
+                "key+query": against_plain(0.2),
+            },
+        ),
     ),
     "mcgrath2024/figure-3": Fed(results.judge_drift, (drift(0.9),), (drift(1.1),)),
     "mcgrath2024/pretrained": Fed(every, ([True, True, True],), ([True, None, False],)),
@@ -167,7 +202,9 @@ VERDICTS: Mapping[str, Fed] = {
     "sengupta2023/figure-1": known(figures_1_4.judge_figure_1),
     "sengupta2023/table-1": SCORES,
     "sengupta2023/table-2": SCORES,
-    "sengupta2023/table-3": Fed(tables_1_2_3.judge, scores(60.0), scores(80.0), further={"higher_is_better": False}),
+    "sengupta2023/table-3": Fed(
+        tables_1_2_3.judge, scores(60.0), scores(80.0), further={"higher_is_better": False}
+    ),
     "sengupta2023/table-4": known(table_4_speed.judge_table_4),
     "sengupta2023/table-5": known(table_5_parameters.judge_table_5),
     "sengupta2023/figure-3a": known(figure_3a.judge_figure_3a),
@@ -184,7 +221,9 @@ VERDICTS: Mapping[str, Fed] = {
     "zhang2021/table-3": BLEU,
     "zhang2021/table-4": BLEU,
     "frontier/accuracy": Fed(accuracy_verdict.judge_accuracy, evidence(0), evidence(1)),
-    "frontier/depth": Fed(deep_frontier.judge_depth, ([2, 8], (2, 8), 0.9), ([2, 8], (2, 8), math.inf)),
+    "frontier/depth": Fed(
+        deep_frontier.judge_depth, ([2, 8], (2, 8), 0.9), ([2, 8], (2, 8), math.inf)
+    ),
     "frontier/characters": Fed(characters.judge, rival(0.2), rival(-0.2)),
     "frontier/order": Fed(order.judge, ([[tight(0.5)]] * 2,), ([[tight(0.0)]] * 2,)),
     "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
@@ -201,7 +240,9 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name: str) -> None:
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_the_recipe_asks_that_function(name: str) -> None:
     judge = VERDICTS[name].judge
-    module = importlib.import_module(f"wellposed.recipes.{str(RECIPES.get(name).function).partition(':')[0]}")
+    module = importlib.import_module(
+        f"wellposed.recipes.{str(RECIPES.get(name).function).partition(':')[0]}"
+    )
     asked = judge.__name__
     source = inspect.getsource(module).replace(f"def {asked}(", "")
     assert f"{asked}(" in source

@@ -1,4 +1,5 @@
-"""Recipes and sweeps with failed seeds: the reason is written down, and no verdict is drawn from the survivors."""
+"""Recipes and sweeps with failed seeds: the reason is written down, and no verdict is drawn from
+the survivors."""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.report import aggregate, build_report
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 
-GOOD = {"baseline": (0.50, 0.51, 0.52), "key:1e-2": (0.60, 0.62, 0.63), "query:1e-2": (0.55, 0.56, 0.58)}
+GOOD = {
+    "baseline": (0.50, 0.51, 0.52),
+    "key:1e-2": (0.60, 0.62, 0.63),
+    "query:1e-2": (0.55, 0.56, 0.58),
+}
 
 
 def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
     request = Request("toy", tmp_path)
     sizes = Sizes((1,), steps=4, seeds=1, width=8, batch_size=4, pairs=40, learning_rates=(1e30,))
     fixup, post_ln = train_depths(request, sizes)
-    reasons = {json.loads(file.read_text())["train_info"]["reason"] for file in tmp_path.rglob("result.json")}
+    reasons = {
+        json.loads(file.read_text())["train_info"]["reason"]
+        for file in tmp_path.rglob("result.json")
+    }
     assert {fixup.failure, post_ln.failure} == reasons
     assert "" not in reasons
     rows = summarise(sizes, [fixup, post_ln]).rows
@@ -37,12 +45,21 @@ def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
 
 
 def test_a_real_comparison_whose_baseline_diverges_says_so_everywhere(tmp_path: Path) -> None:
-    """With a learning rate of 1e30 both variants diverge; rezero is then trained again with 1e-3."""
+    """With a learning rate of 1e30 both variants diverge; rezero is then trained again with
+    1e-3."""
     base = RunConfig(
         task="listops",
-        task_options={"min_length": 5, "max_length": 12, "num_train": 32, "num_valid": 8, "num_test": 8},
+        task_options={
+            "min_length": 5,
+            "max_length": 12,
+            "num_train": 32,
+            "num_valid": 8,
+            "num_test": 8,
+        },
         model=ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2),
-        train=TrainOptions(steps=4, batch_size=4, eval_every=4, checkpoint_every=4, learning_rate=1e30),
+        train=TrainOptions(
+            steps=4, batch_size=4, eval_every=4, checkpoint_every=4, learning_rate=1e30
+        ),
     )
     failing = compare(base, ["post_ln", "rezero"], seeds=2, out=tmp_path / "bad", progress=False)
     assert len(failing.failed) == 4
@@ -65,15 +82,28 @@ def write_results(folder: Path, failed: dict[str, tuple[int, ...]]) -> sweep.Swe
         data="", out=str(folder), scale="mini", options=MultiTaskOptions(),
         cells=chosen_cells(["key:1e-2", "query:1e-2"]), seeds=(0, 1, 2),
     )  # fmt: skip
-    errors: list[dict[str, Any]] = [{"step": 0, "layer.0.key": 1.0}, {"step": 1, "layer.0.key": 0.5}]
+    errors: list[dict[str, Any]] = [
+        {"step": 0, "layer.0.key": 1.0},
+        {"step": 1, "layer.0.key": 0.5},
+    ]
     for cell in settings.cells:
         for seed in settings.seeds:
-            record: dict[str, Any] = {"cell": cell.name, "seed": seed, "scale": "mini", "status": "success"}
+            record: dict[str, Any] = {
+                "cell": cell.name,
+                "seed": seed,
+                "scale": "mini",
+                "status": "success",
+            }
             if seed in failed.get(cell.name, ()):
                 record |= {"status": "failed", "error": "step 9: loss is nan"}
             else:
                 overall = GOOD[cell.name][seed]
-                scores = {"sst": overall, "para": overall, "sts": 2 * overall - 1, "overall": overall}
+                scores = {
+                    "sst": overall,
+                    "para": overall,
+                    "sts": 2 * overall - 1,
+                    "overall": overall,
+                }
                 record |= {"scores": scores, "cpu_seconds": 1.0, "errors": errors}
             path = settings.result_path(sweep.Training(cell, seed))
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,16 +117,24 @@ def write_results(folder: Path, failed: dict[str, tuple[int, ...]]) -> sweep.Swe
         ({}, {"key:1e-2": "better by ", "query:1e-2": "better by "}),
         (
             {"key:1e-2": (2,)},
-            {"key:1e-2": "cannot be said: 1 of 3 seeds failed (step 9: loss is nan)", "query:1e-2": "better by "},
+            {
+                "key:1e-2": "cannot be said: 1 of 3 seeds failed (step 9: loss is nan)",
+                "query:1e-2": "better by ",
+            },
         ),
         (
             {"baseline": (0, 1, 2)},
-            dict.fromkeys(("key:1e-2", "query:1e-2"), "cannot be said: the baseline cell failed on all seeds"),
+            dict.fromkeys(
+                ("key:1e-2", "query:1e-2"), "cannot be said: the baseline cell failed on all seeds"
+            ),
         ),
         (
             {"baseline": (1,), "key:1e-2": (0, 1, 2)},
             {
-                "key:1e-2": "cannot be said: 3 of 3 seeds failed (step 9: loss is nan); the baseline cell: 1 of 3",
+                "key:1e-2": (
+                    "cannot be said: 3 of 3 seeds failed (step 9: loss is nan); the baseline cell:"
+                    " 1 of 3"
+                ),
                 "query:1e-2": "cannot be said: the baseline cell: 1 of 3 seeds failed",
             },
         ),
@@ -120,7 +158,9 @@ def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[Finishe
     """Runs with these BLEU scores by variant and seed; None is a run that failed."""
     return [
         FinishedRun(
-            RunConfig("translation", variant=variant.replace("_at_", ":"), train=TrainOptions(seed=seed)),
+            RunConfig(
+                "translation", variant=variant.replace("_at_", ":"), train=TrainOptions(seed=seed)
+            ),
             folder,
             {} if value is None else {"bleu,test": value, "perplexity,valid": 9.0},
         )

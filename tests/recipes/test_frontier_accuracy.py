@@ -1,4 +1,5 @@
-"""The parts of the study of certified accuracy: rates, what counts as settled, what falls to an attack."""
+"""The parts of the study of certified accuracy: rates, what counts as settled, what falls to an
+attack."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero":
 
 
 def evidence(corpus: str = "ag_news", **changes: Any) -> Evidence:
-    known = Evidence(corpus, SEEDS, PLAINER, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=0, settled=True)
+    known = Evidence(
+        corpus, SEEDS, PLAINER, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=0, settled=True
+    )
     return dataclasses.replace(known, **changes)
 
 
@@ -36,7 +39,10 @@ def evidence(corpus: str = "ag_news", **changes: Any) -> Evidence:
     ("changes", "holds"),
     [
         ({}, True),
-        ({"accuracy": [0.7905, 0.8, 0.794]}, True),  # below the better plain one by less than a point
+        (
+            {"accuracy": [0.7905, 0.8, 0.794]},
+            True,
+        ),  # below the better plain one by less than a point
         ({"accuracy": [0.77, 0.781, 0.774]}, False),
         ({"accuracy": [0.75, 0.85, 0.79]}, None),
         ({"accuracy": [0.80, math.nan, 0.805]}, None),
@@ -48,12 +54,16 @@ def evidence(corpus: str = "ag_news", **changes: Any) -> Evidence:
         ({"attacked": 0}, None),
     ],
 )
-def test_each_part_of_the_claim_can_decide_the_verdict(changes: dict[str, Any], holds: bool | None) -> None:
+def test_each_part_of_the_claim_can_decide_the_verdict(
+    changes: dict[str, Any], holds: bool | None
+) -> None:
     assert judge_accuracy([evidence("imdb"), evidence(**changes)]) is holds
     assert judge_accuracy([evidence(), evidence("imdb", **changes)]) is holds
 
 
-def test_a_corpus_with_a_goal_that_was_not_run_leaves_the_verdict_open_unless_another_is_against_it() -> None:
+def test_a_corpus_with_a_goal_that_was_not_run_leaves_the_verdict_open_unless_another_is_against_it() -> (
+    None
+):
     assert judge_accuracy([evidence()]) is None
     assert judge_accuracy([evidence(fallen=1)]) is False
     assert judge_accuracy([evidence(), evidence("imdb"), evidence("sst")]) is True
@@ -72,7 +82,12 @@ def test_the_plain_side_is_the_one_with_the_higher_mean() -> None:
         ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9}, False, [0.007, 0.02, 0.06], 0.06),
         ({0.007: 0.7, 0.02: 0.9, 0.06: None}, True, [0.007, 0.02, 0.06], 0.02),
         ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9, 0.2: None}, True, [0.007, 0.02, 0.06, 0.2], 0.06),
-        ({0.007: 0.9, 0.02: 0.8, 0.06: 0.7, 0.002: 0.95, 0.0007: 0.9}, True, [0.007, 0.02, 0.06, 0.002, 0.0007], 0.002),
+        (
+            {0.007: 0.9, 0.02: 0.8, 0.06: 0.7, 0.002: 0.95, 0.0007: 0.9},
+            True,
+            [0.007, 0.02, 0.06, 0.002, 0.0007],
+            0.002,
+        ),
         (
             {0.007: 0.1, 0.02: 0.2, 0.06: 0.3, 0.2: 0.4, 0.6: 0.5, 2.0: 0.6, 6.0: 0.7},
             True,
@@ -82,7 +97,11 @@ def test_the_plain_side_is_the_one_with_the_higher_mean() -> None:
     ],
 )
 def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the_others(
-    accuracy: dict[float, float | None], widen: bool, first_seed: list[float], kept: float, tmp_path: Path
+    accuracy: dict[float, float | None],
+    widen: bool,
+    first_seed: list[float],
+    kept: float,
+    tmp_path: Path,
 ) -> None:
     """A rate without accuracy diverges."""
     asked: list[tuple[float, int]] = []
@@ -96,7 +115,10 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         asked.extend((o.learning_rate, o.seed) for o in options)
         found = [accuracy[run.config.train.learning_rate] for run in planned]
         metrics = [{} if value is None else {"accuracy,valid": value} for value in found]
-        return [FinishedRun(run.config, run.folder, of) for run, of in zip(planned, metrics, strict=True)]
+        return [
+            FinishedRun(run.config, run.folder, of)
+            for run, of in zip(planned, metrics, strict=True)
+        ]
 
     tuned = tune(trained, plan, rates_about(0.02), seeds=3, widen=widen)
     assert asked == [*((rate, 0) for rate in first_seed), (kept, 1), (kept, 2)]
@@ -115,9 +137,13 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
     ],
 )
-def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, schedule: Any, settled: bool) -> None:
+def test_runs_are_settled_where_every_one_has_levelled_off(
+    losses: Any, schedule: Any, settled: bool
+) -> None:
     def run(curve: Any, failure: str = "") -> FinishedRun:
-        config = RunConfig("text_classification", train=TrainOptions(steps=8, schedule=schedule, learning_rate=0.1))
+        config = RunConfig(
+            "text_classification", train=TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
+        )
         points = list(enumerate(curve, start=1))
         run = SimpleNamespace(failure=failure, config=config, curve=lambda _: points)
         run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
@@ -128,7 +154,9 @@ def test_runs_are_settled_where_every_one_has_levelled_off(losses: Any, schedule
     assert not Tuned([], [flat, run(losses, "diverged at step 3")]).settled
 
 
-def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_a_model_before_it() -> None:
+def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_a_model_before_it() -> (
+    None
+):
     labels = list(MODELS)
     for label in [label for label in labels if label.startswith("lipschitz")]:
         control = MODELS[label.replace("lipschitz", "no blocks")]
@@ -152,7 +180,9 @@ def certified_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("attacked")
     data = write_texts(folder / "ag_news")
     base = text_run("ag_news", str(data), Sizes(20, 1, width=8, batch_size=8), 0)
-    config = MODELS[JUDGED].config(dataclasses.replace(base, train=dataclasses.replace(base.train, learning_rate=1e-2)))
+    config = MODELS[JUDGED].config(
+        dataclasses.replace(base, train=dataclasses.replace(base.train, learning_rate=1e-2))
+    )
     task = build_task(config.task, config.task_options)
     assert train(config, folder / "run", task=task).status == "success"
     return folder / "run", task
@@ -177,9 +207,14 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
     assert unsound.fallen > 0
 
 
-def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(certified_run: tuple[Path, Any]) -> None:
+def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(
+    certified_run: tuple[Path, Any],
+) -> None:
     folder, task = certified_run
-    held = [strong_attack.certified_share(folder, task, share=share, examples=4) for share in (0.0, 0.1, 50.0)]
+    held = [
+        strong_attack.certified_share(folder, task, share=share, examples=4)
+        for share in (0.0, 0.1, 50.0)
+    ]
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0.0
 
@@ -196,7 +231,10 @@ def test_an_answer_is_kept_for_its_question_alone(
 
 
 def test_a_panel_has_the_mean_of_the_seeds_and_their_error_and_no_legend_for_the_attack() -> None:
-    rows = [{"model": "a", "radius": "0.1", "certified": str(certified), "attacked": "0.9"} for certified in (0.4, 0.6)]
+    rows = [
+        {"model": "a", "radius": "0.1", "certified": str(certified), "attacked": "0.9"}
+        for certified in (0.4, 0.6)
+    ]
     sure, seen = curves_panel("t", rows, ["a"]).series
     assert (sure.label, list(sure.y), [round(e, 6) for e in sure.errors]) == ("a", [0.5], [0.1])
     assert (seen.label, list(seen.y)) == ("_a", [0.9])

@@ -1,4 +1,5 @@
-"""``reproduce frontier/characters``: its verdict on both sides, its two bounds, and a run of seconds."""
+"""``reproduce frontier/characters``: its verdict on both sides, its two bounds, and a run of
+seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from wellposed.recipes.frontier.tuning import Tuned
 from wellposed.recipes.reproduce import reproduce
 
 RADII = len(SHARES) - 1
-MORE, LESS, UNSURE, EQUAL = [0.1, 0.11, 0.09], [-0.1, -0.11, -0.09], [0.2, -0.1, 0.1], [0.0, 0.0, 0.0]
+MORE, LESS, UNSURE, EQUAL = (
+    [0.1, 0.11, 0.09],
+    [-0.1, -0.11, -0.09],
+    [0.2, -0.1, 0.1],
+    [0.0, 0.0, 0.0],
+)
 NEVER = [LESS] * RADII
 
 
@@ -59,19 +65,26 @@ def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger() -> None
     tighter = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.5)]), theirs)
     assert tighter.accuracy == [pytest.approx(0.2), pytest.approx(0.1)]
     assert tighter.certified == [[pytest.approx(0.1), pytest.approx(0.05)]] * RADII
-    assert rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.6)]), theirs).accuracy == []
+    assert (
+        rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.6)]), theirs).accuracy
+        == []
+    )
     failed = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), None]), theirs)
     assert failed.accuracy == [pytest.approx(0.2), pytest.approx(-0.2)]
 
 
-def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_sound_one_is_not() -> None:
+def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_sound_one_is_not() -> (
+    None
+):
     """All weights the identity and tokens of root mean square 1: printed 1, as for one head."""
     width, heads, tokens = 16, 4, 4
     attention = InverseDAttention(width, heads).double()
     for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         torch.nn.init.eye_(part.weight)
     radius = width**0.5
-    attacked = lipschitz_lower_bound(attention, (tokens, width), restarts=4, steps=60, radius=radius, seed=0).value
+    attacked = lipschitz_lower_bound(
+        attention, (tokens, width), restarts=4, steps=60, radius=radius, seed=0
+    ).value
     assert attention_slope(1.0, 1.0, 1.0, 1.0, radius=1.0) == 1.0 < attacked
     assert attacked <= certify(attention, seq_len=tokens, radius=radius).total
 
@@ -102,12 +115,21 @@ def newhouse_model(heads: int) -> WellposedForCausalLM:
 
 def test_the_printed_bound_is_the_formula_term_by_term() -> None:
     model = newhouse_model(2)
-    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 2}
-    sizes = {name: float(torch.linalg.eigvalsh(weight.T @ weight)[-1].sqrt()) for name, weight in weights.items()}
+    weights = {
+        name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 2
+    }
+    sizes = {
+        name: float(torch.linalg.eigvalsh(weight.T @ weight)[-1].sqrt())
+        for name, weight in weights.items()
+    }
     largest = bound = embedding_radius(model)
     for layer in ("model.layers.0", "model.layers.1"):
         q, k, v, o = (sizes[f"{layer}.attention.{part}_proj.weight"] for part in "qkvo")
-        mlp = sizes[f"{layer}.feedforward.up_proj.weight"] * sizes[f"{layer}.feedforward.down_proj.weight"] / 1.1289
+        mlp = (
+            sizes[f"{layer}.feedforward.up_proj.weight"]
+            * sizes[f"{layer}.feedforward.down_proj.weight"]
+            / 1.1289
+        )
         bound *= 3 / 4 + o * v * (1 + 2 * q * k * largest**2) / 3 / 4
         bound *= 3 / 4 + mlp / 4
         largest *= (3 / 4 + o * v / 3 / 4) * (3 / 4 + mlp / 4)
@@ -120,7 +142,9 @@ def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
         for weight in model.parameters():
             weight.mul_(3.0)
     radius = embedding_radius(model)
-    attacked = lipschitz_lower_bound(model.model, (6, 8), restarts=3, steps=40, radius=radius, seed=0).value
+    attacked = lipschitz_lower_bound(
+        model.model, (6, 8), restarts=3, steps=40, radius=radius, seed=0
+    ).value
     assert 0 < attacked * radius / model.model.embeddings.scale <= sound_bound(model, 6)
 
 
@@ -148,8 +172,15 @@ def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     text.write_text("".join(generator.choices("abcd \n", k=3000)), encoding="utf-8")
     done = reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
     assert done.result.holds is None
-    rows = list(csv.DictReader((tmp_path / "out" / "frontier-characters.csv").read_text().splitlines()))
-    assert {row["model"] for row in rows} == {"Newhouse, AdamW", "Newhouse, Muon", "lipschitz:1", "lipschitz:2"}
+    rows = list(
+        csv.DictReader((tmp_path / "out" / "frontier-characters.csv").read_text().splitlines())
+    )
+    assert {row["model"] for row in rows} == {
+        "Newhouse, AdamW",
+        "Newhouse, Muon",
+        "lipschitz:1",
+        "lipschitz:2",
+    }
     for row in rows:
         assert bool(row["printed_bound"]) == row["model"].startswith("Newhouse")
         if row["model"].startswith("lipschitz"):

@@ -1,4 +1,5 @@
-"""``reproduce frontier/translation``: its verdict on both sides, its settings, and a run of seconds, made once."""
+"""``reproduce frontier/translation``: its verdict on both sides, its settings, and a run of
+seconds, made once."""
 
 from __future__ import annotations
 
@@ -41,8 +42,13 @@ def test_every_model_tries_its_settings_and_finished_runs_are_kept(tmp_path: Pat
     done = reproduce("frontier/translation", scale="toy", out=tmp_path)
     assert done.result.holds is None
     every = list(csv.DictReader((tmp_path / "frontier-translation.csv").read_text().splitlines()))
-    rows, longer = ([row for row in every if (row["steps"] == "3") is short] for short in (True, False))
-    settings = {label: [row["setting"] for row in rows if row["model"] == label] for label in LABELS.values()}
+    rows, longer = (
+        [row for row in every if (row["steps"] == "3") is short] for short in (True, False)
+    )
+    settings = {
+        label: [row["setting"] for row in rows if row["model"] == label]
+        for label in LABELS.values()
+    }
     tried = {label: len(set(settings[label])) for label in LABELS.values()}
     assert all(tried[label] == len(STRENGTHS) for label in CONSTRAINTS.values())
     assert all(3 <= tried[label] <= 6 for label in TRANSFORMERS.values())
@@ -54,8 +60,14 @@ def test_every_model_tries_its_settings_and_finished_runs_are_kept(tmp_path: Pat
     for label in LABELS.values():
         losses = [float(row["valid_loss"]) for row in rows if row["model"] == label]
         assert float(kept[label]["valid_loss"]) == min(losses)
-    assert {(row["model"], row["steps"]) for row in longer} == {(label, "6") for label in LABELS.values()}
-    assert all(row[part] == kept[row["model"]][part] for row in longer for part in ("learning_rate", "setting"))
+    assert {(row["model"], row["steps"]) for row in longer} == {
+        (label, "6") for label in LABELS.values()
+    }
+    assert all(
+        row[part] == kept[row["model"]][part]
+        for row in longer
+        for part in ("learning_rate", "setting")
+    )
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
     assert len(finished) == sum(tried.values()) + len(LABELS)
     reproduce("frontier/translation", scale="toy", out=tmp_path)

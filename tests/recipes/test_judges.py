@@ -40,15 +40,25 @@ def seeds(value: float, spread: Sequence[float] = NEAR) -> list[float]:
 
 
 def two_bounds(ratio: float, checked: float = 1.0) -> list[dict[str, float]]:
-    row = {"upper": 1.0, "lower": ratio, "lower_over_upper": ratio, "checked_by_autograd": checked * ratio}
+    row = {
+        "upper": 1.0,
+        "lower": ratio,
+        "lower_over_upper": ratio,
+        "checked_by_autograd": checked * ratio,
+    }
     return [row, row]
 
 
 def lower_bounds(growth: Callable[[float], float], upper: float = 1e3) -> list[dict[str, float]]:
-    return [{"N": n, "lower": growth(n), "upper": upper, "upper_kim": 2 * upper} for n in (10, 100, 1000)]
+    return [
+        {"N": n, "lower": growth(n), "upper": upper, "upper_kim": 2 * upper}
+        for n in (10, 100, 1000)
+    ]
 
 
-def changes(experts: float, deeper: float, ours: float, dropout: float) -> dict[tuple[str, str], tuple[float, float]]:
+def changes(
+    experts: float, deeper: float, ours: float, dropout: float
+) -> dict[tuple[str, str], tuple[float, float]]:
     return {
         (LABELS["transject"], "experts"): (experts, 0.1),
         (LABELS["transject"], "layers"): (ours, 0.1),
@@ -62,20 +72,36 @@ def by_stack(value: float, spread: Sequence[float] = NEAR) -> dict[str, list[flo
 
 
 def opposite(measured: float) -> list[dict[str, Any]]:
-    return [{"keys": "two opposite", "adversarial": measured, "tight": 1.0, "measured_over_tight": measured}]
+    return [
+        {
+            "keys": "two opposite",
+            "adversarial": measured,
+            "tight": 1.0,
+            "measured_over_tight": measured,
+        }
+    ]
 
 
 STEEP = {"upper": 1.0, "lower": 0.9}
 
 
 def errors_at_the_end(
-    tied: Sequence[float] = (1e-6, 1.0), dot: Sequence[float] = (9.0, 9.0), contractive: Sequence[float] = (1e-6,)
+    tied: Sequence[float] = (1e-6, 1.0),
+    dot: Sequence[float] = (9.0, 9.0),
+    contractive: Sequence[float] = (1e-6,),
 ) -> list[dict[str, Any]]:
     found = {"tied L2": tied, "dot product": dot, "contractive L2, sharp bound": contractive}
-    return [{"attention": kind, "max_error": error} for kind, errors in found.items() for error in errors]
+    return [
+        {"attention": kind, "max_error": error}
+        for kind, errors in found.items()
+        for error in errors
+    ]
 
 
-TRAINS, STALLS = {"valid_loss": 1.0, "unigram_loss": 2.0}, {"valid_loss": math.inf, "unigram_loss": 2.0}
+TRAINS, STALLS = (
+    {"valid_loss": 1.0, "unigram_loss": 2.0},
+    {"valid_loss": math.inf, "unigram_loss": 2.0},
+)
 
 CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
     (bounds.judge_figure_2, True, (two_bounds(0.9), STEEP)),
@@ -163,7 +189,9 @@ def test_every_verdict_function_is_fed_both_sides() -> None:
         if name.startswith("judge_") and name != "judge_figure_8"
     }
     for verdict in (True, False):
-        assert {(judge.__module__, judge.__name__) for judge, said, _ in CASES if said is verdict} == found
+        assert {
+            (judge.__module__, judge.__name__) for judge, said, _ in CASES if said is verdict
+        } == found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The recipes of kim2021: each runs at toy size, and the numbers behind the figures are checked by another route."""
+"""The recipes of kim2021: each runs at toy size, and the numbers behind the figures are checked by
+another route."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from wellposed.recipes.kim2021.language_models import run_config
 from wellposed.recipes.kim2021.printed import TABLE_2
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
 
-TRAINING = ("figure-4", "table-2", "figure-9", "figure-11", "table-3", "figure-5", "figure-8", "figure-10")
+TRAINING = (
+    "figure-4",
+    "table-2",
+    "figure-9",
+    "figure-11",
+    "table-3",
+    "figure-5",
+    "figure-8",
+    "figure-10",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +52,13 @@ def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_figure_and_table_is_registered_with_its_claim_and_minutes() -> None:
-    expected = {f"figure-{number}" for number in range(2, 12)} | {f"table-{number}" for number in (1, 2, 3)}
+    expected = {f"figure-{number}" for number in range(2, 12)} | {
+        f"table-{number}" for number in (1, 2, 3)
+    }
     expected.add("bound-ratio")
-    assert {name.removeprefix("kim2021/") for name in RECIPES if name.startswith("kim2021/")} == expected
+    assert {
+        name.removeprefix("kim2021/") for name in RECIPES if name.startswith("kim2021/")
+    } == expected
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.says
@@ -71,11 +85,14 @@ def test_the_whole_jacobian_is_that_of_the_layer() -> None:
 
 
 def test_figure_2_brackets_the_constant_at_100_tokens() -> None:
-    """The figure's claim at N = 100 without ascent, against the certificate of the layer and an attack on it."""
+    """The figure's claim at N = 100 without ascent, against the certificate of the layer and an
+    attack on it."""
     lower, x = bounds.two_sided_input(100)
     upper = kim_bracket(100, norm="inf", head_dim=1)
     assert 0.8 * upper <= lower <= upper
-    assert certify(bounds.unit_layer(), seq_len=100, norm="inf").total == pytest.approx(upper, rel=1e-9)
+    assert certify(bounds.unit_layer(), seq_len=100, norm="inf").total == pytest.approx(
+        upper, rel=1e-9
+    )
     tokens = torch.cat((x.new_zeros(1), x))[None, :, None]
     attack = lipschitz_lower_bound(
         bounds.unit_layer(), (100, 1), norm="inf", start=tokens, restarts=1, steps=0, exact=True
@@ -128,17 +145,31 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     for kind, printed in TABLE_2.items():
         assert set(sizes.depths_of(kind)) == set(printed), kind
     assert TABLE_2["l2_contractive_kim2021"][14] == 1.005
-    config = run_config(request, sizes, "l2_contractive_kim2021", 5, dropout=0.1, gamma=0.4, warmup=4000)
+    config = run_config(
+        request, sizes, "l2_contractive_kim2021", 5, dropout=0.1, gamma=0.4, warmup=4000
+    )
     assert (config.task_options["examples"], config.model.contractive_bound) == ("lines", "kim2021")
-    assert run_config(request, sizes, "l2_contractive", 5, warmup=1).model.contractive_bound == "sharp"
-    assert (config.model.hidden_size, config.model.num_attention_heads, config.train.batch_size) == (512, 8, 64)
-    assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == ("kim2021", 0.4, 4000)
+    assert (
+        run_config(request, sizes, "l2_contractive", 5, warmup=1).model.contractive_bound == "sharp"
+    )
+    assert (
+        config.model.hidden_size,
+        config.model.num_attention_heads,
+        config.train.batch_size,
+    ) == (512, 8, 64)
+    assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == (
+        "kim2021",
+        0.4,
+        4000,
+    )
     fixed = training.fixed(request)
     assert max(fixed.depths) == 18
     assert run_config(request, fixed, "dot_product", 18).train.schedule == "constant"
 
 
-def test_runs_are_kept_and_a_diverged_run_is_a_row(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_kept_and_a_diverged_run_is_a_row(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from wellposed.recipes.kim2021 import language_models as training
 
     sizes = training.Sizes(16, 16, 4, 3, (1,), fixed_rate=1e30, limit_chars=2000, eval_batches=1)

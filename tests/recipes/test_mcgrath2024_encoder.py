@@ -1,4 +1,5 @@
-"""McGrath (2024) on a pretrained encoder: loaded from a folder, fine-tuned gently, refused where nothing reads it."""
+"""McGrath (2024) on a pretrained encoder: loaded from a folder, fine-tuned gently, refused where
+nothing reads it."""
 
 from __future__ import annotations
 
@@ -33,16 +34,25 @@ def test_a_pretrained_encoder_is_loaded_from_a_folder(
         model.encoder.embeddings.word_embeddings.weight,
         BertModel.from_pretrained(encoder).embeddings.word_embeddings.weight,
     )
-    assert multitask.train_multitask(loaded, options)["scores"].keys() == {"sst", "para", "sts", "overall"}
+    assert multitask.train_multitask(loaded, options)["scores"].keys() == {
+        "sst",
+        "para",
+        "sts",
+        "overall",
+    }
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        encoders.encode_sets(read_minbert(minbert), dataclasses.replace(TINY, encoder=str(tmp_path / "nothing")))
+        encoders.encode_sets(
+            read_minbert(minbert), dataclasses.replace(TINY, encoder=str(tmp_path / "nothing"))
+        )
 
 
 def test_a_pretrained_encoder_is_fine_tuned_gently_unless_asked(
     minbert: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[MultiTaskOptions] = []
-    monkeypatch.setattr("wellposed.cli._sweep.open_sweep", lambda settings, _: asked.append(settings.options))
+    monkeypatch.setattr(
+        "wellposed.cli._sweep.open_sweep", lambda settings, _: asked.append(settings.options)
+    )
     monkeypatch.setattr("wellposed.cli._sweep.run_sweep", lambda *_, **__: False)
     words = ["sweep", "mcgrath2024", "--data", str(minbert), "--out", str(tmp_path)]
     mine = ["--encoder", str(encoder)]
@@ -57,7 +67,9 @@ def test_the_recipe_of_a_pretrained_encoder(
     minbert: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(study.SCALES, "toy", TINY)
-    done = reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert), encoder=str(encoder))
+    done = reproduce(
+        "mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert), encoder=str(encoder)
+    )
     scores = [row for row in done.result.rows if "overall" in row]
     assert [row["cell"] for row in scores] == ["baseline", *recipes.PRETRAINED]
     trials = tmp_path / "runs" / f"mcgrath2024-{encoder.name}-toy" / "trials"
@@ -68,13 +80,17 @@ def test_the_recipe_of_a_pretrained_encoder(
     gram = (weight @ weight.T).detach().double()
     cosine = gram.trace() / (16**0.5 * torch.linalg.matrix_norm(gram))
     assert first["encoder.0.key"] == pytest.approx((1 - cosine.item() ** 2) ** 0.5, rel=1e-5)
-    assert first.keys() == {name for name in runs[0]["errors"][0] if not name.startswith("affinity")}
+    assert first.keys() == {
+        name for name in runs[0]["errors"][0] if not name.startswith("affinity")
+    }
     claim = json.loads(done.files[2].read_text())
     assert claim["command"].endswith("--encoder ENCODER")
     assert claim["encoder"] == encoder.name
 
 
-def test_an_encoder_is_asked_for_and_refused_where_nothing_reads_it(minbert: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_asked_for_and_refused_where_nothing_reads_it(
+    minbert: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="give --encoder FOLDER"):
         reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert))
     with pytest.raises(ConfigError, match=r"reads no encoder.*these do: mcgrath2024/figure-1"):

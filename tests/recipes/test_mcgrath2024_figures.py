@@ -20,7 +20,11 @@ from wellposed.recipes.reproduce import RECIPES, Reproduced, reproduce
 def made(minbert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reproduced]:
     """Every recipe in one folder: the trainings of the first are those of the next."""
     out = tmp_path_factory.mktemp("made")
-    names = [name for name in RECIPES if name.startswith("mcgrath2024/") and name != "mcgrath2024/pretrained"]
+    names = [
+        name
+        for name in RECIPES
+        if name.startswith("mcgrath2024/") and name != "mcgrath2024/pretrained"
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(study.SCALES, "toy", TINY)
         found = {name: reproduce(name, scale="toy", out=out, data=str(minbert)) for name in names}
@@ -34,10 +38,15 @@ def made(minbert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
 
 def test_recipes_train_only_the_cells_they_need_and_each_once(made: dict[str, Reproduced]) -> None:
     out = made["mcgrath2024/qr"].files[0].parent
-    trained = sorted(path.parent.name for path in out.glob("runs/mcgrath2024-toy/trials/*/seed-*.json"))
+    trained = sorted(
+        path.parent.name for path in out.glob("runs/mcgrath2024-toy/trials/*/seed-*.json")
+    )
     assert trained == sorted(2 * [cell.folder for cell in study.grid()])
     cells = [row["cell"] for row in made["mcgrath2024/qr"].result.rows]
-    assert cells == ["baseline", *(cell.name for cell in study.grid() if cell.form in study.QR_METHODS)]
+    assert cells == [
+        "baseline",
+        *(cell.name for cell in study.grid() if cell.form in study.QR_METHODS),
+    ]
     cells = [row["cell"] for row in made["mcgrath2024/figure-1"].result.rows]
     assert cells == [cell.name for cell in study.grid() if cell.form in ("none", "gram")]
 
@@ -46,13 +55,21 @@ def test_rows_of_the_recipes_are_the_results_of_the_trainings(made: dict[str, Re
     done = made["mcgrath2024/table-1"]
     rows = [(row["row"], row["source"]) for row in done.result.rows]
     assert rows == [
-        (name, source) for name in ("baseline", "key", "query", "key and query") for source in ("paper", "ours")
+        (name, source)
+        for name in ("baseline", "key", "query", "key and query")
+        for source in ("paper", "ours")
     ]
     trials = done.files[0].parent / "runs" / "mcgrath2024-toy" / "trials"
     runs = [json.loads((trials / "baseline" / f"seed-{seed}.json").read_text()) for seed in (0, 1)]
-    assert done.result.rows[1]["overall"] == pytest.approx(sum(run["scores"]["overall"] for run in runs) / 2)
+    assert done.result.rows[1]["overall"] == pytest.approx(
+        sum(run["scores"]["overall"] for run in runs) / 2
+    )
     drift = made["mcgrath2024/figure-3"].result.rows
-    last = [row["error"] for row in drift if row["seed"] == 1 and row["step"] == 3 and row["weight"] == "encoder.0.key"]
+    last = [
+        row["error"]
+        for row in drift
+        if row["seed"] == 1 and row["step"] == 3 and row["weight"] == "encoder.0.key"
+    ]
     assert last == [runs[1]["errors"][-1]["encoder.0.key"]]
     for done in made.values():
         assert done.result.holds is None
@@ -80,11 +97,27 @@ def test_verdicts_at_mini_scale(
 ) -> None:
     def finish(settings: sweep.SweepSettings, **_: Any) -> bool:
         for key in settings.trainings():
-            gain = {"none": 0.0, "gram": both if key.cell.place == "key+query" else alone}.get(key.cell.form, qr)
-            overall = 0.5 + 0.001 * key.seed + gain + (1e-4 * key.seed if key.cell.form != "none" else 0.0)
+            gain = {"none": 0.0, "gram": both if key.cell.place == "key+query" else alone}.get(
+                key.cell.form, qr
+            )
+            overall = (
+                0.5
+                + 0.001 * key.seed
+                + gain
+                + (1e-4 * key.seed if key.cell.form != "none" else 0.0)
+            )
             scores = {"sst": 0.3, "para": 0.6, "sts": 0.1, "overall": overall}
-            errors = [{"step": step, "encoder.0.key": 1.0 - step / 10, "affinity.0": 1.0 + step} for step in (0, 1)]
-            result = {"scores": scores, "errors": errors, "cpu_seconds": 1.0, "cell": key.cell.name, "seed": key.seed}
+            errors = [
+                {"step": step, "encoder.0.key": 1.0 - step / 10, "affinity.0": 1.0 + step}
+                for step in (0, 1)
+            ]
+            result = {
+                "scores": scores,
+                "errors": errors,
+                "cpu_seconds": 1.0,
+                "cell": key.cell.name,
+                "seed": key.seed,
+            }
             settings.result_path(key).parent.mkdir(parents=True, exist_ok=True)
             settings.result_path(key).write_text(json.dumps({**result, "status": "success"}))
         return True
@@ -97,7 +130,9 @@ def test_verdicts_at_mini_scale(
         ).result.holds
         for item in ("figure-1", "table-1", "qr", "pretrained", "figure-3")
     }
-    assert holds == dict(zip(("figure-1", "table-1", "qr", "pretrained"), verdicts, strict=True)) | {"figure-3": True}
+    assert holds == dict(
+        zip(("figure-1", "table-1", "qr", "pretrained"), verdicts, strict=True)
+    ) | {"figure-3": True}
     from_scratch = reproduce("mcgrath2024/figure-3", scale="mini", out=tmp_path, data=str(minbert))
     assert from_scratch.result.holds is None
 
@@ -109,7 +144,11 @@ def test_verdicts_at_mini_scale(
         ((0.9, 0.92, 0.91), (0.8, 0.82, 0.81), False),
         ((1.1, 1.12, 1.11), (1.1, 1.11, 1.12), False),
         ((0.9, 1.12, 0.9), (1.1, 1.11, 1.12), None),
-        ((1.01, 1.03, 1.02), (1.1, 1.11, 1.12), None),  # two errors above 1, and p = 0.07 before Holm's correction
+        (
+            (1.01, 1.03, 1.02),
+            (1.1, 1.11, 1.12),
+            None,
+        ),  # two errors above 1, and p = 0.07 before Holm's correction
         ((0.9, 0.92, 0.91), (0.8, 1.3, 0.8), None),
         ((0.9, 0.92, 0.91), (1.1, 1.11, math.nan), None),
     ],

@@ -1,4 +1,5 @@
-"""The sweep of McGrath (2024) at toy size: stopped, shared between processes, resumed, tracked, written."""
+"""The sweep of McGrath (2024) at toy size: stopped, shared between processes, resumed, tracked,
+written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def settings(minbert: Path, out: Path, *names: str, seeds: int = 1) -> sweep.Swe
     )  # fmt: skip
 
 
-def test_a_sweep_stopped_in_the_middle_goes_on_and_ends_as_if_it_had_not(minbert: Path, tmp_path: Path) -> None:
+def test_a_sweep_stopped_in_the_middle_goes_on_and_ends_as_if_it_had_not(
+    minbert: Path, tmp_path: Path
+) -> None:
     whole = settings(minbert, tmp_path / "whole", "key:1e-2")
     sweep.open_sweep(whole, "never")
     assert sweep.run_sweep(whole, jobs=1, announce=lambda _: None)
@@ -47,29 +50,40 @@ def test_a_sweep_stopped_in_the_middle_goes_on_and_ends_as_if_it_had_not(minbert
     sweep.open_sweep(parts, "auto")
     assert sweep.work(parts, announce=lambda _: None, stop=lambda: False) == 1
     timeless = [
-        [{k: v for k, v in run.items() if "seconds" not in k} for run in sweep.finished_results(one)]
+        [
+            {k: v for k, v in run.items() if "seconds" not in k}
+            for run in sweep.finished_results(one)
+        ]
         for one in (whole, parts)
     ]
     assert timeless[0] == timeless[1]
 
 
-def test_cells_of_values_and_embeddings_join_a_sweep_that_began_without_them(minbert: Path, tmp_path: Path) -> None:
+def test_cells_of_values_and_embeddings_join_a_sweep_that_began_without_them(
+    minbert: Path, tmp_path: Path
+) -> None:
     import dataclasses
 
     one = settings(minbert, tmp_path / "out", "key:1e-2")
     sweep.open_sweep(one, "never")
     assert sweep.run_sweep(one, jobs=1, announce=lambda _: None)
-    more = dataclasses.replace(one, cells=study.chosen_cells(["key:1e-2", "value:1e-2", "embedding:1e-2"]))
+    more = dataclasses.replace(
+        one, cells=study.chosen_cells(["key:1e-2", "value:1e-2", "embedding:1e-2"])
+    )
     sweep.open_sweep(more, "auto")
     assert sweep.run_sweep(more, jobs=1, announce=lambda _: None)
     baseline, key, value, embedding = sweep.finished_results(more)
-    assert [run["cell"] for run in (baseline, key, value, embedding)] == [cell.name for cell in more.cells]
+    assert [run["cell"] for run in (baseline, key, value, embedding)] == [
+        cell.name for cell in more.cells
+    ]
     for run, moved in ((value, "encoder.0.value"), (embedding, "token_embedding")):
         assert run["penalty"] > 0
         assert run["errors"][-1][moved] != baseline["errors"][-1][moved]
 
 
-def test_a_trial_whose_process_died_is_trained_again_and_a_living_one_is_not(minbert: Path, tmp_path: Path) -> None:
+def test_a_trial_whose_process_died_is_trained_again_and_a_living_one_is_not(
+    minbert: Path, tmp_path: Path
+) -> None:
     one = settings(minbert, tmp_path / "out", "key:1e-2")
     sweep.open_sweep(one, "never")
     taken = sweep._take(one)
@@ -89,7 +103,9 @@ def waiting(one: sweep.SweepSettings) -> int:
     return len(sweep._study(one).get_trials(states=(TrialState.WAITING,)))
 
 
-def test_other_settings_and_foreign_folders_are_refused_and_seeds_may_be_added(minbert: Path, tmp_path: Path) -> None:
+def test_other_settings_and_foreign_folders_are_refused_and_seeds_may_be_added(
+    minbert: Path, tmp_path: Path
+) -> None:
     import dataclasses
 
     one = settings(minbert, tmp_path / "out", "key:1e-2")
@@ -105,7 +121,9 @@ def test_other_settings_and_foreign_folders_are_refused_and_seeds_may_be_added(m
         sweep.open_sweep(dataclasses.replace(one, out=str(tmp_path / "mine")), "auto")
 
 
-def test_a_training_that_diverges_is_a_result(minbert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_diverges_is_a_result(
+    minbert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def diverge(*_: Any, penalty: Any, **__: Any) -> dict[str, Any]:
         if penalty is not None:
             raise ConvergenceError("step 2: not finite")
@@ -147,12 +165,23 @@ def test_a_tracker_is_told_of_every_training_and_of_the_tables(
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)
     monkeypatch.setattr(multitask, "train_multitask", train)
     monkeypatch.setitem(study.SCALES, "mini", TINY)
-    words = ["sweep", "mcgrath2024", "--data", str(minbert), "--out", str(tmp_path / "out"), "--cells", "key:1e-2"]
+    words = [
+        "sweep",
+        "mcgrath2024",
+        "--data",
+        str(minbert),
+        "--out",
+        str(tmp_path / "out"),
+        "--cells",
+        "key:1e-2",
+    ]
     assert main([*words, "--seeds", "1", "--jobs", "1", "--track", "notebook"]) == 1
     baseline, failed, tables = Notebook.records
     assert baseline.config is not None
     assert (baseline.config["cell"], baseline.config["seed"]) == ("baseline", 0)
-    assert baseline.rows[:2] == [(step, {"orthogonality_error/encoder.0.key": 1.0 + step}) for step in (0, 2)]
+    assert baseline.rows[:2] == [
+        (step, {"orthogonality_error/encoder.0.key": 1.0 + step}) for step in (0, 2)
+    ]
     assert baseline.rows[2][1]["final/valid/overall"] == 0.48
     assert failed.rows == [(0, {"final/succeeded": 0})]
     assert tables.rows[0][1]["final/baseline/sst"] == 0.3
@@ -160,7 +189,10 @@ def test_a_tracker_is_told_of_every_training_and_of_the_tables(
 
 
 def test_the_command_writes_his_figures_and_table(
-    minbert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    minbert: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(study.SCALES, "mini", TINY)
     out = tmp_path / "out"
@@ -181,14 +213,23 @@ def test_the_command_writes_his_figures_and_table(
     ]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    for said in ("paper says", "we got (key:1e-2)", "Holm over every cell", "QR loss by householder", "Drift of the"):
+    for said in (
+        "paper says",
+        "we got (key:1e-2)",
+        "Holm over every cell",
+        "QR loss by householder",
+        "Drift of the",
+    ):
         assert said in printed
     with (out / "table-1.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [(row["row"], row["source"]) for row in table][:4] == [
         ("baseline", "paper"), ("baseline", "ours"), ("key", "paper"), ("key", "ours"),
     ]  # fmt: skip
-    runs = [json.loads((out / "trials" / "key-1e-2" / f"seed-{seed}.json").read_text()) for seed in (0, 1)]
+    runs = [
+        json.loads((out / "trials" / "key-1e-2" / f"seed-{seed}.json").read_text())
+        for seed in (0, 1)
+    ]
     scores = [run["scores"]["overall"] for run in runs]
     assert float(table[3]["overall"]) == pytest.approx(sum(scores) / 2)
     assert float(table[3]["overall_se"]) == pytest.approx(abs(scores[0] - scores[1]) / 2)
@@ -198,7 +239,9 @@ def test_the_command_writes_his_figures_and_table(
     assert {row["step"] for row in rows} == {"0", "2", "3"}
     for name in ("figure-1.svg", "figure-3.svg", "table-1.svg", "sweep.csv", "results.md"):
         assert (out / name).stat().st_size > 200
-    assert main([*words, "--resume", "auto"]) == 0  # nothing is left to train: the tables are written again
+    assert (
+        main([*words, "--resume", "auto"]) == 0
+    )  # nothing is left to train: the tables are written again
     assert main(words) == 2
 
 
@@ -206,16 +249,30 @@ def test_the_command_writes_his_figures_and_table(
 def test_interrupt_then_resume_in_two_processes(minbert: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = (
-        "import sys; from wellposed.recipes.mcgrath2024 import grid as study; from wellposed.cli import main\n"
-        "from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions\n"
-        f"study.SCALES['mini'] = MultiTaskOptions(**{TINY.to_dict()!r} | {{'steps': 60}})\n"
-        "if __name__ == '__main__': raise SystemExit(main(sys.argv[1:]))\n"
+        "import sys; from wellposed.recipes.mcgrath2024 import grid as study; from wellposed.cli"
+        " import main\nfrom wellposed.recipes.mcgrath2024.multitask_options import"
+        f" MultiTaskOptions\nstudy.SCALES['mini'] = MultiTaskOptions(**{TINY.to_dict()!r} |"
+        " {'steps': 60})\nif __name__ == '__main__': raise SystemExit(main(sys.argv[1:]))\n"
     )
     script = tmp_path / "command.py"
     script.write_text(code)
-    words = ["sweep", "mcgrath2024", "--data", str(minbert), "--out", str(out), "--seeds", "2", "--cells", "key:1e-2"]
+    words = [
+        "sweep",
+        "mcgrath2024",
+        "--data",
+        str(minbert),
+        "--out",
+        str(out),
+        "--seeds",
+        "2",
+        "--cells",
+        "key:1e-2",
+    ]
     started = subprocess.Popen(
-        [sys.executable, str(script), *words, "--jobs", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), *words, "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 200
     while not list(out.glob("trials/*/seed-*.lock")) and time.monotonic() < deadline:
@@ -233,6 +290,8 @@ def test_interrupt_then_resume_in_two_processes(minbert: Path, tmp_path: Path) -
         check=False,
     )
     assert again.returncode == 0, again.stderr
-    assert not re.search(r"^\[\d", again.stdout, re.MULTILINE), "--quiet: no line of progress, of no process"
+    assert not re.search(r"^\[\d", again.stdout, re.MULTILINE), (
+        "--quiet: no line of progress, of no process"
+    )
     assert len(list(out.glob("trials/*/seed-*.json"))) == 4
     assert (out / "table-1.svg").exists()

@@ -1,4 +1,5 @@
-"""The table of McGrath (2024) at toy size: scores, losses, batches, penalties, and what a seed decides."""
+"""The table of McGrath (2024) at toy size: scores, losses, batches, penalties, and what a seed
+decides."""
 
 from __future__ import annotations
 
@@ -44,9 +45,13 @@ def test_the_grid_is_his_sweep_and_the_qr_forms() -> None:
 def test_losses_are_those_of_the_paper() -> None:
     logits = torch.randn(6, 5)
     labels = torch.tensor([0.0, 1, 2, 3, 4, 0])
-    torch.testing.assert_close(multitask.task_loss("sst", logits, labels), F.cross_entropy(logits, labels.long()))
+    torch.testing.assert_close(
+        multitask.task_loss("sst", logits, labels), F.cross_entropy(logits, labels.long())
+    )
     output, duplicate = torch.randn(6, 1), torch.tensor([1.0, 0, 1, 1, 0, 0])
-    expected = -(duplicate * F.logsigmoid(output[:, 0]) + (1 - duplicate) * F.logsigmoid(-output[:, 0])).mean()
+    expected = -(
+        duplicate * F.logsigmoid(output[:, 0]) + (1 - duplicate) * F.logsigmoid(-output[:, 0])
+    ).mean()
     torch.testing.assert_close(multitask.task_loss("para", output, duplicate), expected)
     expected = (5 / (1 + torch.exp(-output[:, 0])) - labels).square().mean()
     torch.testing.assert_close(multitask.task_loss("sts", output, labels), expected)
@@ -99,9 +104,13 @@ def test_training_lowers_the_loss_and_reaches_the_reference_scores(minbert: Path
     assert found["train_loss"] < 3  # from ln 5 + ln 2 + the variance of the scores, about 4
     assert found["errors"][0]["step"] == 0
     assert found["errors"][-1]["step"] == 30
-    assert {"encoder.0.query", "encoder.0.key", "encoder.0.value", "token_embedding", "affinity.0"} <= found["errors"][
-        0
-    ].keys()
+    assert {
+        "encoder.0.query",
+        "encoder.0.key",
+        "encoder.0.value",
+        "token_embedding",
+        "affinity.0",
+    } <= found["errors"][0].keys()
 
 
 def test_a_seed_decides_weights_and_batches_whatever_the_penalty(
@@ -110,7 +119,9 @@ def test_a_seed_decides_weights_and_batches_whatever_the_penalty(
     drawn: list[list[int]] = []
     real = multitask.batch_of
     monkeypatch.setattr(
-        multitask, "batch_of", lambda rows, which, pad: drawn.append(list(which)) or real(rows, which, pad)
+        multitask,
+        "batch_of",
+        lambda rows, which, pad: drawn.append(list(which)) or real(rows, which, pad),
     )
     baseline = multitask.train_multitask(sets, TINY, seed=1)
     plain = list(drawn)

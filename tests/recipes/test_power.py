@@ -1,4 +1,5 @@
-"""What a verdict could see, stated beforehand: against scipy's distribution, a simulation, and by hand."""
+"""What a verdict could see, stated beforehand: against scipy's distribution, a simulation, and by
+hand."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from wellposed.statistics import detectable_difference, paired_comparison
 def test_the_power_at_the_difference_is_that_of_the_noncentral_t(pairs: int, level: float) -> None:
     shift = detectable_difference(2.0, pairs, level=level) / 2.0 * math.sqrt(pairs)
     critical = t.isf(level / 2, pairs - 1)
-    assert nct.sf(critical, pairs - 1, shift) == pytest.approx(0.8, abs=1e-3), "the other side has hardly any share"
+    assert nct.sf(critical, pairs - 1, shift) == pytest.approx(0.8, abs=1e-3), (
+        "the other side has hardly any share"
+    )
 
 
 def test_a_simulated_paired_test_sees_it_four_times_in_five() -> None:
@@ -48,7 +51,9 @@ def test_it_scales_with_the_deviation_and_falls_with_seeds_and_level() -> None:
     assert detectable_difference(1.0, 5, level=0.01) > detectable_difference(1.0, 5)
 
 
-@pytest.mark.parametrize(("deviation", "pairs"), [(1.0, 1), (-1.0, 3), (math.nan, 3), (math.inf, 3)])
+@pytest.mark.parametrize(
+    ("deviation", "pairs"), [(1.0, 1), (-1.0, 3), (math.nan, 3), (math.inf, 3)]
+)
 def test_bad_input(deviation: float, pairs: int) -> None:
     with pytest.raises(DataError, match="expected pairs >= 2 and a deviation >= 0"):
         detectable_difference(deviation, pairs)
@@ -72,4 +77,7 @@ def test_what_every_seed_has_to_agree_on() -> None:
     power = Power(lambda request: 4)
     plan = power.plan(Request("mini", Path()))
     assert (1 - plan["smallest_seen"]) ** 4 == pytest.approx(0.2)
-    assert "one training of each kind" in replace(power, seeds=lambda request: 1).plan(Request("mini", Path()))["words"]
+    assert (
+        "one training of each kind"
+        in replace(power, seeds=lambda request: 1).plan(Request("mini", Path()))["words"]
+    )

@@ -1,4 +1,5 @@
-"""The page of finished artefacts: from their files alone, never from toy sizes, and `reproduce all` resumes."""
+"""The page of finished artefacts: from their files alone, never from toy sizes, and `reproduce all`
+resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ import torch
 from wellposed.charts import Panel
 from wellposed.cli import main
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request, file_stem, reproduce
+from wellposed.recipes.reproduce import (
+    RECIPES,
+    Criterion,
+    Recipe,
+    Reproduction,
+    Request,
+    file_stem,
+    reproduce,
+)
 from wellposed.recipes.reproduction_page import reproduction_page
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +35,8 @@ def make(
     lacks_data: str = "",
     read: dict[str, str | None] | None = None,
 ) -> list[str]:
-    """Let every recipe finish at once with a made-up row; return the list of those that ran, and what they ``read``."""
+    """Let every recipe finish at once with a made-up row; return the list of those that ran, and
+    what they ``read``."""
     ran: list[str] = []
 
     def made(recipe: Recipe, request: Request) -> Reproduction:
@@ -39,7 +49,9 @@ def make(
             read[recipe.name] = request.data
         holds = {"figure-2": True, "figure-7": False}.get(recipe.name.removeprefix("kim2021/"))
         criterion = Criterion("a | b", seeds=3, uncertainty="two errors")
-        return Reproduction([{"a": 1}], [Panel("t", "x", "y")], f"got {request.scale}", holds, criterion=criterion)
+        return Reproduction(
+            [{"a": 1}], [Panel("t", "x", "y")], f"got {request.scale}", holds, criterion=criterion
+        )
 
     monkeypatch.setattr(Recipe, "__call__", made)
     return ran
@@ -47,10 +59,26 @@ def make(
 
 def run_all(tmp_path: Path, *words: str) -> tuple[int, Path]:
     page = tmp_path / "docs" / "page.md"
-    return main(["reproduce", "all", "--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]), page
+    return (
+        main(
+            [
+                "reproduce",
+                "all",
+                "--out",
+                str(tmp_path / "out"),
+                "--page",
+                str(page),
+                "--quiet",
+                *words,
+            ]
+        ),
+        page,
+    )
 
 
-def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_goes_on_where_it_stopped_and_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = make(monkeypatch, stops_at="sengupta2023/table-1")
     status, page = run_all(tmp_path)
     assert status == 130
@@ -61,7 +89,10 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path: Path, monkey
     text = page.read_text()
     assert text == reproduction_page(tmp_path / "out")
     assert text.count("\n## ") == len(list(RECIPES))
-    assert f"{len(list(RECIPES))} of {len(list(RECIPES))} artefacts: 1 confirmed, 1 contradicted" in text
+    assert (
+        f"{len(list(RECIPES))} of {len(list(RECIPES))} artefacts: 1 confirmed, 1 contradicted"
+        in text
+    )
     section = text.partition("## kim2021/figure-2 (mini)")[2].partition("\n## ")[0]
     for row in (
         f"| paper | {RECIPES.get('kim2021/figure-2').says} |", "| ours | got mini |", "| verdict | confirmed |",
@@ -71,10 +102,16 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path: Path, monkey
     ):  # fmt: skip
         assert row in section
     summary = RECIPES.get("kim2021/figure-2").summary
-    assert f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
-    assert "| verdict | contradicted |" in text.partition("## kim2021/figure-7 ")[2].partition("\n## ")[0]
     assert (
-        "| verdict | not comparable at this scale |" in text.partition("## kim2021/figure-3 ")[2].partition("\n## ")[0]
+        f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
+    )
+    assert (
+        "| verdict | contradicted |"
+        in text.partition("## kim2021/figure-7 ")[2].partition("\n## ")[0]
+    )
+    assert (
+        "| verdict | not comparable at this scale |"
+        in text.partition("## kim2021/figure-3 ")[2].partition("\n## ")[0]
     )
     assert run_all(tmp_path, "--strict")[0] == 1
 
@@ -98,7 +135,9 @@ def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ran == list(RECIPES)
 
 
-def test_what_is_finished_at_a_larger_scale_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_at_a_larger_scale_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(monkeypatch)
     run_all(tmp_path, "--scale", "medium")
     ran = make(monkeypatch)
@@ -109,11 +148,16 @@ def test_what_is_finished_at_a_larger_scale_is_kept(tmp_path: Path, monkeypatch:
     section = text.partition("## kim2021/figure-4 (medium)")[2].partition("\n## ")[0]
     assert "| could be seen | a difference of" in section
     assert "| levelled off | nothing is judged before every training has levelled off" in section
-    assert "| levelled off | not asked |" in text.partition("## kim2021/figure-11 (medium)")[2].partition("\n## ")[0]
+    assert (
+        "| levelled off | not asked |"
+        in text.partition("## kim2021/figure-11 (medium)")[2].partition("\n## ")[0]
+    )
     assert "could be seen" not in text.partition("## kim2021/figure-2 ")[2].partition("\n## ")[0]
 
 
-def test_files_of_an_earlier_form_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_an_earlier_form_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(monkeypatch)
     run_all(tmp_path)
     old = tmp_path / "out" / f"{file_stem('kim2021/figure-2')}.json"
@@ -147,7 +191,9 @@ def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(
         assert read["kim2021/figure-4"] == expected, "one recipe finds its own too"
 
 
-def test_a_result_says_what_was_read_where_no_data_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_says_what_was_read_where_no_data_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(monkeypatch)
     said: list[str] = []
     without = reproduce("kim2021/figure-4", out=tmp_path, announce=said.append)
@@ -155,7 +201,9 @@ def test_a_result_says_what_was_read_where_no_data_is_given(tmp_path: Path, monk
     assert without.result.notes == ("no data given: English prose that ships with Python",)
     assert "no data given: English prose" in reproduction_page(tmp_path)
     (tmp_path / "text.txt").write_text("words")
-    given = reproduce("kim2021/figure-4", out=tmp_path, data=str(tmp_path / "text.txt"), announce=said.append)
+    given = reproduce(
+        "kim2021/figure-4", out=tmp_path, data=str(tmp_path / "text.txt"), announce=said.append
+    )
     assert given.result.notes == ()
     assert len(said) == 1
 
@@ -167,17 +215,24 @@ def test_whatever_goes_with_data_takes_data() -> None:
             assert "data" in recipe.takes, name
 
 
-@pytest.mark.parametrize("name", ["kim2021/figure-2", "huang2020/signal", "sengupta2023/table-5", "frontier/order"])
+@pytest.mark.parametrize(
+    "name", ["kim2021/figure-2", "huang2020/signal", "sengupta2023/table-5", "frontier/order"]
+)
 def test_data_for_a_recipe_that_reads_none_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = make(monkeypatch)
-    with pytest.raises(ConfigError, match=rf"{name}: reads no data, received data='text.txt'; leave it out; these do"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name}: reads no data, received data='text.txt'; leave it out; these do",
+    ):
         reproduce(name, out=tmp_path, data="text.txt")
     assert ran == []
 
 
-def test_data_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_not_there_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = make(monkeypatch)
 
     def refuse(*_: Any, **__: Any) -> socket.socket:
@@ -187,7 +242,9 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(DataError, match="no such file or folder; give a file"):
         reproduce("kim2021/figure-4", out=tmp_path, data=str(tmp_path / "nothing"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with pytest.raises(DataError, match=r"huggingface.co cannot be reached \(no route\); go online") as failed:
+    with pytest.raises(
+        DataError, match=r"huggingface.co cannot be reached \(no route\); go online"
+    ) as failed:
         reproduce("kim2021/figure-4", out=tmp_path, data="hf:ptb")
     assert "\n" not in str(failed.value)
     assert ran == []
@@ -197,7 +254,9 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_committed_page_is_that_of_the_committed_results() -> None:
-    assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction_page(ROOT / "benchmarks" / "reproduction")
+    assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction_page(
+        ROOT / "benchmarks" / "reproduction"
+    )
 
 
 def test_committed_results_name_the_data_that_their_recipes_read() -> None:

@@ -1,4 +1,5 @@
-"""The recipes of sengupta2023: each runs at toy size, and what they measure is checked by another route."""
+"""The recipes of sengupta2023: each runs at toy size, and what they measure is checked by another
+route."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_table_and_figure_is_registered_with_its_claim_and_minutes() -> None:
-    mine = {name.removeprefix("sengupta2023/") for name in RECIPES if name.startswith("sengupta2023/")}
+    mine = {
+        name.removeprefix("sengupta2023/") for name in RECIPES if name.startswith("sengupta2023/")
+    }
     assert mine == set(NAMES)
     for name in NAMES:
         recipe = RECIPES.get(f"sengupta2023/{name}")
@@ -70,8 +73,13 @@ def test_every_recipe_leaves_table_figure_and_claim(name: str, data: str, shared
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
 def test_data_of_another_kind_is_no_reason_for_builtin_data(table: str, tmp_path: Path) -> None:
     (tmp_path / "piano").mkdir()
-    with pytest.raises(DataError, match=r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"):
-        reproduce(f"sengupta2023/{table}", scale="toy", out=tmp_path / "out", data=str(tmp_path / "piano"))
+    with pytest.raises(
+        DataError,
+        match=r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data",
+    ):
+        reproduce(
+            f"sengupta2023/{table}", scale="toy", out=tmp_path / "out", data=str(tmp_path / "piano")
+        )
 
 
 def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
@@ -93,9 +101,13 @@ def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
 def test_printed_averages_are_the_means_of_the_printed_tasks() -> None:
     tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
     for place, average in enumerate(PAPER["average"]):
-        assert math.fsum(PAPER[task][place] for task in tasks) / 5 == pytest.approx(average, abs=0.051)
+        assert math.fsum(PAPER[task][place] for task in tasks) / 5 == pytest.approx(
+            average, abs=0.051
+        )
     for model, average in QUOTED["average"].items():
-        assert math.fsum(QUOTED[task][model] for task in tasks) / 5 == pytest.approx(average, abs=0.051), model
+        assert math.fsum(QUOTED[task][model] for task in tasks) / 5 == pytest.approx(
+            average, abs=0.051
+        ), model
 
 
 def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
@@ -110,7 +122,11 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
         del request
         planned.extend(grid)
         return [
-            FinishedRun(config, folder, {"accuracy,valid": -abs(config.train.learning_rate - best[config.variant])})
+            FinishedRun(
+                config,
+                folder,
+                {"accuracy,valid": -abs(config.train.learning_rate - best[config.variant])},
+            )
             for folder, _, config in grid
         ]
 
@@ -120,7 +136,11 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
     rates = [(run.config.variant, run.config.train.learning_rate) for run in planned]
     three = [("post_ln", 1e-3), ("post_ln", 3e-3), ("post_ln", 9e-3)]
     three += [("transject", 3e-2), ("transject", 1e-1), ("transject", 3e-1)]
-    assert rates == [*three, ("post_ln", 3e-2), ("transject", 1e-2)], "both best rates were at an end"
+    assert rates == [
+        *three,
+        ("post_ln", 3e-2),
+        ("transject", 1e-2),
+    ], "both best rates were at an end"
     assert {run.config.train.seed for run in planned} == {trained_models.TUNING_SEED}
     assert len({run.folder for run in planned}) == 8
     assert trained_models.tuned_study(request, tuned, None, tuple(best)) == tuned
@@ -137,24 +157,43 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     imdb = text_study(request, "imdb")
     config = run_config(imdb, {"data": "x"}, "transject", 0)
     model, train = config.model, config.train
-    assert (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling) == (512, 6, 4, "mean")
-    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (5e-4, 0.9, 0.98, 1e-9)
+    assert (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling) == (
+        512,
+        6,
+        4,
+        "mean",
+    )
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (
+        5e-4,
+        0.9,
+        0.98,
+        1e-9,
+    )
     assert (train.batch_size, train.patience, imdb.sizes.options["max_length"]) == (32, 4, 512)
     for study in arena_studies(request):
         sizes = study.sizes
         assert (sizes.layers, sizes.experts, sizes.width, sizes.steps) == (2, 4, 512, 50_000)
         assert sizes.pooling == ("mean" if study.name == "lra-text" else "max")
     words = words_study(request).sizes
-    assert (words.width, words.layers, words.learning_rate, words.options["seq_len"]) == (512, 6, 1e-2, 36)
+    assert (words.width, words.layers, words.learning_rate, words.options["seq_len"]) == (
+        512,
+        6,
+        1e-2,
+        36,
+    )
 
 
 def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path: Path, data: str) -> None:
     study = text_study(Request("mini", tmp_path, data), "imdb")
     trains = [run_config(study, {}, variant, 1).train for variant in VARIANTS]
-    assert len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
+    assert (
+        len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
+    )
 
 
-def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(tmp_path: Path, data: str) -> None:
+def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(
+    tmp_path: Path, data: str
+) -> None:
     request = Request("mini", tmp_path, data)
     scaled = text_study(request, "imdb")
     unscaled = replace(scaled, scale_embeddings=False)
@@ -172,7 +211,9 @@ def test_data_is_found_in_a_folder_or_named_itself(data: str, tmp_path: Path) ->
     assert find_data(None, ("imdb",)) is None
     with pytest.raises(DataError, match="no such file or folder; give a folder that holds imdb"):
         find_data(str(tmp_path / "nothing"), ("imdb",))
-    with pytest.raises(ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"):
+    with pytest.raises(
+        ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"
+    ):
         reproduce("sengupta2023/table-1", scale="toy", out=tmp_path)
 
 
@@ -188,7 +229,10 @@ def test_a_task_that_no_model_learns_has_no_part_in_the_verdict(tmp_path: Path) 
 
 def test_a_chart_names_the_models_and_shows_their_errors(tmp_path: Path) -> None:
     study = text_study(Request("mini", tmp_path), "imdb")
-    rows = [{"model": name, "paper": 80.0, "ours": 70.0 + i, "standard_error": 0.5} for i, name in enumerate("AB")]
+    rows = [
+        {"model": name, "paper": 80.0, "ours": 70.0 + i, "standard_error": 0.5}
+        for i, name in enumerate("AB")
+    ]
     panel = tables.chart(study, [{**row, "model": f"Model {row['model']}"} for row in rows])
     plain = replace(panel, series=[replace(series, errors=()) for series in panel.series])
     draw([panel], tmp_path / "with.svg")
@@ -205,27 +249,38 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def test_layers_hold_the_ratios_of_token_distances() -> None:
-    model = build_model("wellposed", "sequence_classification", vocab_size=13, hidden_size=8, num_attention_heads=2)
+    model = build_model(
+        "wellposed", "sequence_classification", vocab_size=13, hidden_size=8, num_attention_heads=2
+    )
     model = model.double().eval()
     found = states.measure_layers(model, batches())
     with torch.no_grad():
         hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
     for row, count in ((0, 5), (1, 3)):
         ratios = [
-            float((hidden[-1][row, i] - hidden[-1][row, j]).norm() / (hidden[0][row, i] - hidden[0][row, j]).norm())
+            float(
+                (hidden[-1][row, i] - hidden[-1][row, j]).norm()
+                / (hidden[0][row, i] - hidden[0][row, j]).norm()
+            )
             for i in range(count)
             for j in range(i)
         ]
-        assert found.factors["euclidean"][-1][row] == pytest.approx(math.fsum(ratios) / len(ratios), rel=1e-9)
+        assert found.factors["euclidean"][-1][row] == pytest.approx(
+            math.fsum(ratios) / len(ratios), rel=1e-9
+        )
     assert len(found.entropies) == 3
     assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
 
 
 def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
-    plain = build_model("wellposed", "sequence_classification", vocab_size=13, hidden_size=16, num_attention_heads=2)
+    plain = build_model(
+        "wellposed", "sequence_classification", vocab_size=13, hidden_size=16, num_attention_heads=2
+    )
     parts = states.part_entropies(plain.eval(), batches())
     assert [len(row) for row in parts] == [2, 2]
-    model = build_model("transject", "sequence_classification", vocab_size=13, hidden_size=16, num_experts=3).eval()
+    model = build_model(
+        "transject", "sequence_classification", vocab_size=13, hidden_size=16, num_experts=3
+    ).eval()
     assert [len(row) for row in states.part_entropies(model, batches())] == [3, 3]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     weights = states.gate_weights(model, batches())
@@ -248,22 +303,30 @@ def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path
     assert isinstance(again, FinishedRun)
     assert again.metrics == first.metrics
     assert (first.folder / "result.json").stat().st_mtime_ns == before
-    wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, clip=0.0, steps=6))
+    wild = replace(
+        study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, clip=0.0, steps=6)
+    )
     _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}
     assert math.isnan(broken.metric("accuracy,test"))
 
 
-def test_speed_is_measured_beside_both_kinds_of_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_measured_beside_both_kinds_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     allowed = []
 
-    def seconds(calls: Mapping[str, Callable[[], None]], repeats: int, *, warmup: int) -> dict[str, float]:
+    def seconds(
+        calls: Mapping[str, Callable[[], None]], repeats: int, *, warmup: int
+    ) -> dict[str, float]:
         for name, call in calls.items():
             with monkeypatch.context() as watched:
                 watched.setattr(
                     torch.nn.functional,
                     "scaled_dot_product_attention",
-                    lambda q, *args, name=name, **kwargs: (allowed.append((name, math_only())), q)[1],
+                    lambda q, *args, name=name, **kwargs: (allowed.append((name, math_only())), q)[
+                        1
+                    ],
                 )
                 call()
         return {name: 20.0 if name == "Transformer, N x N" else 1.0 for name in calls}

@@ -1,4 +1,5 @@
-"""A sweep whose files were damaged says which, and finished trainings survive the loss of the rest."""
+"""A sweep whose files were damaged says which, and finished trainings survive the loss of the
+rest."""
 
 from __future__ import annotations
 
@@ -25,22 +26,29 @@ def settings(tmp_path: Path) -> sweep.SweepSettings:
     (tmp_path / "data").mkdir()
     data = str(write_minbert(tmp_path / "data"))
     cells = grid.chosen_cells(["key:1e-2"])
-    found = sweep.SweepSettings(data, str(tmp_path / "out"), "toy", MultiTaskOptions(steps=1), cells, (0,))
+    found = sweep.SweepSettings(
+        data, str(tmp_path / "out"), "toy", MultiTaskOptions(steps=1), cells, (0,)
+    )
     sweep.open_sweep(found, "never")
     return found
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"op_code": 9' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n", b"null\n", b"\xff\n"]
+    "damage",
+    [b'{"op_code": 9' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n", b"null\n", b"\xff\n"],
 )
-def test_a_damaged_journal_is_named_and_can_be_removed(settings: sweep.SweepSettings, damage: bytes) -> None:
+def test_a_damaged_journal_is_named_and_can_be_removed(
+    settings: sweep.SweepSettings, damage: bytes
+) -> None:
     out = Path(settings.out)
     journal = out / sweep.JOURNAL
     first = settings.result_path(settings.trainings()[0])
     first.parent.mkdir(parents=True)
     write_record(first, RECORD)
     journal.write_bytes(damage + journal.read_bytes())
-    with pytest.raises(CheckpointError, match=r"journal\.log: cannot be read .*remove it and go on"):
+    with pytest.raises(
+        CheckpointError, match=r"journal\.log: cannot be read .*remove it and go on"
+    ):
         sweep.open_sweep(settings, "auto")
     journal.unlink()
     sweep.open_sweep(settings, "auto")
@@ -59,23 +67,39 @@ def test_a_changed_digit_of_a_result_is_found(tmp_path: Path) -> None:
     write_record(path, RECORD)
     assert read_record(path) == {**RECORD, "train_loss": None}
     path.write_text(path.read_text().replace('"sst": 0.5', '"sst": 0.6'))
-    with pytest.raises(CheckpointError, match=r"seed-0\.json: SHA-256 is \w+, expected \w+ \(altered\); remove it"):
+    with pytest.raises(
+        CheckpointError, match=r"seed-0\.json: SHA-256 is \w+, expected \w+ \(altered\); remove it"
+    ):
         read_record(path)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"scores": 5}, {"scores": {}}, {"seed": "0"}, {"status": "well"}, {"cell": None}, {"errors": None}]
+    "changes",
+    [
+        {"scores": 5},
+        {"scores": {}},
+        {"seed": "0"},
+        {"status": "well"},
+        {"cell": None},
+        {"errors": None},
+    ],
 )
-def test_a_result_of_before_digests_is_checked_by_its_types(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_result_of_before_digests_is_checked_by_its_types(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     path = tmp_path / "seed-0.json"
     path.write_text(json.dumps({**RECORD, "train_loss": 1.0}))
     assert read_record(path)["cell"] == "baseline"
     path.write_text(json.dumps({**RECORD, "train_loss": 1.0, **changes}))
-    with pytest.raises(CheckpointError, match=r"seed-0\.json: .*it is not the result of a training"):
+    with pytest.raises(
+        CheckpointError, match=r"seed-0\.json: .*it is not the result of a training"
+    ):
         read_record(path)
 
 
-def test_a_sweep_joins_one_that_begins_at_the_same_moment(settings: sweep.SweepSettings, tmp_path: Path) -> None:
+def test_a_sweep_joins_one_that_begins_at_the_same_moment(
+    settings: sweep.SweepSettings, tmp_path: Path
+) -> None:
     """Of two that were started together, one was told that the folder holds no sweep."""
     begun = tmp_path / "begun"
     begun.mkdir()

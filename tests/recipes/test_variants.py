@@ -18,7 +18,9 @@ BASE = RunConfig(task="listops")
 
 
 def test_every_variant_gives_a_different_configuration() -> None:
-    configs = {name: replace(apply_variant(name, BASE), variant="") for name in VARIANTS if name != "plain"}
+    configs = {
+        name: replace(apply_variant(name, BASE), variant="") for name in VARIANTS if name != "plain"
+    }
     pairs = [(a, b) for a in configs for b in configs if a < b and configs[a] == configs[b]]
     assert pairs == []
 
@@ -26,7 +28,10 @@ def test_every_variant_gives_a_different_configuration() -> None:
 def test_a_variant_does_not_depend_on_the_variant_before_it() -> None:
     for first in VARIANTS:
         for second in set(VARIANTS) - {"plain"}:
-            assert apply_variant(second, apply_variant(first, BASE)).model == apply_variant(second, BASE).model
+            assert (
+                apply_variant(second, apply_variant(first, BASE)).model
+                == apply_variant(second, BASE).model
+            )
 
 
 def test_a_variant_keeps_the_sizes_of_the_base() -> None:
@@ -48,8 +53,11 @@ def test_mcgrath_penalizes_one_role_by_the_norm_itself() -> None:
 
 
 def test_the_printed_form_leaves_the_feedforward_norms_unsquared() -> None:
-    """Against the penalty by hand: ``|M^T M - I|_F`` where oc3 has its square, and everything else alike."""
-    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    """Against the penalty by hand: ``|M^T M - I|_F`` where oc3 has its square, and everything else
+    alike."""
+    encoder = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
+    )
     found = {}
     for name in ("oc3", "oc3_printed"):
         options = replace(apply_variant(f"{name}:0.5", BASE).penalty, affinity=0.0)
@@ -70,8 +78,14 @@ SCRATCH = replace(BASE, start=StartOptions("some-model", from_scratch=True))
 
 
 def test_variants_of_a_model_to_start_from_leave_its_architecture_alone() -> None:
-    found = {name: apply_variant(name, STARTED) for name in ("plain", "oc1", "key", "query", "orthogonal", "l2")}
-    assert all(config.model == BASE.model and config.start.model == "some-model" for config in found.values())
+    found = {
+        name: apply_variant(name, STARTED)
+        for name in ("plain", "oc1", "key", "query", "orthogonal", "l2")
+    }
+    assert all(
+        config.model == BASE.model and config.start.model == "some-model"
+        for config in found.values()
+    )
     assert found["plain"] == replace(STARTED, variant="plain")
     assert found["oc1"].penalty == apply_variant("oc1", BASE).penalty
     assert found["key"].penalty == apply_variant("key", BASE).penalty
@@ -80,7 +94,9 @@ def test_variants_of_a_model_to_start_from_leave_its_architecture_alone() -> Non
 
 
 def test_variants_with_an_architecture_of_their_own_name_those_that_work() -> None:
-    with pytest.raises(ConfigError, match=r"variant 'pre_ln' makes an architecture of its own, and some-model") as told:
+    with pytest.raises(
+        ConfigError, match=r"variant 'pre_ln' makes an architecture of its own, and some-model"
+    ) as told:
         apply_variant("pre_ln", STARTED)
     named = str(told.value).partition("such a model: ")[2].split(", ")
     assert {"plain", "oc3", "key", "orthogonal", "l2"} <= set(named)
@@ -94,7 +110,11 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path: Path) -> None:
         apply_variant("t_fixup", STARTED)
     warm = replace(SCRATCH, train=replace(SCRATCH.train, warmup_share=0.1))
     config = apply_variant("t_fixup", warm)
-    assert (config.start.init, config.train.warmup_share, config.train.warmup_steps) == ("t_fixup", 0.0, 0)
+    assert (config.start.init, config.train.warmup_share, config.train.warmup_steps) == (
+        "t_fixup",
+        0.0,
+        0,
+    )
     (tmp_path / "config.json").write_text("{}")
     from_file = replace(BASE, start=StartOptions(str(tmp_path / "config.json")))
     assert apply_variant("t_fixup", from_file).start.init == "t_fixup"
@@ -114,7 +134,11 @@ def test_orthogonality_levels_are_nested() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "says"),
-    [("post_nl", "nearest: post_ln"), ("post_ln:3", "takes no value"), ("oc3:much", "must be a number")],
+    [
+        ("post_nl", "nearest: post_ln"),
+        ("post_ln:3", "takes no value"),
+        ("oc3:much", "must be a number"),
+    ],
 )
 def test_bad_variants_are_refused(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -129,6 +153,13 @@ def test_folder_and_summary() -> None:
 def test_options_of_one_attention_reach_only_the_variants_that_read_them() -> None:
     base = replace(BASE, model=ModelOptions(contractive=0.5, cosine_eps=0.1, l2_init_scale=0.2))
     assert apply_variant("post_ln", base).model == apply_variant("post_ln", BASE).model
-    contractive, cosine = apply_variant("l2_contractive", base).model, apply_variant("cosine", base).model
-    assert (contractive.contractive, contractive.l2_init_scale, contractive.cosine_eps) == (0.5, 0.2, 0.01)
+    contractive, cosine = (
+        apply_variant("l2_contractive", base).model,
+        apply_variant("cosine", base).model,
+    )
+    assert (contractive.contractive, contractive.l2_init_scale, contractive.cosine_eps) == (
+        0.5,
+        0.2,
+        0.01,
+    )
     assert (cosine.contractive, cosine.l2_init_scale, cosine.cosine_eps) == (None, None, 0.1)

@@ -1,4 +1,5 @@
-"""The Lipschitz variant: its parts are registered, training keeps its weights in their set, and no attack beats it."""
+"""The Lipschitz variant: its parts are registered, training keeps its weights in their set, and no
+attack beats it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,21 @@ import torch
 
 import wellposed as wp
 from wellposed.errors import ConfigError
-from wellposed.models import WellposedConfig, build_model, embedding_radius, input_vectors, model_keywords
-from wellposed.nn import BallAttention, BallCrossAttention, BudgetResidual, ConvexResidual, MaxMinFeedForward, NoNorm
+from wellposed.models import (
+    WellposedConfig,
+    build_model,
+    embedding_radius,
+    input_vectors,
+    model_keywords,
+)
+from wellposed.nn import (
+    BallAttention,
+    BallCrossAttention,
+    BudgetResidual,
+    ConvexResidual,
+    MaxMinFeedForward,
+    NoNorm,
+)
 from wellposed.recipes.variants import apply_variant
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
@@ -25,7 +39,8 @@ BASE = RunConfig("listops", model=SIZES)
 VOCABULARY: dict[str, Any] = {
     "vocab_size": 11, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-# Each held matrix is orthogonal to 1e-5, so its norm is below 1 + 1e-5; a path holds four of each block, and the head.
+# Each held matrix is orthogonal to 1e-5, so its norm is below 1 + 1e-5; a path holds four of each
+# block, and the head.
 OFF = (1 + 1e-5) ** 10
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 
@@ -48,13 +63,18 @@ def model_of(spec: str, kind: str = "sequence_classification", **sizes: Any) -> 
 
 
 def certified_part(model: Any, kind: str) -> Any:
-    """Return what has a certificate: of an encoder-decoder, whose decoder reads two sequences, the encoder."""
+    """Return what has a certificate: of an encoder-decoder, whose decoder reads two sequences, the
+    encoder."""
     return model.model.encoder if kind == "seq2seq_lm" else model
 
 
 @pytest.mark.parametrize("budget", [1.0, 3.0])
-@pytest.mark.parametrize("kind", ["sequence_classification", "sequence_pair_classification", "causal_lm", "seq2seq_lm"])
-def test_every_kind_of_model_keeps_its_budget_after_steps_of_training(kind: str, budget: float) -> None:
+@pytest.mark.parametrize(
+    "kind", ["sequence_classification", "sequence_pair_classification", "causal_lm", "seq2seq_lm"]
+)
+def test_every_kind_of_model_keeps_its_budget_after_steps_of_training(
+    kind: str, budget: float
+) -> None:
     model, handle = model_of(f"lipschitz:{budget}", kind)
     assert handle.error().worst <= 1e-5
     part = certified_part(model, kind)
@@ -64,12 +84,17 @@ def test_every_kind_of_model_keeps_its_budget_after_steps_of_training(kind: str,
     assert 0.01 < found.ratio(certificate) <= 1 + 1e-6
 
 
-@pytest.mark.parametrize(("budget", "norm", "is_padded"), [(1.0, "tok", True), (3.0, 2, False), (3.0, "inf", True)])
+@pytest.mark.parametrize(
+    ("budget", "norm", "is_padded"), [(1.0, "tok", True), (3.0, 2, False), (3.0, "inf", True)]
+)
 def test_no_attack_on_inputs_and_weights_beats_the_certificate_of_a_model_of_pairs(
     budget: float, norm: Any, is_padded: bool
 ) -> None:
     model, _ = model_of(f"lipschitz:{budget}", "sequence_pair_classification", num_hidden_layers=1)
-    masks = {"attention_mask": torch.tensor([[1, 1, 1, 0]]), "attention_mask_pair": torch.tensor([[1, 1, 0, 0]])}
+    masks = {
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+        "attention_mask_pair": torch.tensor([[1, 1, 0, 0]]),
+    }
     found = wp.lipschitz_lower_bound(
         model, (8, 16), norm=norm, restarts=2, steps=12, scales=(1e-3, 1e3),
         forward_kwargs=masks if is_padded else None,
@@ -88,7 +113,8 @@ def test_the_parts_are_those_of_the_design() -> None:
     assert isinstance(block.attention_residual, ConvexResidual)
     assert isinstance(model_of("lipschitz:2")[0].model.layers[0].attention_residual, BudgetResidual)
     assert isinstance(
-        model_of("lipschitz", "seq2seq_lm")[0].model.decoder.layers[0].cross_attention, BallCrossAttention
+        model_of("lipschitz", "seq2seq_lm")[0].model.decoder.layers[0].cross_attention,
+        BallCrossAttention,
     )
     lengths = input_vectors(model, IDS).norm(dim=-1)
     torch.testing.assert_close(lengths, torch.ones_like(lengths))
@@ -116,7 +142,9 @@ def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
     model, _ = model_of("lipschitz", "causal_lm", num_hidden_layers=0)
     ids = model.generate(IDS, max_new_tokens=3, do_sample=False)
     for length in (4, 5, 6):
-        assert torch.equal(model(input_ids=ids[:, :length]).logits[:, -1].argmax(-1), ids[:, length])
+        assert torch.equal(
+            model(input_ids=ids[:, :length]).logits[:, -1].argmax(-1), ids[:, length]
+        )
     with pytest.raises(ConfigError, match="the model has no blocks"):
         model(input_ids=IDS, use_cache=True)
     with pytest.raises(ConfigError, match="a decoder without blocks reads no source"):
@@ -125,7 +153,10 @@ def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "0.5", "inf", "nan"])
 def test_a_budget_that_no_residual_keeps_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"lipschitz: budget = {float(value)}, expected a finite number, 1 or more"):
+    with pytest.raises(
+        ConfigError,
+        match=f"lipschitz: budget = {float(value)}, expected a finite number, 1 or more",
+    ):
         apply_variant(f"lipschitz:{value}", BASE)
 
 
@@ -144,11 +175,26 @@ def test_the_temperature_of_the_base_is_kept() -> None:
             {"attention": "ball", "ball_temperature": 0.0},
             "ball_temperature: received 0.0; expected a finite",
         ),
-        ({"attention": "ball", "ball_max_temperature": math.inf}, "ball_max_temperature: received inf"),
-        ({"ball_temperature": 1.0}, "ball_temperature: received 1.0, which only attention 'ball' reads"),
-        ({"residual": "budget", "budget": 1.0}, "budget: received 1.0; expected a finite number > 1"),
-        ({"residual": "convex", "budget": 3.0}, "budget: received 3.0, which only residual 'budget' reads"),
-        ({"feedforward": "maxmin", "activation": "relu"}, "activation: received 'relu', which only feedforward 'mlp'"),
+        (
+            {"attention": "ball", "ball_max_temperature": math.inf},
+            "ball_max_temperature: received inf",
+        ),
+        (
+            {"ball_temperature": 1.0},
+            "ball_temperature: received 1.0, which only attention 'ball' reads",
+        ),
+        (
+            {"residual": "budget", "budget": 1.0},
+            "budget: received 1.0; expected a finite number > 1",
+        ),
+        (
+            {"residual": "convex", "budget": 3.0},
+            "budget: received 3.0, which only residual 'budget' reads",
+        ),
+        (
+            {"feedforward": "maxmin", "activation": "relu"},
+            "activation: received 'relu', which only feedforward 'mlp'",
+        ),
     ],
 )
 def test_options_out_of_range_or_unread_are_refused(options: dict[str, Any], says: str) -> None:
@@ -172,7 +218,12 @@ def test_what_the_bound_does_not_cover_is_refused(options: dict[str, Any], says:
 
 def test_the_temperatures_of_the_configuration_reach_the_heads() -> None:
     model: Any = build_model(
-        "wellposed", "causal_lm", attention="ball", ball_temperature=0.5, ball_max_temperature=1.5, num_hidden_layers=1
+        "wellposed",
+        "causal_lm",
+        attention="ball",
+        ball_temperature=0.5,
+        ball_max_temperature=1.5,
+        num_hidden_layers=1,
     )
     temperature, _ = model.model.layers[0].attention.head_scales()
     torch.testing.assert_close(temperature, torch.full((4,), 0.5))
@@ -191,7 +242,11 @@ def test_a_model_comes_back_from_disk(tmp_path: Path) -> None:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lipschitz")
     words = {"good": "fine great lovely", "bad": "awful dull poor"}
-    rows = [f"{label}\t{text.split()[i % 3]} film {i % 7}" for i in range(60) for label, text in words.items()]
+    rows = [
+        f"{label}\t{text.split()[i % 3]} film {i % 7}"
+        for i in range(60)
+        for label, text in words.items()
+    ]
     (folder / "train.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
     base = RunConfig(
         "text_classification",
@@ -204,12 +259,18 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_trained_run_keeps_its_budget_and_no_attack_turns_a_certified_example(run_folder: Path) -> None:
+def test_a_trained_run_keeps_its_budget_and_no_attack_turns_a_certified_example(
+    run_folder: Path,
+) -> None:
     model, _ = load_run_model(run_folder)
     certificate = wp.certify(model, seq_len=8).require()
     assert 0.3 < certificate.total <= 2 * OFF
-    assert wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20).ratio(certificate) <= 1 + 1e-6
-    task = build_task("text_classification", {"data": str(run_folder.parent / "train.tsv"), "max_length": 8})
+    assert (
+        wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20).ratio(certificate) <= 1 + 1e-6
+    )
+    task = build_task(
+        "text_classification", {"data": str(run_folder.parent / "train.tsv"), "max_length": 8}
+    )
     examples = task.dataset("test")
     batch = task.collate([examples[index] for index in range(len(examples))])
     curve = certified_accuracy(model, [batch], certificate, radii=[0.05, 0.2, 0.4], attack_steps=20)

@@ -25,15 +25,26 @@ from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 ENTROPY = 3.0
 ACCURACIES = ("accuracy,test", "accuracy,valid")
 PAPERS = "l2_contractive_kim2021"
-GOOD = {"lstm": 1.0, "dot_product": 1.0, "l2": 1.01, "l2_tied": 1.05, PAPERS: 1.1, "l2_tied_wide": 1.04}
+GOOD = {
+    "lstm": 1.0,
+    "dot_product": 1.0,
+    "l2": 1.01,
+    "l2_tied": 1.05,
+    PAPERS: 1.1,
+    "l2_tied_wide": 1.04,
+}
 GOOD["l2_contractive"] = 1.0  # by the sharp bound: beside the claim, never part of it
 
 
-def finished(task: str, variant: str, metrics: dict[str, float], *, depth: int = 1, seed: int = 0) -> FinishedRun:
+def finished(
+    task: str, variant: str, metrics: dict[str, float], *, depth: int = 1, seed: int = 0
+) -> FinishedRun:
     model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
     config = RunConfig(task, variant=variant, model=model, train=train)
     folder = Path("nowhere") / "gamma0.5"
-    return FinishedRun(config, folder, metrics, {"nats_per_char": ENTROPY}, {"parameters": 7, "seconds": 1.0})
+    return FinishedRun(
+        config, folder, metrics, {"nats_per_char": ENTROPY}, {"parameters": 7, "seconds": 1.0}
+    )
 
 
 def language_models(
@@ -46,13 +57,19 @@ def language_models(
 ) -> None:
     """Let the grid come out with these test NLL at one layer and at the deepest."""
 
-    def trained(request: Request, group: str, kinds: tuple[str, ...], sizes: Sizes) -> list[FinishedRun]:
+    def trained(
+        request: Request, group: str, kinds: tuple[str, ...], sizes: Sizes
+    ) -> list[FinishedRun]:
         del request, group
         both = ("nats_per_char,test", "nats_per_char,valid")
         return [
-            finished("char_lm", kind, dict.fromkeys(both, value + seed / 1000), depth=depth, seed=seed)
+            finished(
+                "char_lm", kind, dict.fromkeys(both, value + seed / 1000), depth=depth, seed=seed
+            )
             for kind in kinds
-            for depth, value in zip(sizes.depths, [nll[kind]] * (len(sizes.depths) - 1) + [deep[kind]], strict=True)
+            for depth, value in zip(
+                sizes.depths, [nll[kind]] * (len(sizes.depths) - 1) + [deep[kind]], strict=True
+            )
             for seed in range(sizes.seeds)
         ]
 
@@ -115,9 +132,14 @@ def test_language_models_that_still_learn_cannot_say(
 
 
 def five_models(
-    monkeypatch: pytest.MonkeyPatch, metric: str, values: Mapping[str, float | None], *, level: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+    values: Mapping[str, float | None],
+    *,
+    level: bool = True,
 ) -> None:
-    """Let each model reach its value with every seed, about a thousandth more with each; None diverged."""
+    """Let each model reach its value with every seed, about a thousandth more with each; None
+    diverged."""
 
     def trained(request: Request, study: Study) -> tuple[Any, list[FinishedRun]]:
         del request
@@ -146,15 +168,22 @@ def five_models(
 
 
 @pytest.mark.parametrize(
-    ("transject", "random", "holds"), [(0.8, 0.85, True), (0.8, 0.6, False), (0.6, 0.85, False), (None, 0.85, None)]
+    ("transject", "random", "holds"),
+    [(0.8, 0.85, True), (0.8, 0.6, False), (0.6, 0.85, False), (None, 0.85, None)],
 )
 def test_table_1_wants_each_of_the_two_to_win_its_task(
-    transject: float | None, random: float, holds: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    transject: float | None,
+    random: float,
+    holds: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     for name in ("imdb", "ag_news"):
         (tmp_path / "data" / name).mkdir(parents=True)
     plain = dict.fromkeys(("post_ln", "rezero", "orthogonal"), 0.7)
-    five_models(monkeypatch, "accuracy", {**plain, "transject": transject, "transject_random": random})
+    five_models(
+        monkeypatch, "accuracy", {**plain, "transject": transject, "transject_random": random}
+    )
     done = reproduce("sengupta2023/table-1", out=tmp_path, data=str(tmp_path / "data"))
     assert done.result.holds is holds
     models = [*MODELS.values(), "Linformer (quoted)", "Synthesizer (quoted)"]
@@ -182,14 +211,18 @@ def test_table_3_wants_the_least_perplexity(
     assert done.result.rows[3]["paper_valid"] == 134.82
 
 
-def test_table_2_judges_the_tasks_that_are_learnt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_table_2_judges_the_tasks_that_are_learnt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     plain = dict.fromkeys(("post_ln", "rezero", "orthogonal", "transject_random"), 0.7)
     for transject, holds in ((0.8, True), (0.6, False)):
         five_models(monkeypatch, "accuracy", {**plain, "transject": transject})
         done = reproduce("sengupta2023/table-2", out=tmp_path / str(holds))
         assert done.result.holds is holds
         assert "lra-text needs data=imdb and was left out" in done.result.notes
-        assert where_average(done.result.rows)["TransJect"] == pytest.approx(100 * transject + 0.1, abs=0.03)
+        assert where_average(done.result.rows)["TransJect"] == pytest.approx(
+            100 * transject + 0.1, abs=0.03
+        )
     five_models(monkeypatch, "accuracy", dict.fromkeys(VARIANTS, 0.5))
     assert reproduce("sengupta2023/table-2", out=tmp_path / "chance").result.holds is None
 
@@ -210,9 +243,24 @@ def test_tables_say_nothing_while_models_still_learn(
 
 def test_a_difference_within_the_noise_of_the_seeds_is_no_verdict() -> None:
     test = {variant: [0.70, 0.71, 0.72] for variant in VARIANTS}
-    assert sengupta.judge(sengupta.Scores({**test, "transject": [0.69, 0.75, 0.71]}, level=True), "transject") is None
-    assert sengupta.judge(sengupta.Scores({**test, "transject": [0.80, 0.82, 0.81]}, level=True), "transject") is True
-    assert sengupta.judge(sengupta.Scores({**test, "transject": [0.60, 0.62, 0.61]}, level=True), "transject") is False
+    assert (
+        sengupta.judge(
+            sengupta.Scores({**test, "transject": [0.69, 0.75, 0.71]}, level=True), "transject"
+        )
+        is None
+    )
+    assert (
+        sengupta.judge(
+            sengupta.Scores({**test, "transject": [0.80, 0.82, 0.81]}, level=True), "transject"
+        )
+        is True
+    )
+    assert (
+        sengupta.judge(
+            sengupta.Scores({**test, "transject": [0.60, 0.62, 0.61]}, level=True), "transject"
+        )
+        is False
+    )
 
 
 def where_average(rows: Any) -> dict[str, float]:
@@ -225,31 +273,43 @@ def test_table_1_at_medium_stands_the_papers_one_rate_beside_tuned_ones(
     (tmp_path / "data" / "imdb").mkdir(parents=True)
     values = {**dict.fromkeys(VARIANTS, 0.7), "transject": 0.8}
     five_models(monkeypatch, "accuracy", values)
-    done = reproduce("sengupta2023/table-1", scale="medium", out=tmp_path, data=str(tmp_path / "data"))
+    done = reproduce(
+        "sengupta2023/table-1", scale="medium", out=tmp_path, data=str(tmp_path / "data")
+    )
     assert done.result.holds is True
     (said,) = (note for note in done.result.notes if note.startswith("imdb-one-rate"))
     assert said.startswith("imdb-one-rate, the paper's 0.0005 for all: confirmed at this width, ")
     assert "8 times as far" in said
     tasks = [row["task"] for row in done.result.rows]
     assert tasks.count("imdb-one-rate") == len(VARIANTS)
-    assert {row["paper"] for row in done.result.rows if row["task"] == "imdb-one-rate"} == set(PAPER["imdb"])
+    assert {row["paper"] for row in done.result.rows if row["task"] == "imdb-one-rate"} == set(
+        PAPER["imdb"]
+    )
     assert done.result.criterion is not None
     assert done.result.criterion.seeds == 5
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [((-0.02, -0.021, -0.02), "a loss"), ((0.02, 0.021, 0.02), "no loss"), ((-0.02, 0.02, 0.0), "cannot be said")],
+    [
+        ((-0.02, -0.021, -0.02), "a loss"),
+        ((0.02, 0.021, 0.02), "no loss"),
+        ((-0.02, 0.02, 0.0), "cannot be said"),
+    ],
 )
 def test_ablations_are_beside_the_whole_model_of_the_same_seed(
     changes: Sequence[float], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def trained(request: Request, study: Study, *, variants: Sequence[str], task: Any = None) -> tuple[Any, list[Any]]:
+    def trained(
+        request: Request, study: Study, *, variants: Sequence[str], task: Any = None
+    ) -> tuple[Any, list[Any]]:
         del request, task
         less = changes if study.name.endswith("1") else (0.0, 0.0, 0.0)
         values = [0.7 + seed / 100 + less[seed] for seed in range(3)]
         return None, [
-            finished("text_classification", variants[0], dict.fromkeys(ACCURACIES, value), seed=seed)
+            finished(
+                "text_classification", variants[0], dict.fromkeys(ACCURACIES, value), seed=seed
+            )
             for seed, value in enumerate(values)
         ]
 

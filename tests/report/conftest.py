@@ -20,7 +20,9 @@ def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) ->
     for layer in range(layers):
         for role in ROLES:
             shape = (width, width) if not role.startswith("feed") else (4 * width, width)
-            values = np.linalg.svd(generator.normal(size=shape) / math.sqrt(width), compute_uv=False)
+            values = np.linalg.svd(
+                generator.normal(size=shape) / math.sqrt(width), compute_uv=False
+            )
             rows.append(
                 {
                     "stack": "encoder",
@@ -43,9 +45,20 @@ def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) ->
 
 def toml(values: dict[str, Any], place: str = "") -> str:
     """Nested plain values as TOML; the JSON of a string is one in TOML as well."""
-    plain = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    nested = [(f"{place}{json.dumps(key)}", value) for key, value in values.items() if isinstance(value, dict)]
-    return "\n".join([*plain, *(f"[{name}]\n{toml(value, f'{name}.')}" for name, value in nested)]) + "\n"
+    plain = [
+        f"{json.dumps(key)} = {json.dumps(value)}"
+        for key, value in values.items()
+        if not isinstance(value, dict)
+    ]
+    nested = [
+        (f"{place}{json.dumps(key)}", value)
+        for key, value in values.items()
+        if isinstance(value, dict)
+    ]
+    return (
+        "\n".join([*plain, *(f"[{name}]\n{toml(value, f'{name}.')}" for name, value in nested)])
+        + "\n"
+    )
 
 
 def write_run(
@@ -64,7 +77,12 @@ def write_run(
     folder.mkdir(parents=True)
     language = task == "char_lm"
     headline = "nats_per_char" if language else "accuracy"
-    results = {f"{headline},test": value, f"{headline},valid": value + 0.01, "loss,test": 1.2, "loss,valid": 1.3}
+    results = {
+        f"{headline},test": value,
+        f"{headline},valid": value + 0.01,
+        "loss,test": 1.2,
+        "loss,valid": 1.3,
+    }
     config = {
         "schema_version": 1,
         "task": task,
@@ -104,9 +122,19 @@ def write_run(
     rows = []
     for step in range(10, 101, 10):
         loss = 1.0 + 2 * math.exp(-step / 40) + 0.05 * float(generator.normal())
-        rows.append({"step": step, "split": "train", "loss": loss, "learning_rate": 1e-3, "seconds": 0.1 * step})
+        rows.append(
+            {
+                "step": step,
+                "split": "train",
+                "loss": loss,
+                "learning_rate": 1e-3,
+                "seconds": 0.1 * step,
+            }
+        )
         if step % 20 == 0:
-            rows.append({"step": step, "split": "valid", "loss": loss + 0.1, headline: value * step / 100})
+            rows.append(
+                {"step": step, "split": "valid", "loss": loss + 0.1, headline: value * step / 100}
+            )
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "config.toml").write_text(toml(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,5 @@
-"""From run folders to a comparison: which runs count, in which order, and what is said about them."""
+"""From run folders to a comparison: which runs count, in which order, and what is said about
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import scipy.stats
 from wellposed.errors import DataError
 from wellposed.report import aggregate
 
-VALUES = {"post_ln": [0.40, 0.42, 0.44], "oc3:1e-4": [0.45, 0.46, 0.50], "ablated": [0.41, 0.41, 0.44]}
+VALUES = {
+    "post_ln": [0.40, 0.42, 0.44],
+    "oc3:1e-4": [0.45, 0.46, 0.50],
+    "ablated": [0.41, 0.41, 0.44],
+}
 
 
 def edit(file: Path, **changes: Any) -> None:
@@ -93,7 +98,12 @@ def test_runs_that_did_not_succeed_are_listed_and_never_averaged(compare: Any, s
     edit(file, train_info={"status": status, "steps": 17, "reason": "loss is nan"})
     comparison = aggregate([folder])
     (run,) = comparison.excluded
-    assert (run.variant, run.seed, run.status, run.reason) == ("post_ln", "0", status, "loss is nan")
+    assert (run.variant, run.seed, run.status, run.reason) == (
+        "post_ln",
+        "0",
+        status,
+        "loss is nan",
+    )
     assert comparison.tasks[0].variants[0].seeds == (1, 2)
     assert comparison.tasks[0].variants[0].metrics["accuracy,test"].mean == pytest.approx(0.43)
     assert "loss is nan" in comparison.table()
@@ -116,10 +126,14 @@ def test_only_failed_runs_still_give_a_list(make_run: Any, tmp_path: Path) -> No
 
 def test_a_repeated_run_counts_once_the_newest(compare: Any, make_run: Any, tmp_path: Path) -> None:
     folder = compare({"post_ln": [0.4, 0.5]})
-    newer = make_run(tmp_path / "again", variant="post_ln", seed=0, value=0.6, date="2026-02-01T00:00:00+00:00")
+    newer = make_run(
+        tmp_path / "again", variant="post_ln", seed=0, value=0.6, date="2026-02-01T00:00:00+00:00"
+    )
     comparison = aggregate([folder, newer])
     assert comparison.tasks[0].variants[0].metrics["accuracy,test"].values == (0.6, 0.5)
-    assert [(run.status, run.folder.name) for run in comparison.excluded] == [("repeated", "seed-0")]
+    assert [(run.status, run.folder.name) for run in comparison.excluded] == [
+        ("repeated", "seed-0")
+    ]
 
 
 def test_configurations_are_never_pooled(make_run: Any, tmp_path: Path) -> None:
@@ -146,7 +160,9 @@ def test_tasks_and_data_are_kept_apart(compare: Any, make_run: Any, tmp_path: Pa
     assert "NO" in aggregate([tmp_path]).table()
 
 
-def test_metrics_that_are_not_finite_are_left_out_and_without_the_headline_a_run_has_failed(compare: Any) -> None:
+def test_metrics_that_are_not_finite_are_left_out_and_without_the_headline_a_run_has_failed(
+    compare: Any,
+) -> None:
     folder = compare({"post_ln": [0.4, 0.5]})
     file = folder / "post_ln" / "seed-0" / "result.json"
     results = json.loads(file.read_text())["results"]["listops"]
@@ -158,7 +174,10 @@ def test_metrics_that_are_not_finite_are_left_out_and_without_the_headline_a_run
         (run,) = comparison.excluded
         assert (run.seed, run.status) == ("0", "failed")
         assert run.reason == f"the headline metric is not a finite number: accuracy,test = {bad}"
-        assert (comparison.tasks[0].variants[0].seeds, comparison.tasks[0].variants[0].failed) == ((1,), (0,))
+        assert (comparison.tasks[0].variants[0].seeds, comparison.tasks[0].variants[0].failed) == (
+            (1,),
+            (0,),
+        )
 
 
 def test_every_damaged_file_is_named_at_once(compare: Any, tmp_path: Path) -> None:
@@ -192,7 +211,13 @@ def test_damaged_comparison_file(compare: Any) -> None:
 def test_table_csv_and_json(compare: Any, tmp_path: Path) -> None:
     comparison = aggregate([compare(VALUES)])
     table = comparison.table()
-    for expected in ("listops", "post_ln", "0.42 ± 0.012", "higher is better", "oc3:1e-4 against post_ln:"):
+    for expected in (
+        "listops",
+        "post_ln",
+        "0.42 ± 0.012",
+        "higher is better",
+        "oc3:1e-4 against post_ln:",
+    ):
         assert expected in table
     rows = list(csv.DictReader(comparison.to_csv(tmp_path / "c.csv").read_text().splitlines()))
     (row,) = [r for r in rows if r["variant"] == "oc3:1e-4" and r["metric"] == "accuracy,test"]
@@ -208,11 +233,15 @@ def test_one_seed_says_that_there_is_no_test(compare: Any) -> None:
 
 def test_aggregating_does_not_import_torch(compare: Any) -> None:
     code = (
-        "import sys; from pathlib import Path; from wellposed.report import aggregate; "
-        "print(aggregate([Path(sys.argv[1])]).table()); sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+        "import sys; from pathlib import Path; from wellposed.report import aggregate;"
+        " print(aggregate([Path(sys.argv[1])]).table()); sys.exit('torch' in sys.modules or"
+        " 'matplotlib' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(compare(VALUES))], check=False, capture_output=True, text=True
+        [sys.executable, "-c", code, str(compare(VALUES))],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "post_ln" in done.stdout

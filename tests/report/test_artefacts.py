@@ -1,4 +1,5 @@
-"""Folders of `reproduce` and `sweep` on the page: claim, verdict with its test, table, drawing; hostile ones too."""
+"""Folders of `reproduce` and `sweep` on the page: claim, verdict with its test, table, drawing;
+hostile ones too."""
 
 from __future__ import annotations
 
@@ -27,13 +28,19 @@ def write_artefact(folder: Path, claim: dict[str, Any] = CLAIM) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "kim2021-figure-2.json").write_text(json.dumps(claim))
     (folder / "kim2021-figure-2.csv").write_text("bound,name,tokens\n0.5,=1+1,100\n0.25,<b>,1000\n")
-    draw([Panel("bound", "tokens", "ratio", [Series("upper", [100, 1000], [1, 2])])], folder / "kim2021-figure-2.svg")
+    draw(
+        [Panel("bound", "tokens", "ratio", [Series("upper", [100, 1000], [1, 2])])],
+        folder / "kim2021-figure-2.svg",
+    )
 
 
 @pytest.mark.parametrize(
-    ("holds", "verdict"), [(True, "holds"), (False, "does not hold"), (None, "cannot be said at this scale")]
+    ("holds", "verdict"),
+    [(True, "holds"), (False, "does not hold"), (None, "cannot be said at this scale")],
 )
-def test_a_claim_stands_with_its_verdict_and_the_test_of_it(tmp_path: Path, holds: bool | None, verdict: str) -> None:
+def test_a_claim_stands_with_its_verdict_and_the_test_of_it(
+    tmp_path: Path, holds: bool | None, verdict: str
+) -> None:
     write_artefact(tmp_path / "out", {**CLAIM, "holds": holds})
     text = build_report([tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8")
     page = Page(text)
@@ -57,10 +64,16 @@ def test_a_sweep_shows_its_conclusions_tables_and_drawings(tmp_path: Path) -> No
     folder.mkdir(parents=True)
     (folder / "sweep.csv").write_text("cell,overall\nbaseline,0.38\nkey:1e-2,0.39\n")
     (folder / "results.md").write_text(
-        "# McGrath (2024), mini scale\n\nModel: a BERT\n\n| cell |\n| --- |\n\n- none of the cells differs\n"
+        "# McGrath (2024), mini scale\n\nModel: a BERT\n\n| cell |\n| --- |\n\n- none of the cells"
+        " differs\n"
     )
-    draw([Panel("score", "cell", "overall", [Series("ours", [0, 1], [0.38, 0.39])])], folder / "figure-1.svg")
-    page = Page(build_report([tmp_path / "runs"], tmp_path / "page.html").read_text(encoding="utf-8"))
+    draw(
+        [Panel("score", "cell", "overall", [Series("ours", [0, 1], [0.38, 0.39])])],
+        folder / "figure-1.svg",
+    )
+    page = Page(
+        build_report([tmp_path / "runs"], tmp_path / "page.html").read_text(encoding="utf-8")
+    )
     for expected in ("McGrath (2024), mini scale", "Model: a BERT", "none of the cells differs"):
         assert expected in page.words
     assert page.csv("sweep") == [
@@ -72,7 +85,9 @@ def test_a_sweep_shows_its_conclusions_tables_and_drawings(tmp_path: Path) -> No
 def test_runs_and_artefacts_share_a_page(compare: Any, tmp_path: Path) -> None:
     folder = compare({"post_ln": [0.4]})
     write_artefact(tmp_path / "out")
-    page = Page(build_report([folder, tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8"))
+    page = Page(
+        build_report([folder, tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8")
+    )
     assert "1 finished run, 1 task" in page.words
     assert "kim2021/figure-2" in page.words
 

@@ -35,10 +35,14 @@ def deep(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 def test_spectra_have_one_panel_a_role_and_share_their_axis(deep: tuple[Page, int]) -> None:
     page, _ = deep
-    labels = [str(svg["aria-label"]) for svg in page.tags["svg"] if "singular" in str(svg["aria-label"])]
+    labels = [
+        str(svg["aria-label"]) for svg in page.tags["svg"] if "singular" in str(svg["aria-label"])
+    ]
     assert len(labels) == 6
-    assert labels[0] == (
-        "query over share of singular values: post_ln, before; post_ln, after; rezero, before; rezero, after"
+    assert (
+        labels[0]
+        == "query over share of singular values: post_ln, before; post_ln, after; rezero, before;"
+        " rezero, after"
     )
     heights = {str(svg["viewbox"]) for svg in page.tags["svg"]}
     assert len(heights) == 1
@@ -50,9 +54,15 @@ def test_a_row_for_each_variant_comes_before_folded_maps(deep: tuple[Page, int])
     assert [row["variant"] for row in largest] == ["post_ln", "rezero"]
     every = page.csv("1-listops-weights")
     for row in largest:
-        after = [w for w in every if (w["variant"], w["when"], w["role"]) == (row["variant"], "after", "query")]
+        after = [
+            w
+            for w in every
+            if (w["variant"], w["when"], w["role"]) == (row["variant"], "after", "query")
+        ]
         assert len(after) == LAYERS
-        assert float(row["query after"]) == max(float(weight["orthogonality_error"]) for weight in after)
+        assert float(row["query after"]) == max(
+            float(weight["orthogonality_error"]) for weight in after
+        )
     maps = [part for part in page.tags["details"] if part.get("data-variant")]
     assert len(maps) == 2
     assert not any("open" in part for part in maps)

@@ -1,4 +1,5 @@
-"""Failed runs are part of the verdict: the baseline stays the baseline, and survivors are never called better."""
+"""Failed runs are part of the verdict: the baseline stays the baseline, and survivors are never
+called better."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ from wellposed.statistics import PairedComparison
 from wellposed.training import result_schema
 
 BETTER = {"post_ln": [0.40, 0.41, 0.42], "rezero": [0.50, 0.52, 0.53], "pre_ln": [0.45, 0.46, 0.48]}
-DIVERGED = "step 40, learning rate 0.001: loss is nan; first at model.layers.0: 3 NaN; lower the learning rate"
+DIVERGED = (
+    "step 40, learning rate 0.001: loss is nan; first at model.layers.0: 3 NaN; lower the learning"
+    " rate"
+)
 
 
-def fail(folder: Path, variant: str, seed: int, *, status: str = "failed", reason: str = DIVERGED) -> None:
+def fail(
+    folder: Path, variant: str, seed: int, *, status: str = "failed", reason: str = DIVERGED
+) -> None:
     """Turn a finished run into one that ended as the training loop writes it."""
     file = folder / variant / f"seed-{seed}" / "result.json"
     record = json.loads(file.read_text())
@@ -42,28 +48,50 @@ def test_the_comparison_would_be_significant_if_every_seed_had_finished(compare:
     assert comparison_of(found, "pre_ln").verdict.startswith("better by ")
 
 
-def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(compare: Any, tmp_path: Path) -> None:
+def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(
+    compare: Any, tmp_path: Path
+) -> None:
     folder = compare(BETTER)
     for seed in range(3):
         fail(folder, "post_ln", seed)
     found = aggregate([folder])
     (task,) = found.tasks
     assert [result.variant for result in task.variants] == ["post_ln", "rezero", "pre_ln"]
-    assert (task.variants[0].seeds, task.variants[0].failed, task.variants[0].comparison) == ((), (0, 1, 2), None)
+    assert (task.variants[0].seeds, task.variants[0].failed, task.variants[0].comparison) == (
+        (),
+        (0, 1, 2),
+        None,
+    )
     said = "cannot be said: the baseline post_ln failed on all seeds"
     for variant in ("rezero", "pre_ln"):
         test = comparison_of(found, variant)
         assert test.verdict == said
-        assert (test.pairs, test.mean_difference, test.p_value, test.p_holm) == (0, None, None, None)
+        assert (test.pairs, test.mean_difference, test.p_value, test.p_holm) == (
+            0,
+            None,
+            None,
+            None,
+        )
         assert not test.significant
         assert f"{variant} against post_ln: {said}" in found.table()
     assert "0 of 3" in found.table()
     rows = list(csv.DictReader(found.to_csv(tmp_path / "c.csv").read_text().splitlines()))
-    assert {row["verdict"] for row in rows if row["variant"] != "post_ln" and row["metric"] == task.metric} == {said}
+    assert {
+        row["verdict"]
+        for row in rows
+        if row["variant"] != "post_ln" and row["metric"] == task.metric
+    } == {said}
     (row,) = (row for row in rows if row["variant"] == "post_ln")
-    assert (row["metric"], row["mean"], row["seeds"], row["failed"]) == ("accuracy,test", "", "0", "3")
+    assert (row["metric"], row["mean"], row["seeds"], row["failed"]) == (
+        "accuracy,test",
+        "",
+        "0",
+        "3",
+    )
     records = json.loads(found.to_json(tmp_path / "c.json").read_text())
-    assert [r["verdict"] for r in records["results"] if r["variant"] == "rezero" and r["verdict"]] == [said]
+    assert [
+        r["verdict"] for r in records["results"] if r["variant"] == "rezero" and r["verdict"]
+    ] == [said]
     page = build_report([folder], tmp_path / "report.html").read_text()
     assert f"rezero against post_ln: {said}" in page
     assert "Every variant learned" not in page
@@ -103,12 +131,16 @@ def test_a_failed_seed_of_the_baseline_leaves_no_verdict_on_anyone(compare: Any)
     assert comparison_of(found, "rezero").verdict == f"cannot be said: {one}; {base}"
 
 
-def test_a_variant_that_failed_on_every_seed_is_in_every_table(compare: Any, tmp_path: Path) -> None:
+def test_a_variant_that_failed_on_every_seed_is_in_every_table(
+    compare: Any, tmp_path: Path
+) -> None:
     folder = compare(BETTER)
     for seed in range(3):
         fail(folder, "pre_ln", seed)
     found = aggregate([folder])
-    assert comparison_of(found, "pre_ln").verdict.startswith("cannot be said: 3 of 3 seeds failed (diverged at")
+    assert comparison_of(found, "pre_ln").verdict.startswith(
+        "cannot be said: 3 of 3 seeds failed (diverged at"
+    )
     assert comparison_of(found, "rezero").verdict.startswith("better by ")
     assert build_report([folder], tmp_path / "report.html").read_text().count("no result") == 3
 
@@ -121,9 +153,17 @@ def test_runs_that_were_stopped_leave_no_verdict_either(compare: Any, status: st
     else:
         (folder / "rezero" / "seed-0" / "result.json").unlink()
     found = aggregate([folder])
-    reason = "interrupted after step 7" if status == "cancelled" else "no result.json: still running, or killed"
-    assert comparison_of(found, "rezero").verdict.startswith(f"cannot be said: 1 of 3 seeds did not finish ({reason}")
-    assert [(run.variant, run.seed, run.status) for run in found.excluded] == [("rezero", "0", status)]
+    reason = (
+        "interrupted after step 7"
+        if status == "cancelled"
+        else "no result.json: still running, or killed"
+    )
+    assert comparison_of(found, "rezero").verdict.startswith(
+        f"cannot be said: 1 of 3 seeds did not finish ({reason}"
+    )
+    assert [(run.variant, run.seed, run.status) for run in found.excluded] == [
+        ("rezero", "0", status)
+    ]
 
 
 def test_a_metric_that_is_nan_is_a_failure(compare: Any) -> None:
@@ -133,8 +173,10 @@ def test_a_metric_that_is_nan_is_a_failure(compare: Any) -> None:
     record["results"]["listops"]["accuracy,test"] = float("nan")
     file.write_text(json.dumps(record))
     verdict = comparison_of(aggregate([folder]), "rezero").verdict
-    assert verdict == (
-        "cannot be said: 1 of 3 seeds failed (the headline metric is not a finite number: accuracy,test = nan)"
+    assert (
+        verdict
+        == "cannot be said: 1 of 3 seeds failed (the headline metric is not a finite number:"
+        " accuracy,test = nan)"
     )
 
 
@@ -164,14 +206,19 @@ def test_where_everything_failed_that_is_said(compare: Any, tmp_path: Path) -> N
     assert said in build_report([folder], tmp_path / "report.html").read_text()
 
 
-def test_a_run_that_was_repeated_with_success_has_not_failed(compare: Any, make_run: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_repeated_with_success_has_not_failed(
+    compare: Any, make_run: Any, tmp_path: Path
+) -> None:
     folder = compare(BETTER)
     fail(folder, "rezero", 2)
-    again = make_run(tmp_path / "again", variant="rezero", seed=2, value=0.53, date="2026-02-01T00:00:00+00:00")
+    again = make_run(
+        tmp_path / "again", variant="rezero", seed=2, value=0.53, date="2026-02-01T00:00:00+00:00"
+    )
     found = aggregate([folder, again])
     assert comparison_of(found, "rezero").verdict.startswith("better by ")
     assert [run.status for run in found.excluded] == ["failed"]
-    # a newer run that diverged is what this configuration does now; one that was only stopped says nothing
+    # a newer run that diverged is what this configuration does now; one that was only stopped says
+    # nothing
     for status, failed in (("failed", (2,)), ("cancelled", ())):
         record = json.loads((again / "result.json").read_text())
         record["train_info"] |= {"status": status, "reason": "as told"}
@@ -179,7 +226,14 @@ def test_a_run_that_was_repeated_with_success_has_not_failed(compare: Any, make_
         fixed = json.loads((folder / "rezero" / "seed-0" / "result.json").read_text()) | {"seed": 2}
         fixed["config"]["train"]["seed"] = 2
         (folder / "rezero" / "seed-2" / "result.json").write_text(json.dumps(fixed))
-        assert next(r.failed for r in aggregate([folder, again]).tasks[0].variants if r.variant == "rezero") == failed
+        assert (
+            next(
+                r.failed
+                for r in aggregate([folder, again]).tasks[0].variants
+                if r.variant == "rezero"
+            )
+            == failed
+        )
 
 
 def test_the_reason_has_the_name_that_the_schema_gives_it(compare: Any) -> None:

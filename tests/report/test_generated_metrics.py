@@ -1,4 +1,5 @@
-"""Tasks whose headline is a score of generated text: compared by it, and learnt or not by the loss."""
+"""Tasks whose headline is a score of generated text: compared by it, and learnt or not by the
+loss."""
 
 from __future__ import annotations
 
@@ -13,12 +14,20 @@ from wellposed.report import aggregate, build_report
 
 @pytest.fixture
 def runs(tmp_path: Path, make_run: Any) -> Path:
-    """Write two variants with two seeds; the second has the better BLEU and has not learnt its targets."""
+    """Write two variants with two seeds; the second has the better BLEU and has not learnt its
+    targets."""
     for variant, scores, loss in (("post_ln", (20.0, 22.0), 2.0), ("oc3", (25.0, 26.0), 6.0)):
         for seed, score in enumerate(scores):
-            folder = make_run(tmp_path / variant / f"seed-{seed}", task="translation", variant=variant, seed=seed)
+            folder = make_run(
+                tmp_path / variant / f"seed-{seed}", task="translation", variant=variant, seed=seed
+            )
             result = json.loads((folder / "result.json").read_text())
-            values = {"bleu,test": score, "bleu,valid": score, "loss,valid": loss, "loss,test": loss}
+            values = {
+                "bleu,test": score,
+                "bleu,valid": score,
+                "loss,valid": loss,
+                "loss,test": loss,
+            }
             result |= {
                 "results": {"translation": values},
                 "headline": "bleu",
@@ -35,7 +44,10 @@ def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs: Path) -> None:
     assert (task.metric, task.higher_is_better) == ("bleu,test", True)
     assert (task.reference_metric, task.reference_value) == ("loss,valid", 5.5)
     first, second = task.variants
-    assert [(v.metrics["bleu,test"].mean, v.learned) for v in (first, second)] == [(21.0, True), (25.5, False)]
+    assert [(v.metrics["bleu,test"].mean, v.learned) for v in (first, second)] == [
+        (21.0, True),
+        (25.5, False),
+    ]
     assert first.metrics["bleu,test"].standard_error == pytest.approx(1.0)
     assert second.comparison is not None
     assert second.comparison.mean_difference == pytest.approx(4.5)

@@ -11,14 +11,23 @@ from tests.support.html_page import Page
 from wellposed.measurement import write_csv
 from wellposed.report import aggregate, build_report
 
-VARIANTS = ('=HYPERLINK("http://x")', "--><script>alert(1)</script>", "$\\frac{$", "@SUM(A1)", "]]></style><img src=x>")
+VARIANTS = (
+    '=HYPERLINK("http://x")',
+    "--><script>alert(1)</script>",
+    "$\\frac{$",
+    "@SUM(A1)",
+    "]]></style><img src=x>",
+)
 
 
 @pytest.fixture
 def page(tmp_path: Path, make_run: Any) -> Path:
     for number, variant in enumerate(VARIANTS):
         make_run(
-            tmp_path / "runs" / str(number), task="<img src=x onerror=y>", variant=variant, value=0.3 + 0.01 * number
+            tmp_path / "runs" / str(number),
+            task="<img src=x onerror=y>",
+            variant=variant,
+            value=0.3 + 0.01 * number,
         )
     return build_report([tmp_path / "runs"], tmp_path / "page.html")
 
@@ -30,7 +39,9 @@ def test_a_page_shows_hostile_names_as_text(page: Path) -> None:
     assert text.count("<script") == 1
     assert "<!--" not in text
     assert "alert" not in seen.script
-    assert not any(name.startswith("on") for each in seen.tags.values() for attrs in each for name in attrs)
+    assert not any(
+        name.startswith("on") for each in seen.tags.values() for attrs in each for name in attrs
+    )
     assert "&lt;script&gt;" in text
 
 

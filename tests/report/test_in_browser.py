@@ -1,4 +1,5 @@
-"""The page in a real browser: no request, no error, no sideways scroll; tables sort, variants toggle, curves speak."""
+"""The page in a real browser: no request, no error, no sideways scroll; tables sort, variants
+toggle, curves speak."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chro
 
 Visited = tuple[list[dict[str, Any]], list[str]]
 WIDTHS = (390, 1400)
-VALUES = {"post_ln": [0.40, 0.42], "a variant with a long name:1e-4": [0.35, 0.36], "oc3": [0.45, 0.46]}
+VALUES = {
+    "post_ln": [0.40, 0.42],
+    "a variant with a long name:1e-4": [0.35, 0.36],
+    "oc3": [0.45, 0.46],
+}
 
 # Runs at the end of the page; what it finds goes to the frame around it.
 PROBE = """{
@@ -113,7 +118,8 @@ addEventListener("message", (event) => {
 
 
 def visit(page: Path, *, dark: bool = False) -> Visited:
-    """Open a copy of ``page`` with the probe in it at both widths; return what it found, and the console."""
+    """Open a copy of ``page`` with the probe in it at both widths; return what it found, and the
+    console."""
     text = page.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
     text = text.replace("script-src '", f"script-src 'sha256-{digest}' '").replace(
@@ -124,14 +130,30 @@ def visit(page: Path, *, dark: bool = False) -> Visited:
     frames = [(width, "") for width in WIDTHS] + [(1400, "#attack")]
     around = page.with_name("frames.html")
     around.write_text(
-        FRAMES + "".join(f'<iframe width="{w}" height="900" src="{copy.name}{to}"></iframe>' for w, to in frames),
+        FRAMES
+        + "".join(
+            f'<iframe width="{w}" height="900" src="{copy.name}{to}"></iframe>' for w, to in frames
+        ),
         encoding="utf-8",
     )
-    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    words += ["--virtual-time-budget=5000", *(["--blink-settings=preferredColorScheme=0"] if dark else [])]
+    words = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ]
+    words += [
+        "--virtual-time-budget=5000",
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+    ]
     words += [f"--user-data-dir={page.parent / 'profile'}", around.as_uri()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
-    found = [json.loads(unescape(each)) for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)]
+    found = [
+        json.loads(unescape(each))
+        for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
+    ]
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert len(found) == len(frames), console
     return sorted(found, key=lambda each: each["width"][0]), console

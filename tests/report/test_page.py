@@ -1,4 +1,5 @@
-"""The page: complete, offline, escaped, well-formed, the same every time, and honest about missing files."""
+"""The page: complete, offline, escaped, well-formed, the same every time, and honest about missing
+files."""
 
 from __future__ import annotations
 
@@ -49,13 +50,21 @@ def test_it_needs_no_network_and_runs_one_script_of_ours(report: tuple[Path, str
     assert page.tags["script"][0] == {}
     assert "image" not in page.tags
     targets = [
-        str(v) for tag in page.tags.values() for a in tag for k, v in a.items() if k in ("href", "src", "xlink:href")
+        str(v)
+        for tag in page.tags.values()
+        for a in tag
+        for k, v in a.items()
+        if k in ("href", "src", "xlink:href")
     ]
     assert targets
     assert all(target.startswith(("#", "data:text/csv;")) for target in targets)
     assert "url(http" not in text
     assert "@import" not in text
-    (policy,) = (str(m["content"]) for m in page.tags["meta"] if m.get("http-equiv") == "Content-Security-Policy")
+    (policy,) = (
+        str(m["content"])
+        for m in page.tags["meta"]
+        if m.get("http-equiv") == "Content-Security-Policy"
+    )
     digest = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
     assert policy.split("; ") == [
         "default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "img-src data:",
@@ -69,16 +78,41 @@ def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) 
     names = page.csv_names()
     assert len(names) == len(set(names))
     for task in ("1-char_lm", "2-listops"):
-        for part in ("results", "metrics", "curves", "spectra", "orthogonality-largest", "weights", "training"):
+        for part in (
+            "results",
+            "metrics",
+            "curves",
+            "spectra",
+            "orthogonality-largest",
+            "weights",
+            "training",
+        ):
             assert page.csv(f"{task}-{part}"), part
-    curves = [row for row in page.csv("2-listops-curves") if row["metric"] == "accuracy" and row["step"] == "100"]
+    curves = [
+        row
+        for row in page.csv("2-listops-curves")
+        if row["metric"] == "accuracy" and row["step"] == "100"
+    ]
     (final,) = (row for row in curves if row["variant"] == "post_ln")
-    assert [float(final[name]) for name in ("mean", "low", "high")] == pytest.approx([0.41, 0.40, 0.42])
+    assert [float(final[name]) for name in ("mean", "low", "high")] == pytest.approx(
+        [0.41, 0.40, 0.42]
+    )
     assert {row["when"] for row in page.csv("2-listops-weights")} == {"before", "after"}
     first = page.csv("2-listops-results")[0]
-    assert [float(first[name]) for name in ("seed 0", "seed 1", "mean")] == [0.40, 0.42, (0.40 + 0.42) / 2]
+    assert [float(first[name]) for name in ("seed 0", "seed 1", "mean")] == [
+        0.40,
+        0.42,
+        (0.40 + 0.42) / 2,
+    ]
     spectra = page.csv("2-listops-spectra")
-    assert {row["role"] for row in spectra} == {"query", "key", "value", "output", "feedforward_in", "feedforward_out"}
+    assert {row["role"] for row in spectra} == {
+        "query",
+        "key",
+        "value",
+        "output",
+        "feedforward_in",
+        "feedforward_out",
+    }
     assert all(len(row["singular_values"].split()) == 16 for row in spectra)
 
 
@@ -102,7 +136,13 @@ def test_it_can_be_read_without_seeing(report: tuple[Path, str]) -> None:
 def test_every_string_is_escaped(compare: Any, make_run: Any, tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>&\"$x^{$"
     folder = compare({"post_ln": [0.4], evil.replace("/", "_"): [0.5]})
-    make_run(folder / "z", variant=f"{evil}z", command=("wellposed", evil), model={evil: evil}, value=0.45)
+    make_run(
+        folder / "z",
+        variant=f"{evil}z",
+        command=("wellposed", evil),
+        model={evil: evil},
+        value=0.45,
+    )
     failed = make_run(folder / "failed", variant=evil, status="failed")
     record = json.loads((failed / "result.json").read_text())
     record["train_info"]["reason"] = record["task"] = evil
@@ -189,8 +229,11 @@ def test_models_without_known_roles_have_no_heat_map(compare: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("old", [0, 1, 2], ids=["none", "some", "all"])
-def test_runs_with_and_without_the_scale_free_error_are_drawn(compare: Any, tmp_path: Path, old: int) -> None:
-    """Runs of version 0.1 hold the raw error alone; the figure shows what all runs have, and the table both."""
+def test_runs_with_and_without_the_scale_free_error_are_drawn(
+    compare: Any, tmp_path: Path, old: int
+) -> None:
+    """Runs of version 0.1 hold the raw error alone; the figure shows what all runs have, and the
+    table both."""
     folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
     files = sorted(folder.glob("**/measure-*.json"))
     assert len(files) == 4
@@ -226,7 +269,12 @@ def test_a_deep_model_with_many_singular_values_stays_small(make_run: Any, tmp_p
     record = json.loads((run / "measure-final.json").read_text())
     template = record["rows"][0]
     rows = [
-        {**template, "layer": layer, "role": role, "singular_values": [1 / (i + 1) for i in range(768)]}
+        {
+            **template,
+            "layer": layer,
+            "role": role,
+            "singular_values": [1 / (i + 1) for i in range(768)],
+        }
         for layer in range(12)
         for role in ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
     ]

@@ -1,4 +1,5 @@
-"""`report --watch`: a whole page at every moment, written again when a run logs, at rest after Ctrl-C."""
+"""`report --watch`: a whole page at every moment, written again when a run logs, at rest after
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def watching(runs: Path, out: Path) -> subprocess.Popen[str]:
     """Start the command; a session in the background ignores Ctrl-C and would hand that down."""
     words = [sys.executable, "-m", "wellposed", "report", str(runs), "--watch", "--out", str(out)]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heard)
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heard
+    )
 
 
 def refreshes(page: Page) -> bool:

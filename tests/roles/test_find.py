@@ -1,4 +1,5 @@
-"""What find_roles does off the beaten path: torch's fused attention, patterns, wrappers, sharing, errors."""
+"""What find_roles does off the beaten path: torch's fused attention, patterns, wrappers, sharing,
+errors."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_views_of_multihead_attention_rebuild_its_output(widths: dict[str, int])
         return tensor.unflatten(-1, (HEADS, role.head_dim)).transpose(1, 2)
 
     query, key, value = (
-        split(part @ view.tensor().T) for part, view in ((x, role.query), (y, role.key), (z, role.value))
+        split(part @ view.tensor().T)
+        for part, view in ((x, role.query), (y, role.key), (z, role.value))
     )
     mixed = (query @ key.mT / role.head_dim**0.5).softmax(-1) @ value
     expected = mixed.transpose(1, 2).flatten(2) @ role.output.tensor().T
@@ -101,7 +103,10 @@ def test_no_match_lists_what_was_seen_and_how_to_go_on() -> None:
 
 def test_patterns_that_match_nothing_are_all_named() -> None:
     with pytest.raises(RoleNotFoundError) as caught:
-        find_roles(Odd(), patterns=PATTERNS | {"query": "*.wquery.weight", "key": ["*.wk.weight", "nothing"]})
+        find_roles(
+            Odd(),
+            patterns=PATTERNS | {"query": "*.wquery.weight", "key": ["*.wk.weight", "nothing"]},
+        )
     message = str(caught.value)
     assert "'*.wquery.weight'" in message
     assert "'nothing'" in message
@@ -224,4 +229,7 @@ def test_neighbouring_rows_of_a_fused_weight_join_into_one_view() -> None:
     assert whole.tensor() is role.query.parameter
     assert output is role.output
     assert [view.rows for view in joined_views((role.key, role.value))] == [(D, 3 * D)]
-    assert [view.rows for view in joined_views((role.query, role.value))] == [(0, D), (2 * D, 3 * D)]
+    assert [view.rows for view in joined_views((role.query, role.value))] == [
+        (0, D),
+        (2 * D, 3 * D),
+    ]

@@ -1,4 +1,5 @@
-"""Trains one constrained model as one process, DDP x 2 and FSDP2 x 2 (gloo), and writes what happened as JSON.
+"""Trains one constrained model as one process, DDP x 2 and FSDP2 x 2 (gloo), and writes what
+happened as JSON.
 
 Run by test_distributed.py: ``python constrain_worker.py OUT_DIRECTORY``.
 """
@@ -91,7 +92,9 @@ def train(kind: str, rank: int) -> dict[str, Any]:
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+    )
     kinds = ["single", "ddp", "fsdp2", "single bf16", "fsdp2 bf16", "single decay", "fsdp2 decay"]
     kinds += [f"{way} {to}" for to in ("spectral", "columns") for way in ("single", "ddp", "fsdp2")]
     found = {kind: train(kind, rank) for kind in kinds}

@@ -1,4 +1,5 @@
-"""A model with weights of every shape, a regression to train it on, and the slow reference of the error."""
+"""A model with weights of every shape, a regression to train it on, and the slow reference of the
+error."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ NAMES = ["square", "tall", "wide"]
 
 
 def isometry_error(weight: Tensor) -> float:
-    """The slow reference: max |W^T W - I| on the smaller side, in float64, entry by entry from column products."""
+    """The slow reference: max |W^T W - I| on the smaller side, in float64, entry by entry from
+    column products."""
     matrix = weight.detach().double()
     matrix = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
     worst = 0.0

@@ -1,4 +1,5 @@
-"""Ten families of models that nobody here wrote, two layers each, as their libraries initialise them."""
+"""Ten families of models that nobody here wrote, two layers each, as their libraries initialise
+them."""
 
 from __future__ import annotations
 
@@ -28,31 +29,39 @@ FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
         ),
     },
     "RoBERTa": {
-        "RobertaModel": lambda: transformers.RobertaModel(hf.roberta_config(WIDTH, layer_norm_eps=1e-5)),
+        "RobertaModel": lambda: transformers.RobertaModel(
+            hf.roberta_config(WIDTH, layer_norm_eps=1e-5)
+        ),
         "RobertaForSequenceClassification": lambda: transformers.RobertaForSequenceClassification(
             hf.roberta_config(WIDTH, layer_norm_eps=1e-5)
         ),
     },
     "DistilBERT": {
         "DistilBertModel": lambda: transformers.DistilBertModel(hf.distilbert_config(WIDTH)),
-        "DistilBertForSequenceClassification": lambda: transformers.DistilBertForSequenceClassification(
-            hf.distilbert_config(WIDTH)
+        "DistilBertForSequenceClassification": lambda: (
+            transformers.DistilBertForSequenceClassification(hf.distilbert_config(WIDTH))
         ),
     },
     "GPT-2": {
         "GPT2Model": lambda: transformers.GPT2Model(hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)),
-        "GPT2LMHeadModel": lambda: transformers.GPT2LMHeadModel(hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)),
+        "GPT2LMHeadModel": lambda: transformers.GPT2LMHeadModel(
+            hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)
+        ),
         "GPT2ForSequenceClassification": lambda: transformers.GPT2ForSequenceClassification(
             hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)
         ),
     },
     "Llama": {
         "LlamaModel": lambda: transformers.LlamaModel(hf.llama_config(WIDTH, rms_norm_eps=1e-6)),
-        "LlamaForCausalLM": lambda: transformers.LlamaForCausalLM(hf.llama_config(WIDTH, rms_norm_eps=1e-6)),
+        "LlamaForCausalLM": lambda: transformers.LlamaForCausalLM(
+            hf.llama_config(WIDTH, rms_norm_eps=1e-6)
+        ),
     },
     "Phi-3": {
         "Phi3Model": lambda: transformers.Phi3Model(hf.phi3_config(WIDTH, rms_norm_eps=1e-5)),
-        "Phi3ForCausalLM": lambda: transformers.Phi3ForCausalLM(hf.phi3_config(WIDTH, rms_norm_eps=1e-5)),
+        "Phi3ForCausalLM": lambda: transformers.Phi3ForCausalLM(
+            hf.phi3_config(WIDTH, rms_norm_eps=1e-5)
+        ),
     },
     "ViT": {
         "ViTModel": lambda: transformers.ViTModel(hf.vit_config(WIDTH, layer_norm_eps=1e-12)),
@@ -66,7 +75,9 @@ FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
     },
     "BART": {
         "BartEncoder": lambda: transformers.BartModel(hf.bart_config(WIDTH)).get_encoder(),
-        "BartForConditionalGeneration": lambda: transformers.BartForConditionalGeneration(hf.bart_config(WIDTH)),
+        "BartForConditionalGeneration": lambda: transformers.BartForConditionalGeneration(
+            hf.bart_config(WIDTH)
+        ),
     },
     "Marian": {
         "MarianEncoder": lambda: transformers.MarianModel(hf.marian_config(WIDTH)).get_encoder(),

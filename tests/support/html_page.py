@@ -54,4 +54,8 @@ class Page(HTMLParser):
 
     def csv_names(self) -> list[str]:
         """Return the names of the CSV files inside the page."""
-        return [str(a["download"]).removesuffix(".csv") for a in self.tags.get("a", []) if a.get("download")]
+        return [
+            str(a["download"]).removesuffix(".csv")
+            for a in self.tags.get("a", [])
+            if a.get("download")
+        ]

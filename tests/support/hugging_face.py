@@ -1,4 +1,5 @@
-"""Small models of transformers, and the parts of them that `certify` has rules for, with random weights."""
+"""Small models of transformers, and the parts of them that `certify` has rules for, with random
+weights."""
 
 from __future__ import annotations
 
@@ -57,11 +58,15 @@ def gpt2_config(width: int, **options: Any) -> transformers.GPT2Config:
 
 
 def llama_config(width: int, **options: Any) -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(**_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options}))
+    return transformers.LlamaConfig(
+        **_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options})
+    )
 
 
 def phi3_config(width: int, **options: Any) -> transformers.Phi3Config:
-    return transformers.Phi3Config(**_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options}))
+    return transformers.Phi3Config(
+        **_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options})
+    )
 
 
 def t5_config(width: int, **options: Any) -> transformers.T5Config:
@@ -72,7 +77,8 @@ def t5_config(width: int, **options: Any) -> transformers.T5Config:
 
 
 def vit_config(width: int, **options: Any) -> transformers.ViTConfig:
-    """Five patches side by side, of as many numbers as a token has (8: 2 channels of 2 x 2 pixels)."""
+    """Five patches side by side, of as many numbers as a token has (8: 2 channels of 2 x 2
+    pixels)."""
     return transformers.ViTConfig(**{
         "hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 2 * width,
         "image_size": (2, 10), "patch_size": (2, 2), "num_channels": width // 4, "num_labels": 3,
@@ -89,7 +95,11 @@ def bart_config(width: int, **options: Any) -> transformers.BartConfig:
 
 
 def marian_config(width: int, **options: Any) -> transformers.MarianConfig:
-    sizes = {name: value for name, value in bart_config(width).to_diff_dict().items() if name != "model_type"}
+    sizes = {
+        name: value
+        for name, value in bart_config(width).to_diff_dict().items()
+        if name != "model_type"
+    }
     return transformers.MarianConfig(**{**sizes, "pad_token_id": 0, **options})
 
 
@@ -99,11 +109,18 @@ _IN_FLOAT32 = (llama_config, phi3_config, t5_config)
 
 def _model(kind: Callable[[Any], nn.Module], config: Callable[..., Any], **how: Any) -> Sample:
     options = how.pop("options", {})
-    asked = {"keeps_width": False, "takes_mask": "tokens" not in how, "in_float32": config in _IN_FLOAT32, **how}
+    asked = {
+        "keeps_width": False,
+        "takes_mask": "tokens" not in how,
+        "in_float32": config in _IN_FLOAT32,
+        **how,
+    }
     return Sample(lambda width: awake(kind(config(width, **options))), **asked)
 
 
-def _layer(kind: Callable[[Any], nn.Module], config: Callable[..., Any], path: str, **how: Any) -> Sample:
+def _layer(
+    kind: Callable[[Any], nn.Module], config: Callable[..., Any], path: str, **how: Any
+) -> Sample:
     """A part of a model, whose configuration only the model completes."""
     asked = {"keeps_width": False, "in_float32": config in _IN_FLOAT32, **how}
     return Sample(lambda width: awake(kind(config(width))).get_submodule(path), **asked)

@@ -23,16 +23,26 @@ PLAIN = {"hidden_size": D, "num_attention_heads": HEADS, "intermediate_size": F,
 
 
 def bert(layers: int = 2) -> nn.Module:
-    return hf.BertModel(hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN))
+    return hf.BertModel(
+        hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN)
+    )
 
 
 def bert_masked(layers: int = 2) -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN))
+    return hf.BertForMaskedLM(
+        hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN)
+    )
 
 
 def gpt2(layers: int = 2) -> nn.Module:
     config = hf.GPT2Config(
-        vocab_size=V, n_embd=D, n_layer=layers, n_head=HEADS, n_positions=32, bos_token_id=1, eos_token_id=2
+        vocab_size=V,
+        n_embd=D,
+        n_layer=layers,
+        n_head=HEADS,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     return hf.GPT2LMHeadModel(config)
 
@@ -68,7 +78,11 @@ def ours(layers: int = 2, **options: object) -> WellposedForCausalLM:
 
 
 def seq2seq(encoder: int = 2, decoder: int = 3, **options: object) -> WellposedForSeq2SeqLM:
-    depths = {"num_hidden_layers": encoder, "num_decoder_layers": decoder, "max_position_embeddings": 32}
+    depths = {
+        "num_hidden_layers": encoder,
+        "num_decoder_layers": decoder,
+        "max_position_embeddings": 32,
+    }
     return WellposedForSeq2SeqLM(WellposedConfig(**{**PLAIN, **SPECIAL, **depths, **options}))
 
 
@@ -76,7 +90,13 @@ def classifier(layers: int = 2) -> nn.Module:
     return WellposedForSequenceClassification(WellposedConfig(num_hidden_layers=layers, **PLAIN))
 
 
-ENCODER_ONLY = {"bert": bert, "bert_masked": bert_masked, "gpt2": gpt2, "ours": ours, "classifier": classifier}
+ENCODER_ONLY = {
+    "bert": bert,
+    "bert_masked": bert_masked,
+    "gpt2": gpt2,
+    "ours": ours,
+    "classifier": classifier,
+}
 ENCODER_DECODER = {"bart": bart, "marian": marian, "t5": t5, "seq2seq": seq2seq}
 ALL = {**ENCODER_ONLY, **ENCODER_DECODER}
 

@@ -1,6 +1,8 @@
-"""Run by test_kill.py: train, kill -9 at random moments and at the last renames, resume; print how the files compare.
+"""Run by test_kill.py: train, kill -9 at random moments and at the last renames, resume; print how
+the files compare.
 
-Each run is a process of its own, forked from this one once the imports are done; this one never trains.
+Each run is a process of its own, forked from this one once the imports are done; this one never
+trains.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ FILES = (
 
 
 def configuration(folder: Path) -> RunConfig:
-    words = random.Random(5).choices(["north", "wind", "and", "the", "sun", "were", "disputing"], k=1500)
+    words = random.Random(5).choices(
+        ["north", "wind", "and", "the", "sun", "were", "disputing"], k=1500
+    )
     (folder / "text.txt").write_text(" ".join(words))
     return RunConfig(
         "char_lm",
@@ -110,12 +114,15 @@ def main() -> None:
     print(json.dumps(outcomes))
 
 
-def at_random_moments(run: Callable[[Path], None], folder: Path, whole: float) -> list[dict[str, object]]:
+def at_random_moments(
+    run: Callable[[Path], None], folder: Path, whole: float
+) -> list[dict[str, object]]:
     outcomes: list[dict[str, object]] = []
     while len(outcomes) < 3:
         out = folder / f"killed-{len(outcomes)}"
         kills = []
-        # Two kills in each run, at random moments of the first nine tenths; what is too late ends as a finished run.
+        # Two kills in each run, at random moments of the first nine tenths; what is too late ends
+        # as a finished run.
         for _ in range(2):
             child = forked(lambda out=out: run(out))
             time.sleep(random.uniform(0.1, 0.9) * whole)
@@ -127,7 +134,8 @@ def at_random_moments(run: Callable[[Path], None], folder: Path, whole: float) -
 
 
 def at_the_last_renames(run: Callable[[Path], None], folder: Path) -> list[dict[str, object]]:
-    """Kill a run that ends, before and after each rename; every start has the last ones alone to do."""
+    """Kill a run that ends, before and after each rename; every start has the last ones alone to
+    do."""
     outcomes: list[dict[str, object]] = []
     begun = folder / "begun"
     assert exit_code(forked(lambda: run(begun))) == 0
@@ -137,7 +145,9 @@ def at_the_last_renames(run: Callable[[Path], None], folder: Path) -> list[dict[
         number, after = divmod(moment, 2)
         out = folder / f"rename-{number}-{'after' if after else 'before'}"
         shutil.copytree(begun, out)
-        killed = exit_code(forked(partial(killed_at_rename, partial(run, out), number, after=bool(after))))
+        killed = exit_code(
+            forked(partial(killed_at_rename, partial(run, out), number, after=bool(after)))
+        )
         if killed == 0:
             return outcomes
         again = exit_code(forked(lambda out=out: run(out)))
@@ -147,15 +157,26 @@ def at_the_last_renames(run: Callable[[Path], None], folder: Path) -> list[dict[
 
 def compare(straight: Path, out: Path) -> dict[str, object]:
     rows = [
-        [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")} for row in found]
+        [
+            {
+                key: value
+                for key, value in row.items()
+                if key not in ("seconds", "tokens_per_second")
+            }
+            for row in found
+        ]
         for found in (read_metrics(straight), read_metrics(out))
     ]
     return {
-        "different": [name for name in FILES if (straight / name).read_bytes() != (out / name).read_bytes()],
+        "different": [
+            name for name in FILES if (straight / name).read_bytes() != (out / name).read_bytes()
+        ],
         "same_rows": rows[0] == rows[1],
         "litter": [path.name for path in out.iterdir() if path.name.startswith(".")],
         "recorded": (out / "manifest.json").is_file(),
-        "starts": [start["from_step"] for start in json.loads((out / "env.json").read_text())["starts"]],
+        "starts": [
+            start["from_step"] for start in json.loads((out / "env.json").read_text())["starts"]
+        ],
     }
 
 

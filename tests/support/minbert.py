@@ -9,7 +9,8 @@ WORDS = ["good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "wh
 
 
 def write_minbert(folder: Path) -> Path:
-    """Write forty rows of each set, and twenty-four dev rows, in which the label can be read off the words."""
+    """Write forty rows of each set, and twenty-four dev rows, in which the label can be read off
+    the words."""
     draw = random.Random(0)
 
     def words() -> str:
@@ -21,12 +22,16 @@ def write_minbert(folder: Path) -> Path:
             text, other = words(), words()
             sst.append(f"{index}\tx\t{text}\t{min(4, text.count('good') * 2)}")
             para.append(f"{index}\tx\t{text}\t{text if index % 2 else other}\t{float(index % 2)}")
-            sts.append(f"{index}\tx\t{text}\t{other}\t{min(5, len(set(text.split()) & set(other.split()))):.1f}")
+            sts.append(
+                f"{index}\tx\t{text}\t{other}\t{min(5, len(set(text.split()) & set(other.split()))):.1f}"
+            )
         for name, label, rows in (
             ("ids-sst", "sentiment", sst),
             ("quora", "is_duplicate", para),
             ("sts", "similarity", sts),
         ):
             columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
-            (folder / f"{name}-{split}.csv").write_text(f"\tid\t{columns}\t{label}\n" + "\n".join(rows) + "\n")
+            (folder / f"{name}-{split}.csv").write_text(
+                f"\tid\t{columns}\t{label}\n" + "\n".join(rows) + "\n"
+            )
     return folder

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @contextmanager
 def one_mesh(*sizes: int) -> Iterator[DeviceMesh]:
-    """Yield a mesh over the CPU whose only rank is this process; of 1 x ... x 1 ranks where nothing is said."""
+    """Yield a mesh over the CPU whose only rank is this process; of 1 x ... x 1 ranks where nothing
+    is said."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", sizes or (1,))

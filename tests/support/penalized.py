@@ -33,7 +33,9 @@ def step(
     model.zero_grad()
     loss = model(**inputs)[0].square().mean() + penalty()
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 class Hidden(nn.Module):

@@ -10,7 +10,8 @@ from wellposed.recipes.reproduce import RECIPES, Reproduced, Request
 
 
 def check_reproduced(done: Reproduced) -> None:
-    """Compare the three files with the result: every row in the table, every panel drawn, no verdict at toy scale."""
+    """Compare the three files with the result: every row in the table, every panel drawn, no
+    verdict at toy scale."""
     table, figure, claim = done.files
     with table.open(newline="") as file:
         written = list(csv.DictReader(file))
@@ -38,6 +39,8 @@ def check_reproduced(done: Reproduced) -> None:
         assert values["power"] is None
     else:
         assert values["power"] == power.plan(Request("toy", table.parent))
-        assert criterion is None or criterion.seeds == values["power"]["seeds"], "the plan is what was trained"
+        assert criterion is None or criterion.seeds == values["power"]["seeds"], (
+            "the plan is what was trained"
+        )
     assert "nan" not in done.result.got
     assert "verdict:    cannot be said at this scale" in done.row()

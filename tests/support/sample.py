@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 from wellposed.certification import patch_grid
 from wellposed.linalg import Norm
-from wellposed.models import PairHead, TransJectForSequencePairClassification, WellposedForSequencePairClassification
+from wellposed.models import (
+    PairHead,
+    TransJectForSequencePairClassification,
+    WellposedForSequencePairClassification,
+)
 from wellposed.nn import InjectiveResidual, ReZeroResidual
 
 ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
@@ -24,9 +28,11 @@ class Sample:
     """One way to build a module of a class, for inputs (batch, tokens <= 64, width)."""
 
     build: Callable[[int], nn.Module]
-    """width, a multiple of 8 -> module in eval mode, float32; weights come from torch's global generator."""
+    """width, a multiple of 8 -> module in eval mode, float32; weights come from torch's global
+    generator."""
     keeps_width: bool = True
-    """A tensor (batch, tokens, width) comes out when it is called with one: it may be a part of a composition."""
+    """A tensor (batch, tokens, width) comes out when it is called with one: it may be a part of a
+    composition."""
     needs_ball: bool = False
     """There is a bound only with ``radius=``."""
     certifiable: bool = True
@@ -36,13 +42,15 @@ class Sample:
     two_inputs: bool = False
     """``forward`` reads two: the rule refuses, or `output_of` moves both."""
     takes_mask: bool = False
-    """``forward`` takes ``key_padding_mask``, bool (batch, tokens), True = padding (models: ``attention_mask``)."""
+    """``forward`` takes ``key_padding_mask``, bool (batch, tokens), True = padding (models:
+    ``attention_mask``)."""
     takes_causal: bool = False
     """``forward`` takes ``is_causal``; without it the module is what its options say."""
     tokens: int | None = None
     """It takes this many tokens and no other number."""
     in_float32: bool = False
-    """It computes in float32 whatever its dtype, so that slopes over the short steps of float64 are rounding."""
+    """It computes in float32 whatever its dtype, so that slopes over the short steps of float64 are
+    rounding."""
     runs_alone: bool = True
     """False: it runs inside its model only, which hands it more than hidden states."""
 
@@ -53,13 +61,16 @@ class Sample:
 
 
 def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
-    """Call a module of any sample with embedded tokens and return the tensor that its certificate speaks of."""
+    """Call a module of any sample with embedded tokens and return the tensor that its certificate
+    speaks of."""
     grid = patch_grid(module)
     if grid is not None:
         out = module(pixel_values=grid.image(x), **how)
     elif isinstance(module, PairHead):
         out = module(x[:, 0], x[:, -1], **how)
-    elif isinstance(module, (WellposedForSequencePairClassification, TransJectForSequencePairClassification)):
+    elif isinstance(
+        module, (WellposedForSequencePairClassification, TransJectForSequencePairClassification)
+    ):
         half = x.shape[1] // 2
         out = module(inputs_embeds=x[:, :half], inputs_embeds_pair=x[:, half:], **how)
     elif hasattr(module, "get_input_embeddings"):
@@ -72,12 +83,18 @@ def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
 
 
 def awake(module: nn.Module) -> nn.Module:
-    """Move what starts at zero or one (residual scales, gains, biases) to random values; return it in eval mode."""
+    """Move what starts at zero or one (residual scales, gains, biases) to random values; return it
+    in eval mode."""
     with torch.no_grad():
         for part in module.modules():
             if isinstance(part, (ReZeroResidual, InjectiveResidual)):
-                part.weight.normal_() if isinstance(part, InjectiveResidual) else part.scale.normal_()
-            if type(part).__name__.endswith(("Norm", "LayerNorm")) and getattr(part, "weight", None) is not None:
+                part.weight.normal_() if isinstance(
+                    part, InjectiveResidual
+                ) else part.scale.normal_()
+            if (
+                type(part).__name__.endswith(("Norm", "LayerNorm"))
+                and getattr(part, "weight", None) is not None
+            ):
                 part.weight.uniform_(-1.5, 1.5)
         for name, parameter in module.named_parameters():
             if name.rpartition(".")[2] in ("bias", "in_proj_bias"):

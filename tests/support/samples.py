@@ -1,4 +1,5 @@
-"""Small modules of every class that `certify` has a rule for, with random weights, so that a test can walk over rules.
+"""Small modules of every class that `certify` has a rule for, with random weights, so that a test
+can walk over rules.
 
 A rule that is registered for a new class needs a line here.
 """
@@ -104,7 +105,9 @@ def _model(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **opti
                   takes_mask=True)  # fmt: skip
 
 
-def _transject(kind: Callable[[Any], nn.Module], *, certifiable: bool = True, **options: Any) -> Sample:
+def _transject(
+    kind: Callable[[Any], nn.Module], *, certifiable: bool = True, **options: Any
+) -> Sample:
     return _plain(lambda width: kind(_transject_config(width, **options)), keeps_width=False, certifiable=certifiable,
                   norms=("tok", 2), takes_mask=True)  # fmt: skip
 
@@ -126,12 +129,18 @@ def _shared_twice(width: int) -> nn.Module:
 
 def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
     sizes = {"batch_first": True, "layer_norm_eps": 0.1, "dropout": 0.1, **options}
-    return _plain(lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, **sizes), needs_ball=needs_ball)
+    return _plain(
+        lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, **sizes),
+        needs_ball=needs_ball,
+    )
 
 
 def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> Block:
     block = Block(_config(width, norm="none"))
-    block.attention, block.feedforward = BallAttention(width, 2, **options), MaxMinFeedForward(width, 2 * width)
+    block.attention, block.feedforward = (
+        BallAttention(width, 2, **options),
+        MaxMinFeedForward(width, 2 * width),
+    )
     block.attention_residual, block.feedforward_residual = residual(), residual()
     return block
 
@@ -144,7 +153,12 @@ _TRANSJECT: dict[str, dict[str, Any]] = {
     "fixed gates": {"num_experts": 2, "gating": "fixed", "residual": "rezero"},
     "dropout": {"dropout": 0.1},
 }
-_CAUSAL_TRANSJECT: dict[str, Any] = {"spectrum": "random", "num_experts": 2, "gating": "fixed", "is_causal": True}
+_CAUSAL_TRANSJECT: dict[str, Any] = {
+    "spectrum": "random",
+    "num_experts": 2,
+    "gating": "fixed",
+    "is_causal": True,
+}
 _POOLED: dict[str, Any] = {"num_experts": 2, "gating": "pooled"}
 
 _BLOCKS: list[dict[str, Any]] = [
@@ -227,7 +241,8 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _attention(L2SelfAttention, query_width=2),
         _attention(L2SelfAttention, heads=4, init_scale=1.0, dropout=0.1),
         *(_attention(L2SelfAttention, contractive=0.9, norm=norm, max_tokens=MAX_TOKENS) for norm in ALL_NORMS),
-        # Without max_tokens the scale follows the length, and the layer promises its constant in its own norm alone.
+        # Without max_tokens the scale follows the length, and the layer promises its constant in
+        # its own norm alone.
         _attention(L2SelfAttention, contractive=0.5, heads=4, norms=("tok",)),
         _attention(L2SelfAttention, contractive=0.9, values="free", query_width=2, norms=("tok",)),
     ],
@@ -285,7 +300,8 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         *(_plain(lambda width, norm=norm: InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
                  takes_causal=True) for norm in ALL_NORMS),
         _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
-        # Vouched for, and true: the certificate of two sigmoids is 1/16, and where one is steep the other is not.
+        # Vouched for, and true: the certificate of two sigmoids is 1/16, and where one is steep the
+        # other is not.
         _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06)),
     ],
     AdditiveCoupling: [

@@ -1,4 +1,5 @@
-"""A task and a model as small as the loop allows; also run as a script, by the tests that signal or kill a process."""
+"""A task and a model as small as the loop allows; also run as a script, by the tests that signal or
+kill a process."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ VOCABULARY = 11
 
 
 class StubTask(Task):
-    """Predict the next of a few tokens; examples differ in length, so targets are spread unevenly over batches."""
+    """Predict the next of a few tokens; examples differ in length, so targets are spread unevenly
+    over batches."""
 
     name: ClassVar = "stub"
     kind: ClassVar = "causal_lm"
@@ -35,7 +37,10 @@ class StubTask(Task):
         self._data = {
             split: [
                 torch.randint(
-                    1, VOCABULARY, (int(torch.randint(2, 9, (1,), generator=generator)),), generator=generator
+                    1,
+                    VOCABULARY,
+                    (int(torch.randint(2, 9, (1,), generator=generator)),),
+                    generator=generator,
                 )
                 for _ in range(size)
             ]
@@ -61,7 +66,11 @@ class StubTask(Task):
         for row, example in enumerate(examples):
             input_ids[row, : len(example["input_ids"])] = torch.tensor(example["input_ids"])
         mask = (input_ids > 0).long()
-        return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
+        return {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "labels": input_ids.masked_fill(mask == 0, -100),
+        }
 
     def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         self.read.append(split)
@@ -76,7 +85,9 @@ class StubTask(Task):
     ) -> tuple[Tensor, Tensor]:
         labels = batch["labels"][:, 1:].reshape(-1)
         total = nn.functional.cross_entropy(
-            logits[:, :-1].reshape(-1, VOCABULARY).to(torch.promote_types(logits.dtype, torch.float32)),
+            logits[:, :-1]
+            .reshape(-1, VOCABULARY)
+            .to(torch.promote_types(logits.dtype, torch.float32)),
             labels,
             reduction="sum",
             ignore_index=-100,
@@ -84,7 +95,9 @@ class StubTask(Task):
         )
         return total, (labels != -100).sum()
 
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
         total, count = self.loss_sum(logits, batch)
         return {"nats": (float(total), float(count))}
 
@@ -113,7 +126,9 @@ class Block(nn.Module):
 class StubModel(nn.Module):
     """Embedding, blocks, and the embedding again as the output layer."""
 
-    def __init__(self, width: int = 8, depth: int = 2, dropout: float = 0.0, extra_draws: int = 0) -> None:
+    def __init__(
+        self, width: int = 8, depth: int = 2, dropout: float = 0.0, extra_draws: int = 0
+    ) -> None:
         super().__init__()
         torch.rand(extra_draws)
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -141,20 +156,29 @@ def make_config(*, dropout: float = 0.0, variant: str = "post_ln", **options: An
         "schedule": "constant",
     }  # fmt: skip
     model = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=2, dropout=dropout)
-    return RunConfig("stub", variant=variant, model=model, train=TrainOptions(**{**values, **options}))
+    return RunConfig(
+        "stub", variant=variant, model=model, train=TrainOptions(**{**values, **options})
+    )
 
 
 def run(config: RunConfig, out: Path, **keywords: Any) -> Any:
     """Train the stub without a progress bar."""
-    return train(config, out, **{"progress": False, "task": StubTask(), "model": make_model, "command": [], **keywords})
+    return train(
+        config,
+        out,
+        **{"progress": False, "task": StubTask(), "model": make_model, "command": [], **keywords},
+    )
 
 
 if __name__ == "__main__":
-    # stub.py OUT STEPS DELAY [DROPOUT RESUME]: train slowly, with time for a signal; or be one of several.
+    # stub.py OUT STEPS DELAY [DROPOUT RESUME]: train slowly, with time for a signal; or be one of
+    # several.
     torch.set_num_threads(1)
     out, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     dropout, resume = (float(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 4 else (0.1, "auto")
-    config = make_config(steps=steps, dropout=dropout, log_every=1, eval_every=5, checkpoint_every=3)
+    config = make_config(
+        steps=steps, dropout=dropout, log_every=1, eval_every=5, checkpoint_every=3
+    )
     try:
         result = run(config, out, resume=resume, task=StubTask(delay), progress=True)
     except WellposedError as error:

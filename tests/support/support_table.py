@@ -45,13 +45,21 @@ class Family:
 
 CLASSIFY = ("text_classification", ("--data", "{data}/labels.tsv", "--max-length", "8"))
 CONTINUE = ("language_modeling", ("--data", "{data}/text.txt", "--seq-len", "8"))
-TRANSLATE = ("translation", ("--data", "{data}/pairs.tsv", "--src", "de", "--tgt", "en", "--max-tokens", "8"))
+TRANSLATE = (
+    "translation",
+    ("--data", "{data}/pairs.tsv", "--src", "de", "--tgt", "en", "--max-tokens", "8"),
+)
 IMAGES = ("image_classification", ("--limit-train", "40"))
-ENCODER, DECODER = transformers.AutoModelForSequenceClassification, transformers.AutoModelForCausalLM
+ENCODER, DECODER = (
+    transformers.AutoModelForSequenceClassification,
+    transformers.AutoModelForCausalLM,
+)
 SEQUENCES, PIXELS = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForImageClassification
 
 
-def _like(kind: Any, config: transformers.PreTrainedConfig, **options: Any) -> transformers.PreTrainedConfig:
+def _like(
+    kind: Any, config: transformers.PreTrainedConfig, **options: Any
+) -> transformers.PreTrainedConfig:
     """Return a configuration of another family with the sizes of ``config``."""
     sizes = {name: value for name, value in config.to_diff_dict().items() if name != "model_type"}
     return kind(**{**sizes, **options})
@@ -63,7 +71,13 @@ def _gated(kind: Any) -> Callable[[], transformers.PreTrainedConfig]:
 
 def _bart(kind: Any, **options: Any) -> transformers.PreTrainedConfig:
     return _like(
-        kind, hf.bart_config(WIDTH), **SEQ2SEQ, **POSITIONS, vocab_size=16, forced_eos_token_id=None, **options
+        kind,
+        hf.bart_config(WIDTH),
+        **SEQ2SEQ,
+        **POSITIONS,
+        vocab_size=16,
+        forced_eos_token_id=None,
+        **options,
     )
 
 
@@ -126,7 +140,9 @@ def _penalize(family: str) -> None:
     penalty = wp.OrthogonalityPenalty(model, affinity=1.0, attention=1.0, feedforward=1.0)
     value = model(**batch(family)).logits.square().mean() * 0 + penalty()
     value.backward()
-    gradients = [weight.grad.abs().max() for weight in model.parameters() if weight.grad is not None]
+    gradients = [
+        weight.grad.abs().max() for weight in model.parameters() if weight.grad is not None
+    ]
     assert value.item() > 0
     assert max(gradients) > 0
 
@@ -168,7 +184,11 @@ def _plug(family: str) -> None:
 def _lora(family: str) -> None:
     model = get_peft_model(build(family), LoraConfig(r=2, target_modules="all-linear"))
     wp.OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True)().backward()
-    grown = {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+    grown = {
+        name
+        for name, weight in model.named_parameters()
+        if weight.grad is not None and weight.grad.any()
+    }
     assert grown
     assert all("lora_" in name for name in grown)
 
@@ -183,8 +203,27 @@ def _train(family: str) -> None:
     described = FAMILIES[family]
     with _files(family) as (folder, data):
         words = [word.format(data=data) for word in described.words]
-        once = ["--steps", "1", "--epochs", "None", "--batch-size", "4", "--variant", "key:1e-2", "--quiet"]
-        _command("train", described.task, "--from", str(folder), *words, *once, "--out", str(data / "run"))
+        once = [
+            "--steps",
+            "1",
+            "--epochs",
+            "None",
+            "--batch-size",
+            "4",
+            "--variant",
+            "key:1e-2",
+            "--quiet",
+        ]
+        _command(
+            "train",
+            described.task,
+            "--from",
+            str(folder),
+            *words,
+            *once,
+            "--out",
+            str(data / "run"),
+        )
         assert (data / "run" / "final" / "README.md").is_file()
 
 
@@ -196,7 +235,11 @@ def _predict(family: str) -> None:
             Image.new("RGB", (32, 32)).save(data / "image.png")
             given = ["--input", str(data / "image.png")]
         else:
-            given = ["--text", "w1 good", *(["--max-new-tokens", "3"] if FAMILIES[family].auto is DECODER else [])]
+            given = [
+                "--text",
+                "w1 good",
+                *(["--max-new-tokens", "3"] if FAMILIES[family].auto is DECODER else []),
+            ]
         assert _command("predict", str(folder), *given).strip()
 
 
@@ -225,7 +268,8 @@ def _command(*words: str) -> str:
 
 @contextlib.contextmanager
 def _files(family: str) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder with the model of a family and its tokenizer, and one with data for every task."""
+    """Yield a folder with the model of a family and its tokenizer, and one with data for every
+    task."""
     described = FAMILIES[family]
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name) / "model", Path(name) / "data"
@@ -236,7 +280,10 @@ def _files(family: str) -> Iterator[tuple[Path, Path]]:
             _tokenizer(described).save_pretrained(folder)
         elif described.task in TASKS:
             transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-        rows = [f"{('bad', 'good')[number % 2]}\tw{number % 7} {('bad', 'good')[number % 2]}" for number in range(60)]
+        rows = [
+            f"{('bad', 'good')[number % 2]}\tw{number % 7} {('bad', 'good')[number % 2]}"
+            for number in range(60)
+        ]
         (data / "labels.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
         (data / "text.txt").write_text(" ".join(WORDS * 40))
         pairs = [f"w{number % 7} good\tbad w{number % 5}" for number in range(60)]
@@ -277,10 +324,18 @@ def row(family: str) -> list[str]:
 
 def table(rows: dict[str, list[str]]) -> str:
     """Return rows as Markdown: yes, or the number of the reason below the table."""
-    reasons = list(dict.fromkeys(found for cells in rows.values() for found in cells if found != "yes"))
+    reasons = list(
+        dict.fromkeys(found for cells in rows.values() for found in cells if found != "yes")
+    )
     marks = {"yes": "yes", **{reason: f"no ({number})" for number, reason in enumerate(reasons, 1)}}
-    lines = [f"| family | {' | '.join(f'`{verb}`' for verb in VERBS)} |", "|" + "---|" * (1 + len(VERBS))]
-    lines += [f"| {family} | {' | '.join(marks[found] for found in cells)} |" for family, cells in rows.items()]
+    lines = [
+        f"| family | {' | '.join(f'`{verb}`' for verb in VERBS)} |",
+        "|" + "---|" * (1 + len(VERBS)),
+    ]
+    lines += [
+        f"| {family} | {' | '.join(marks[found] for found in cells)} |"
+        for family, cells in rows.items()
+    ]
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
@@ -288,7 +343,11 @@ def table(rows: dict[str, list[str]]) -> str:
 def read_table(text: str) -> dict[str, list[str]]:
     """Return the rows that a `table` was made of."""
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
-    cells = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    cells = [
+        [part.strip() for part in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     return {
         name: [reasons[found[4:-1]] if found.startswith("no (") else found for found in marks]
         for name, *marks in cells[2:]

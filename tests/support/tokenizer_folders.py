@@ -9,7 +9,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 
-def byte_level_bpe(lines: Sequence[str], *, size: int = 300) -> transformers.PreTrainedTokenizerFast:
+def byte_level_bpe(
+    lines: Sequence[str], *, size: int = 300
+) -> transformers.PreTrainedTokenizerFast:
     """As that of GPT-2: byte-level merges, one special token, no padding token."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -22,20 +24,28 @@ def byte_level_bpe(lines: Sequence[str], *, size: int = 300) -> transformers.Pre
     )
     inner.train_from_iterator(lines, trainer)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|endoftext|>", bos_token="<|endoftext|>", unk_token="<|endoftext|>"
+        tokenizer_object=inner,
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
     )
 
 
 def word_level(words: Sequence[str], single: str, pair: str | None = None, **special: Any) -> Any:
-    """A vocabulary of words and of the special tokens, with the templates ``single`` and ``pair`` around texts."""
+    """A vocabulary of words and of the special tokens, with the templates ``single`` and ``pair``
+    around texts."""
     tokens = list(dict.fromkeys(special.values()))
     vocabulary = {word: index for index, word in enumerate([*tokens, *words])}
     inner = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = [(token, vocabulary[token]) for token in tokens]
-    inner.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=marks)
+    inner.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=marks
+    )
     names = ["input_ids", *(["token_type_ids"] if pair and ":1" in pair else []), "attention_mask"]
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, model_input_names=names, **special
+    )
 
 
 def bert_words(words: Sequence[str]) -> Any:

@@ -1,4 +1,5 @@
-"""Two processes of one run on this machine; run as a script it gives them one command after the other.
+"""Two processes of one run on this machine; run as a script it gives them one command after the
+other.
 
 ``python two_processes.py COMMANDS.json``: a list of lists of words; prints the exit statuses.
 """
@@ -23,11 +24,22 @@ def start_two(*words: str | Path) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     return [
         subprocess.Popen(
             [sys.executable, *map(str, words)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -37,7 +49,8 @@ def start_two(*words: str | Path) -> list[subprocess.Popen[str]]:
 
 
 def run_commands(commands: Sequence[Sequence[str]], folder: Path) -> tuple[list[int], str]:
-    """Run the commands one after the other in two processes; return the first one's exit statuses and messages."""
+    """Run the commands one after the other in two processes; return the first one's exit statuses
+    and messages."""
     listed = folder / "commands.json"
     listed.write_text(json.dumps(commands))
     first, second = start_two(__file__, listed)

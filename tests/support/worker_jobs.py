@@ -1,4 +1,5 @@
-"""What the processes of test_workers.py do, which spawned ones import by its name; run as a script, a parent of two.
+"""What the processes of test_workers.py do, which spawned ones import by its name; run as a script,
+a parent of two.
 
 ``python worker_jobs.py FOLDER``
 """
@@ -18,7 +19,8 @@ from wellposed.recipes.workers import Workers
 
 
 def one_of_two(folder: Path, turn: Any, way: str, stop: Callable[[], bool]) -> None:
-    """Fail in the first process ``way``; the second waits until it is asked to stop, or else works to its end."""
+    """Fail in the first process ``way``; the second waits until it is asked to stop, or else works
+    to its end."""
     with turn.get_lock():
         turn.value += 1
         first = turn.value == 1

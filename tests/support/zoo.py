@@ -1,4 +1,5 @@
-"""Tiny random models of every family, with what a reader of their code would say their weights are."""
+"""Tiny random models of every family, with what a reader of their code would say their weights
+are."""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def pairs(model: nn.Module) -> Tensor:
     return model(noise(model, 2, 5, D), noise(model, 2, 4, D))
 
 
-def linear(pattern: str, attention: tuple[str, str, str, str], up: str, down: str, gate: str | None = None):
+def linear(
+    pattern: str, attention: tuple[str, str, str, str], up: str, down: str, gate: str | None = None
+):
     names = dict(zip(("query", "key", "value", "output"), attention, strict=True))
     known = {role: Known(pattern.format(f"{name}.weight")) for role, name in names.items()}
     known["feedforward_in"] = Known(pattern.format(f"{up}.weight"), (F, D))
@@ -136,12 +139,18 @@ def grouped(known: dict[str, Known]) -> dict[str, Known]:
 
 def fused(parameter: str, output: str, transposed: bool = False) -> dict[str, Known]:
     thirds = {
-        r: Known(parameter, (D, D), (i * D, (i + 1) * D), transposed) for i, r in enumerate(("query", "key", "value"))
+        r: Known(parameter, (D, D), (i * D, (i + 1) * D), transposed)
+        for i, r in enumerate(("query", "key", "value"))
     }
     return thirds | {"output": Known(output, transposed=transposed)}
 
 
-BERT_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+BERT_NAMES = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+)
 BERT = linear("encoder.layer.1.{}", BERT_NAMES, "intermediate.dense", "output.dense")
 LLAMA_NAMES = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 LLAMA = grouped(linear("layers.1.{}", LLAMA_NAMES, "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"))
@@ -156,7 +165,9 @@ TORCH_FF = {
 
 
 def t5(**options: object) -> hf.T5Model:
-    config = hf.T5Config(vocab_size=V, d_model=D, d_kv=4, d_ff=F, num_layers=2, num_heads=HEADS, **SPECIAL, **options)
+    config = hf.T5Config(
+        vocab_size=V, d_model=D, d_kv=4, d_ff=F, num_layers=2, num_heads=HEADS, **SPECIAL, **options
+    )
     return hf.T5Model(config)
 
 
@@ -167,7 +178,9 @@ def ours(kind: str) -> nn.Module:
 
 def gpt2() -> hf.GPT2Model:
     return hf.GPT2Model(
-        hf.GPT2Config(vocab_size=V, n_embd=D, n_layer=2, n_head=HEADS, n_inner=F, n_positions=32, **SPECIAL)
+        hf.GPT2Config(
+            vocab_size=V, n_embd=D, n_layer=2, n_head=HEADS, n_inner=F, n_positions=32, **SPECIAL
+        )
     )
 
 

@@ -32,14 +32,18 @@ def task(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_importing_tasks_imports_neither_torch_nor_numpy_nor_transformers() -> None:
     heavy = ["torch", "numpy", "transformers", "tokenizers", "datasets"]
     code = f"import sys, wellposed.tasks; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 def test_building_a_task_does_not_import_torch() -> None:
     build = f"from wellposed.tasks import build_task; build_task('listops', {SMALL_LISTOPS})"
     code = f"import sys; {build}; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False"
 
 
@@ -57,7 +61,9 @@ def test_unknown_task_lists_the_nearest() -> None:
 
 def test_every_bad_option_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        build_task("char_lm", {"seq_length": 3, "limit_chars": "many", "format": "wide", "seq_len": True})
+        build_task(
+            "char_lm", {"seq_length": 3, "limit_chars": "many", "format": "wide", "seq_len": True}
+        )
     message = str(caught.value)
     assert "unknown option 'seq_length'; nearest: seq_len" in message
     assert "limit_chars = 'many', expected int or nothing" in message
@@ -82,7 +88,9 @@ def test_every_option_field_has_a_help_text() -> None:
         documented = {
             field.target.id
             for field, text in zip(body.body, body.body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
         }
         assert documented == {field.name for field in dataclasses.fields(options)}
         names = [field.name for field in dataclasses.fields(options)]

@@ -1,4 +1,5 @@
-"""Length bucketing: a partition, deterministic, with little padding, and without effect on the loss."""
+"""Length bucketing: a partition, deterministic, with little padding, and without effect on the
+loss."""
 
 from __future__ import annotations
 
@@ -13,11 +14,19 @@ from hypothesis import strategies as st
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches.batching import bucketed_batches
 from wellposed.tasks.batches.collate import collate_causal_lm, collate_classification
-from wellposed.tasks.kinds.objectives import accuracy_sums, causal_cross_entropy_sum, cross_entropy_sum
+from wellposed.tasks.kinds.objectives import (
+    accuracy_sums,
+    causal_cross_entropy_sum,
+    cross_entropy_sum,
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 50), max_size=300), size=st.integers(1, 40), key=st.text(max_size=5))
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=300),
+    size=st.integers(1, 40),
+    key=st.text(max_size=5),
+)
 def test_batches_are_a_deterministic_partition(lengths: list[int], size: int, key: str) -> None:
     batches = bucketed_batches(lengths, size, shuffle=key)
     assert batches == bucketed_batches(lengths, size, shuffle=key)
@@ -32,7 +41,10 @@ def test_padding_is_a_fraction_of_that_of_unsorted_batches() -> None:
     plain = [list(range(i, i + 32)) for i in range(0, 3200, 32)]
 
     def padding(batches: list[list[int]]) -> int:
-        return sum(max(lengths[i] for i in batch) * len(batch) - sum(lengths[i] for i in batch) for batch in batches)
+        return sum(
+            max(lengths[i] for i in batch) * len(batch) - sum(lengths[i] for i in batch)
+            for batch in batches
+        )
 
     assert padding(bucketed_batches(lengths, 32, shuffle="x")) < 0.05 * padding(plain)
 
@@ -52,7 +64,10 @@ def test_batch_size_below_one_is_refused() -> None:
 def _examples(count: int) -> list[dict[str, list[int]]]:
     generator = random.Random(1)
     return [
-        {"input_ids": [generator.randrange(1, 11) for _ in range(generator.randint(2, 30))], "labels": [i % 3]}
+        {
+            "input_ids": [generator.randrange(1, 11) for _ in range(generator.randint(2, 30))],
+            "labels": [i % 3],
+        }
         for i in range(count)
     ]
 

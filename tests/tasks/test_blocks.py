@@ -14,7 +14,9 @@ from wellposed.tasks.batches.lines import LineDataset
 
 @settings(max_examples=150, deadline=None)
 @given(total=st.integers(2, 80), seq_len=st.integers(2, 20), data=st.data())
-def test_each_token_is_predicted_once_after_its_own_predecessor(total: int, seq_len: int, data: st.DataObject) -> None:
+def test_each_token_is_predicted_once_after_its_own_predecessor(
+    total: int, seq_len: int, data: st.DataObject
+) -> None:
     blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
     offset = data.draw(st.integers(0, blocks.num_offsets - 1))
     predicted: list[int] = []
@@ -28,7 +30,9 @@ def test_each_token_is_predicted_once_after_its_own_predecessor(total: int, seq_
 
 @settings(max_examples=50, deadline=None)
 @given(total=st.integers(2, 60), seq_len=st.integers(2, 12))
-def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(total: int, seq_len: int) -> None:
+def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(
+    total: int, seq_len: int
+) -> None:
     blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
     assert blocks.indices(0) == list(range(len(blocks)))
     every = [index for offset in range(blocks.num_offsets) for index in blocks.indices(offset)]
@@ -57,7 +61,9 @@ def test_too_short_text_and_block_are_refused() -> None:
 
 @pytest.mark.parametrize("text", ["ab\ncde\n\nf", "\n\n", "abcdefgh", "\na\nbcdefghi\n", "ab"])
 @pytest.mark.parametrize("seq_len", [2, 3, 5, 50])
-def test_every_token_but_the_first_is_predicted_once_within_its_line(text: str, seq_len: int) -> None:
+def test_every_token_but_the_first_is_predicted_once_within_its_line(
+    text: str, seq_len: int
+) -> None:
     tokens = np.array([ord(character) for character in text])
     lines = LineDataset(tokens, line_feed=ord("\n"), seq_len=seq_len, where="text")
     rows = [line["input_ids"] for line in lines]
@@ -65,6 +71,8 @@ def test_every_token_but_the_first_is_predicted_once_within_its_line(text: str, 
     assert [token for row in rows for token in row[1:]] == tokens[1:].tolist()
     assert all(ord("\n") not in row[1:-1] for row in rows), "no line reaches into the next"
     if seq_len == 50:
-        assert len(rows) == sum(len(line) > (number == 0) for number, line in enumerate(text.splitlines(keepends=True)))
+        assert len(rows) == sum(
+            len(line) > (number == 0) for number, line in enumerate(text.splitlines(keepends=True))
+        )
     assert list(BlockLengths(lines)) == list(map(len, rows))
     assert (lines.num_offsets, lines.indices(0)) == (1, list(range(len(rows))))

@@ -63,9 +63,13 @@ def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file: P
     firsts = set()
     for epoch in range(6):
         blocks = [
-            task.dataset("train").bounds(i) for batch in task.batches("train", 8, seed=0, epoch=epoch) for i in batch
+            task.dataset("train").bounds(i)
+            for batch in task.batches("train", 8, seed=0, epoch=epoch)
+            for i in batch
         ]
-        predicted = Counter(position for start, stop in blocks for position in range(start + 1, stop))
+        predicted = Counter(
+            position for start, stop in blocks for position in range(start + 1, stop)
+        )
         assert predicted == Counter(range(1, len(tokens)))
         firsts.add(min(stop for _, stop in blocks))
     assert len(firsts) > 1
@@ -75,7 +79,9 @@ def test_valid_and_test_are_cut_at_offset_zero_in_every_epoch(text_file: Path) -
     task = build(text_file)
     for split in ("valid", "test"):
         for epoch in range(3):
-            indices = [i for batch in task.batches(split, 4, seed=epoch, epoch=epoch) for i in batch]
+            indices = [
+                i for batch in task.batches(split, 4, seed=epoch, epoch=epoch) for i in batch
+            ]
             assert sorted(indices) == list(range(len(task.dataset(split))))
 
 
@@ -85,7 +91,9 @@ def test_totals_over_a_split_count_every_character_but_the_first(text_file: Path
     for indices in task.batches("valid", 3, seed=0, epoch=0):
         batch = task.collate([task.dataset("valid")[i] for i in indices])
         logits = torch.zeros(*batch["input_ids"].shape, 7)
-        sums = task.metric_sums(logits, {**batch, "labels": batch["labels"].clamp(max=6)})["nats_per_char"]
+        sums = task.metric_sums(logits, {**batch, "labels": batch["labels"].clamp(max=6)})[
+            "nats_per_char"
+        ]
         totals = (totals[0] + sums[0], totals[1] + sums[1])
     assert totals[1] == len(decoded(task, "valid")) - 1
     metrics = task.summarize({"nats_per_char": totals})
@@ -162,7 +170,10 @@ def test_detection_of_the_spaced_format(text: str, spaced: bool) -> None:
 def test_unspace_inverts_spacing() -> None:
     generator = random.Random(0)
     text = (
-        "".join(generator.choice("abc <>'.\n") for _ in range(500)).replace("\n ", "\nx").replace(" \n", "x\n").strip()
+        "".join(generator.choice("abc <>'.\n") for _ in range(500))
+        .replace("\n ", "\nx")
+        .replace(" \n", "x\n")
+        .strip()
     )
     spaced = " ".join("_" if character == " " else character for character in text)
     assert unspace(spaced, "file") == text
@@ -231,19 +242,26 @@ def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> 
     import datasets
 
     splits = {
-        split: datasets.Dataset.from_dict({"text": ["one", "two\n", "three"] * 20}) for split in ("train", "test")
+        split: datasets.Dataset.from_dict({"text": ["one", "two\n", "three"] * 20})
+        for split in ("train", "test")
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: splits)
     task = build("hf:name")
     assert decoded(task, "test") == "one\ntwo\nthree\n" * 20
     assert task.description()["cut_from_train"] == {"valid": "contiguous 5%"}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": datasets.Dataset.from_dict({"body": ["a"]})})
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda *args: {"train": datasets.Dataset.from_dict({"body": ["a"]})},
+    )
     with pytest.raises(DataError, match=r"hf:name \(train\): no column 'text'; it has body"):
         build("hf:name")
 
 
 def test_files_beside_a_hub_data_set_are_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"):
+    with pytest.raises(
+        ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"
+    ):
         build("hf:name", valid="a.txt")
 
 
@@ -255,13 +273,21 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path: Path) -> None:
     texts = [str(task.tokenizer.decode(line["input_ids"])) for line in valid]
     assert all(text.startswith("\n") and text.endswith("\n") for text in texts[1:-1])
     assert task.description()["examples"] == "lines"
-    orders = [sorted(i for batch in task.batches("train", 8, seed=0, epoch=epoch) for i in batch) for epoch in (0, 1)]
+    orders = [
+        sorted(i for batch in task.batches("train", 8, seed=0, epoch=epoch) for i in batch)
+        for epoch in (0, 1)
+    ]
     assert orders[0] == orders[1] == list(range(len(task.dataset("train"))))
-    members = max(task.batches("valid", 4, seed=0, epoch=0), key=lambda batch: len({len(texts[i]) for i in batch}))
+    members = max(
+        task.batches("valid", 4, seed=0, epoch=0),
+        key=lambda batch: len({len(texts[i]) for i in batch}),
+    )
     together = task.collate([valid[i] for i in members])
     assert (together["labels"] == -100).any()
     torch.manual_seed(0)
-    logits = torch.randn(*together["input_ids"].shape, task.model_kwargs()["vocab_size"], dtype=torch.float64)
+    logits = torch.randn(
+        *together["input_ids"].shape, task.model_kwargs()["vocab_size"], dtype=torch.float64
+    )
     whole = task.metric_sums(logits, together)["nats_per_char"]
     nats, count = 0.0, 0
     for row, index in zip(logits, members, strict=True):

@@ -1,4 +1,5 @@
-"""CIFAR-10's Python version: the release's own instructions, what Python 3 writes, and pickles that would run code."""
+"""CIFAR-10's Python version: the release's own instructions, what Python 3 writes, and pickles that
+would run code."""
 
 from __future__ import annotations
 
@@ -47,9 +48,15 @@ def build(data: Path, **options: Any) -> ImageTask:
 
 def release(folder: Path) -> Path:
     for number in range(1, 3):
-        (folder / f"data_batch_{number}").write_bytes(as_released(PIXELS[::-1] if number == 2 else PIXELS, LABELS))
+        (folder / f"data_batch_{number}").write_bytes(
+            as_released(PIXELS[::-1] if number == 2 else PIXELS, LABELS)
+        )
     (folder / "test_batch").write_bytes(as_released(PIXELS[:10], LABELS[:10]))
-    meta = {b"num_cases_per_batch": 10000, b"label_names": [name.encode() for name in NAMES], b"num_vis": 3072}
+    meta = {
+        b"num_cases_per_batch": 10000,
+        b"label_names": [name.encode() for name in NAMES],
+        b"num_vis": 3072,
+    }
     (folder / "batches.meta").write_bytes(pickle.dumps(meta, protocol=2))
     return folder
 
@@ -74,7 +81,9 @@ def test_the_release_is_read_as_unpickling_would(tmp_path: Path) -> None:
 def test_what_python_3_writes_is_read_too(tmp_path: Path, protocol: int) -> None:
     for number, key in enumerate((str, str.encode)):
         path = tmp_path / f"data_batch_{number}"
-        path.write_bytes(pickle.dumps({key("data"): PIXELS, key("labels"): LABELS}, protocol=protocol))
+        path.write_bytes(
+            pickle.dumps({key("data"): PIXELS, key("labels"): LABELS}, protocol=protocol)
+        )
         images, described = read_cifar_pickle(path)
         assert np.array_equal(images.pixels.transpose(0, 3, 1, 2).reshape(20, -1), PIXELS)
         assert images.labels.tolist() == LABELS
@@ -90,11 +99,15 @@ class _Harmful:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_that_would_run_code_is_refused_and_does_not(tmp_path: Path, protocol: int) -> None:
+def test_a_pickle_that_would_run_code_is_refused_and_does_not(
+    tmp_path: Path, protocol: int
+) -> None:
     release(tmp_path)
     harm = {"data": PIXELS, "labels": LABELS, "more": _Harmful(tmp_path / "harm")}
     (tmp_path / "data_batch_2").write_bytes(pickle.dumps(harm, protocol=protocol))
-    with pytest.raises(DataError, match=r"data_batch_2: is a pickle that asks for '\w+ mkdir', which is not loaded"):
+    with pytest.raises(
+        DataError, match=r"data_batch_2: is a pickle that asks for '\w+ mkdir', which is not loaded"
+    ):
         build(tmp_path)
     assert not (tmp_path / "harm").exists()
     pickle.loads((tmp_path / "data_batch_2").read_bytes())
@@ -104,9 +117,18 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(tmp_path: Path, pr
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (pickle.dumps({"data": PIXELS.astype(float), "labels": LABELS}, 2), r"received f8 of shape \(20, 3072\)"),
-        (pickle.dumps({"data": PIXELS[:, :3000], "labels": LABELS}, 2), r"received u1 of shape \(20, 3000\)"),
-        (pickle.dumps({"data": PIXELS, "labels": LABELS[1:]}, 2), "19 labels, expected a list 'labels' of 20 numbers"),
+        (
+            pickle.dumps({"data": PIXELS.astype(float), "labels": LABELS}, 2),
+            r"received f8 of shape \(20, 3072\)",
+        ),
+        (
+            pickle.dumps({"data": PIXELS[:, :3000], "labels": LABELS}, 2),
+            r"received u1 of shape \(20, 3000\)",
+        ),
+        (
+            pickle.dumps({"data": PIXELS, "labels": LABELS[1:]}, 2),
+            "19 labels, expected a list 'labels' of 20 numbers",
+        ),
         (
             pickle.dumps({"data": PIXELS, "fine_labels": LABELS}, 2),
             "keys 'data', 'fine_labels', expected a list 'labels'",
@@ -160,7 +182,9 @@ def test_any_cut_or_changed_byte_is_read_or_a_data_error(tmp_path: Path) -> None
         (b"\x80\x02cnumpy\nzeros\nJ\xff\xff\xff\x7f\x85R.", "asks for 'numpy zeros'"),
     ],
 )
-def test_a_pickle_that_would_take_memory_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_pickle_that_would_take_memory_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(content)
     tracemalloc.start()
@@ -173,10 +197,12 @@ def test_a_pickle_that_would_take_memory_is_refused(tmp_path: Path, content: byt
 
 
 @pytest.mark.parametrize(
-    "name", ["numpy\nndarray", "numpy\ndtype", "numpy.core.multiarray\n_reconstruct", "_codecs\nencode"]
+    "name",
+    ["numpy\nndarray", "numpy\ndtype", "numpy.core.multiarray\n_reconstruct", "_codecs\nencode"],
 )
 def test_a_pickle_cannot_change_what_stands_for_a_name(tmp_path: Path, name: str) -> None:
-    # GLOBAL name, state (None, {"__init__": 1, "__defaults__": None}), BUILD: sets attributes where it may.
+    # GLOBAL name, state (None, {"__init__": 1, "__defaults__": None}), BUILD: sets attributes where
+    # it may.
     path = tmp_path / "data_batch_1"
     state = b"N}(X\x08\x00\x00\x00__init__K\x01X\x0c\x00\x00\x00__defaults__Nu\x86"
     path.write_bytes(b"\x80\x02c" + name.encode() + b"\n" + state + b"b.")

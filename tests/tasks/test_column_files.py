@@ -45,11 +45,17 @@ def test_the_column_text_is_the_text(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("rows", [PAIRS, NESTED], ids=["columns", "nested"])
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
-def test_columns_by_language_are_the_pairs(tmp_path: Path, name: str, rows: list[dict[str, Any]]) -> None:
+def test_columns_by_language_are_the_pairs(
+    tmp_path: Path, name: str, rows: list[dict[str, Any]]
+) -> None:
     write(tmp_path / name, rows)
     for data in (tmp_path / name, tmp_path):
         found, _ = load_parallel(str(data), Languages("de", "en"))
-        pairs = [pair for split in found.values() for pair in zip(split.source, split.target, strict=True)]
+        pairs = [
+            pair
+            for split in found.values()
+            for pair in zip(split.source, split.target, strict=True)
+        ]
         assert sorted(pairs) == sorted((row["de"], row["en"]) for row in PAIRS)
 
 
@@ -76,7 +82,9 @@ def test_a_pair_without_text_is_named(tmp_path: Path) -> None:
         load_parallel(str(path), Languages("de", "en"))
 
 
-def test_parquet_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.parquet", TEXTS)
     present = builtins.__import__
 
@@ -86,5 +94,7 @@ def test_parquet_without_its_package_names_the_extra(tmp_path: Path, monkeypatch
         return present(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):
+    with pytest.raises(
+        ConfigError, match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"
+    ):
         load_texts(str(path), valid=None, test=None)

@@ -1,4 +1,5 @@
-"""Task ``dialogue``: both formats, contexts, splits, repetitions, refusals with file:line, metrics by generation."""
+"""Task ``dialogue``: both formats, contexts, splits, repetitions, refusals with file:line, metrics
+by generation."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from wellposed.tasks.data.personachat import parse_personachat
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (
-    "1 your persona: i like tea.\n2 partner's persona: i fly.\n3 hi\thello .\t\tno .|hello .|yes .\n"
-    "4 what do you drink ?\ttea , of course .\n1 your persona: i ski.\n2 hey\tyo\n"
+    "1 your persona: i like tea.\n2 partner's persona: i fly.\n3 hi\thello .\t\tno .|hello .|yes"
+    " .\n4 what do you drink ?\ttea , of course .\n1 your persona: i ski.\n2 hey\tyo\n"
 )
 
 
@@ -32,12 +33,20 @@ def _daily(folder: Path, *, train: int = 30, **later: list[str]) -> Path:
     rng = random.Random(0)
 
     def line() -> str:
-        return " ".join(f"{' '.join(rng.choices('abcde', k=3))} __eou__" for _ in range(rng.randint(2, 5)))
+        return " ".join(
+            f"{' '.join(rng.choices('abcde', k=3))} __eou__" for _ in range(rng.randint(2, 5))
+        )
 
     train_lines = [line() for _ in range(train)]
-    (folder / "dialogues_train.txt.gz").write_bytes(gzip.compress(("\n".join(train_lines) + "\n").encode()))
+    (folder / "dialogues_train.txt.gz").write_bytes(
+        gzip.compress(("\n".join(train_lines) + "\n").encode())
+    )
     (folder / "dialogues_act_train.txt").write_text("1 2\n" * train)
-    for name, lines in {"validation": [line(), line()], "test": [line(), line(), line()], **later}.items():
+    for name, lines in {
+        "validation": [line(), line()],
+        "test": [line(), line(), line()],
+        **later,
+    }.items():
         (folder / f"dialogues_{name}.txt").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -65,7 +74,12 @@ def test_dailydialog_is_one_dialogue_a_line_and_every_later_turn_a_reply() -> No
 def test_personachat_keeps_personas_exchanges_and_counts_candidates() -> None:
     first, second = parse_personachat(_file(PERSONA))
     assert first == Dialogue(
-        1, ("hi", "hello .", "what do you drink ?", "tea , of course ."), ("i like tea.",), ("i fly.",), True, 3
+        1,
+        ("hi", "hello .", "what do you drink ?", "tea , of course ."),
+        ("i like tea.",),
+        ("i fly.",),
+        True,
+        3,
     )
     assert list(first.replies()) == [1, 3]
     assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
@@ -77,7 +91,9 @@ def test_the_format_is_seen_in_the_first_line(text: str, name: str) -> None:
 
 
 def test_an_unknown_format_says_what_was_expected() -> None:
-    with pytest.raises(DataError, match=r"x.txt:1: neither format .* __eou__ .* received 'plain text'"):
+    with pytest.raises(
+        DataError, match=r"x.txt:1: neither format .* __eou__ .* received 'plain text'"
+    ):
         detect_format(_file("plain text\n"))
 
 
@@ -172,9 +188,13 @@ def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path: 
     }
 
 
-def test_missing_splits_are_cut_by_whole_dialogues_that_share_no_persona_line(tmp_path: Path) -> None:
+def test_missing_splits_are_cut_by_whole_dialogues_that_share_no_persona_line(
+    tmp_path: Path,
+) -> None:
     lines = []
-    for number in range(60):  # dialogues 0 2 4, 6 8 10, ... and 1 3 5, ... are linked through their second lines
+    for number in range(
+        60
+    ):  # dialogues 0 2 4, 6 8 10, ... and 1 3 5, ... are linked through their second lines
         persona = [f"i am {number}.", f"i was {number // 6} {number % 2}."]
         lines += [f"{i} your persona: {text}" for i, text in enumerate(persona, start=1)]
         lines += [f"3 hi {number}\tyo {number}", "4 b\tc"]
@@ -183,7 +203,9 @@ def test_missing_splits_are_cut_by_whole_dialogues_that_share_no_persona_line(tm
     splits, described = load_dialogues(str(path))
     seen = [dialogue.turns for part in splits.values() for dialogue in part]
     assert len(seen) == len(set(seen)) == 60
-    personas = [{line for dialogue in part for line in dialogue.persona} for part in splits.values()]
+    personas = [
+        {line for dialogue in part for line in dialogue.persona} for part in splits.values()
+    ]
     assert not personas[0] & personas[1]
     assert not personas[0] & personas[2]
     assert set(described["cut_from_train"]) == {"valid", "test"}
@@ -197,7 +219,10 @@ def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path: Path) -> None:
 
 def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path: Path) -> None:
     _daily(tmp_path, test=["x y __eou__ z __eou__", "new one __eou__ bad __eou__"])
-    train = gzip.decompress((tmp_path / "dialogues_train.txt.gz").read_bytes()).decode() + "xy __eou__ z __eou__\n"
+    train = (
+        gzip.decompress((tmp_path / "dialogues_train.txt.gz").read_bytes()).decode()
+        + "xy __eou__ z __eou__\n"
+    )
     (tmp_path / "dialogues_train.txt.gz").write_bytes(gzip.compress(train.encode()))
     described = _task(tmp_path).description()
     assert described["dialogues_also_in_train"] == {"valid": 0, "test": 1}
@@ -221,7 +246,9 @@ def test_a_test_split_of_repetitions_alone_cannot_be_dropped(tmp_path: Path) -> 
         ({"generate_length_penalty": float("nan")}, "generate_length_penalty = nan"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_options_out_of_range_are_refused(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
         _task(_fill(tmp_path, DAILY), **options)
 
@@ -243,9 +270,17 @@ def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
 def test_synonyms_are_groups_of_words_each_in_one(tmp_path: Path) -> None:
     path = tmp_path / "s.txt"
     path.write_text("big large huge\nSmall little\n")
-    assert read_synonyms(path) == {"big": "big", "large": "big", "huge": "big", "small": "small", "little": "small"}
+    assert read_synonyms(path) == {
+        "big": "big",
+        "large": "big",
+        "huge": "big",
+        "small": "small",
+        "little": "small",
+    }
     path.write_text("big large\nlarge huge\nalone\n")
-    with pytest.raises(DataError, match=r"s.txt:2: 'large' is in a group already\n.*s.txt:3: expected two words"):
+    with pytest.raises(
+        DataError, match=r"s.txt:2: 'large' is in a group already\n.*s.txt:3: expected two words"
+    ):
         read_synonyms(path)
 
 
@@ -264,7 +299,11 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
     full = _task(data, vectors=str(vectors))
     assert list(full.description()["metrics_not_computed"]) == ["sentence_cosine"]
     bare, scored = task._score(references, references), full._score(references, references)
-    assert set(scored.scores) - set(bare.scores) == {"embedding_average", "vector_extrema", "greedy_matching"}
+    assert set(scored.scores) - set(bare.scores) == {
+        "embedding_average",
+        "vector_extrema",
+        "greedy_matching",
+    }
     assert scored.scores["bleu_1"] == pytest.approx(100)
     assert scored.scores["rouge_l"] == pytest.approx(100)
     # "hi ." and "fine ." have a vector, "how are you ?" has none: two pairs of three.
@@ -283,7 +322,11 @@ def test_the_task_is_registered_with_its_options() -> None:
 @pytest.mark.slow
 def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_data: Path) -> None:
     splits, _ = load_dialogues(str(shared_data / "dailydialog"))
-    assert {split: len(part) for split, part in splits.items()} == {"train": 11118, "valid": 1000, "test": 1000}
+    assert {split: len(part) for split, part in splits.items()} == {
+        "train": 11118,
+        "valid": 1000,
+        "test": 1000,
+    }
     assert sum(len(dialogue.turns) for dialogue in splits["test"]) == 7740
     assert len(repeated(splits["valid"], splits["train"])) == 89
     assert len(repeated(splits["test"], splits["train"])) == 112
@@ -295,6 +338,8 @@ def test_the_shared_personachat_is_read_whole(shared_data: Path) -> None:
     train, valid, test = splits.values()
     assert len(train) + len(test) == 701
     assert (len(valid), sum(len(dialogue.replies()) for dialogue in valid)) == (100, 769)
-    lines = [{line for dialogue in part for line in dialogue.persona} for part in (train, valid, test)]
+    lines = [
+        {line for dialogue in part for line in dialogue.persona} for part in (train, valid, test)
+    ]
     assert not lines[0] & lines[1]
     assert not lines[0] & lines[2]

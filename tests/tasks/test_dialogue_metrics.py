@@ -1,4 +1,5 @@
-"""Metrics of generated replies against values worked by hand (in the comments), brute force, and their properties."""
+"""Metrics of generated replies against values worked by hand (in the comments), brute force, and
+their properties."""
 
 from __future__ import annotations
 
@@ -55,15 +56,19 @@ def test_words_keep_inner_apostrophes_and_split_punctuation() -> None:
 
 
 def test_meteor_by_hand() -> None:
-    # All 6 words match: P = R = F = 1. The two "the" can be linked in two ways: with [on the mat] and [the cat]
-    # kept together, 3 x 1 + 3 x 2 + 1 x 2 = 11 links cross, in 3 chunks; first to first, 8 cross, in 6 chunks, so that
+    # All 6 words match: P = R = F = 1. The two "the" can be linked in two ways: with [on the mat]
+    # and [the cat] kept together, 3 x 1 + 3 x 2 + 1 x 2 = 11 links cross, in 3 chunks; first to
+    # first, 8 cross, in 6 chunks, so that
     # one is taken: penalty 0.5 (6/6)^3.
     first = words_of("the cat sat on the mat")
     assert meteor(words_of("on the mat sat the cat"), first) == pytest.approx(0.5, abs=1e-12)
     # P = 6/7, R = 1, F = (60/7) / (61/7); [the cat] [sat on the mat]: penalty 0.5 (2/6)^3 = 1/54.
-    assert meteor(words_of("the cat was sat on the mat"), first) == pytest.approx(60 / 61 * 53 / 54, abs=1e-12)
-    # the cats sat / the cat was sitting: the = the, cats ~ cat by stem, sat and sitting (sit) differ. m = 2, P = 2/3,
-    # R = 2/4, F = 10/3 / (1/2 + 6) = 20/39; one chunk: penalty 0.5 / 8; 20/39 x 15/16 = 0.480769.
+    assert meteor(words_of("the cat was sat on the mat"), first) == pytest.approx(
+        60 / 61 * 53 / 54, abs=1e-12
+    )
+    # the cats sat / the cat was sitting: the = the, cats ~ cat by stem, sat and sitting (sit)
+    # differ. m = 2, P = 2/3, R = 2/4, F = 10/3 / (1/2 + 6) = 20/39; one chunk: penalty 0.5 / 8;
+    # 20/39 x 15/16 = 0.480769.
     assert meteor(words_of("the cats sat"), words_of("the cat was sitting")) == pytest.approx(
         20 / 39 * 15 / 16, abs=1e-12
     )
@@ -73,13 +78,17 @@ def test_meteor_by_hand() -> None:
 
 def test_meteor_matches_synonyms_only_where_they_are_given() -> None:
     hypothesis, reference = words_of("a big dog"), words_of("a large dog")
-    # without: 2 matches in 2 chunks, P = R = F = 2/3, penalty 1/2. With: 3 matches, 1 chunk, 1 - 0.5/27.
+    # without: 2 matches in 2 chunks, P = R = F = 2/3, penalty 1/2. With: 3 matches, 1 chunk, 1 -
+    # 0.5/27.
     assert meteor(hypothesis, reference) == pytest.approx(1 / 3, abs=1e-12)
-    assert meteor(hypothesis, reference, synonyms={"big": "large"}) == pytest.approx(1 - 0.5 / 27, abs=1e-12)
+    assert meteor(hypothesis, reference, synonyms={"big": "large"}) == pytest.approx(
+        1 - 0.5 / 27, abs=1e-12
+    )
 
 
 def test_meteor_takes_forms_before_stems() -> None:
-    # "cat" must take the form "cat", so that "cats" is left for "cats" too: two exact links, not one and a stem.
+    # "cat" must take the form "cat", so that "cats" is left for "cats" too: two exact links, not
+    # one and a stem.
     assert align(["cats", "cat"], ["cat", "cats"]) == {0: 1, 1: 0}
 
 
@@ -101,7 +110,9 @@ def _best_by_brute_force(hypothesis: list[str], reference: list[str]) -> tuple[i
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=5), st.lists(st.sampled_from("abc"), max_size=5))
-def test_alignments_have_the_most_matches_and_the_fewest_crossings(hypothesis: list[str], reference: list[str]) -> None:
+def test_alignments_have_the_most_matches_and_the_fewest_crossings(
+    hypothesis: list[str], reference: list[str]
+) -> None:
     links = align(hypothesis, reference)
     assert len(set(links.values())) == len(links)
     found = len(links), _crossings(tuple(links.items()))
@@ -118,8 +129,8 @@ def test_meteor_of_a_sentence_with_itself_is_its_greatest_value(words: list[str]
 
 
 def test_rouge_l_by_hand() -> None:
-    # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill police, beta = 1:
-    # LCS(S1, S2) = 3, F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
+    # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill police,
+    # beta = 1: LCS(S1, S2) = 3, F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
     first = words_of("police killed the gunman")
     assert rouge_l(words_of("police kill the gunman"), first, beta=1.0) == pytest.approx(3 / 4)
     assert rouge_l(words_of("the gunman kill police"), first, beta=1.0) == pytest.approx(1 / 2)
@@ -138,9 +149,14 @@ def test_rouge_l_refuses_a_beta_that_is_no_weight() -> None:
 def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subsequence(
     first: list[str], second: list[str]
 ) -> None:
-    subsequences = {pick for n in range(len(first) + 1) for pick in itertools.combinations(first, n)}
+    subsequences = {
+        pick for n in range(len(first) + 1) for pick in itertools.combinations(first, n)
+    }
     shared = [
-        pick for n in range(len(second) + 1) for pick in itertools.combinations(second, n) if pick in subsequences
+        pick
+        for n in range(len(second) + 1)
+        for pick in itertools.combinations(second, n)
+        if pick in subsequences
     ]
     assert longest_common_subsequence(first, second) == max(map(len, shared))
     assert rouge_l(first, second, beta=1.0) == pytest.approx(rouge_l(second, first, beta=1.0))
@@ -152,12 +168,14 @@ def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subseque
 
 def test_cider_by_hand() -> None:
     # References: "a b" and "a c"; log 2 = L. df(a) = 2, so a weighs 0; b, c, ab, ac weigh L each.
-    # Pair 1: hypothesis "a b" is its reference: cosine 1 for n = 1 (b alone) and n = 2 (ab), none for n = 3, 4: 1/2.
-    # Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine 1. n = 2: {ac: L, cc: L} and {ac: L}
-    # (cc is in no reference, df counted as 1): 1 / sqrt 2. n = 3: the reference has none: 0. Mean (1 + .70711)/4.
+    # Pair 1: hypothesis "a b" is its reference: cosine 1 for n = 1 (b alone) and n = 2 (ab), none
+    # for n = 3, 4: 1/2. Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine
+    # 1. n = 2: {ac: L, cc: L} and {ac: L} (cc is in no reference, df counted as 1): 1 / sqrt 2. n =
+    #   3: the reference has none: 0. Mean (1 + .70711)/4.
     said, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
     assert cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
-    # CIDEr-D clips 2L of c to L: (L L) / (2L L) = 1/2 for n = 1; n = 2 as before; times exp(-1/72), times 10.
+    # CIDEr-D clips 2L of c to L: (L L) / (2L L) = 1/2 for n = 1; n = 2 as before; times exp(-1/72),
+    # times 10.
     expected = 10 * math.exp(-1 / 72) * (0.5 + math.sqrt(0.5)) / 4
     assert cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
 
@@ -180,14 +198,21 @@ def test_cider_is_greatest_on_the_reference_itself(wanted: list[list[str]]) -> N
     reversed_words = [words[::-1] for words in wanted]
     plain = zip(cider(wanted, wanted), cider(reversed_words, wanted), strict=True)
     assert all(0 <= other <= same + 1e-9 <= 1 + 1e-8 for same, other in plain)
-    clipped = cider(wanted, wanted, variant="cider_d"), cider(reversed_words, wanted, variant="cider_d")
+    clipped = (
+        cider(wanted, wanted, variant="cider_d"),
+        cider(reversed_words, wanted, variant="cider_d"),
+    )
     assert all(0 <= other <= same + 1e-9 <= 10 + 1e-8 for same, other in zip(*clipped, strict=True))
 
 
 # Word vectors ---------------------------------------------------------------------------------------------------------
 
 VECTORS = WordVectors(
-    {word: np.array(row, np.float32) for word, row in {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}.items()}, 2
+    {
+        word: np.array(row, np.float32)
+        for word, row in {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}.items()
+    },
+    2,
 )
 
 
@@ -196,8 +221,8 @@ def _scores(first: list[str], second: list[str]) -> dict[str, float]:
 
 
 def test_embedding_metrics_by_hand() -> None:
-    # a b against a: sum (3, 4) with (3, 0): 3/5. Extrema (3, 4) too: 3/5. Greedy: a takes 1, b takes 0: mean 1/2; back:
-    # a takes 1: (1/2 + 1) / 2 = 3/4.
+    # a b against a: sum (3, 4) with (3, 0): 3/5. Extrema (3, 4) too: 3/5. Greedy: a takes 1, b
+    # takes 0: mean 1/2; back: a takes 1: (1/2 + 1) / 2 = 3/4.
     assert _scores(["a", "b"], ["a"]) == pytest.approx(
         {"embedding_average": 0.6, "vector_extrema": 0.6, "greedy_matching": 0.75}
     )
@@ -222,17 +247,26 @@ def test_a_zero_vector_gives_zero_and_no_nan() -> None:
     assert _scores(["z"], ["a"]) == dict.fromkeys(VECTOR_METRICS, 0.0)
 
 
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), st.lists(st.sampled_from("abc"), min_size=1))
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=5),
+    st.lists(st.sampled_from("abc"), min_size=1),
+)
 @settings(max_examples=40, deadline=None)
-def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first: list[str], second: list[str]) -> None:
+def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(
+    first: list[str], second: list[str]
+) -> None:
     assert _scores(first, second) == pytest.approx(_scores(second, first), abs=1e-6)
     # a and c may cancel in the sum, but not to zero: 3 m = 6 n needs 0 m + 1 n = 0.
-    assert _scores(first, first[::-1]) == pytest.approx(dict.fromkeys(VECTOR_METRICS, 1.0), abs=1e-6)
+    assert _scores(first, first[::-1]) == pytest.approx(
+        dict.fromkeys(VECTOR_METRICS, 1.0), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["v.txt", "v.txt.gz"])
 @pytest.mark.parametrize("header", ["", "3 2\n"])
-def test_word_vectors_are_read_from_both_text_formats(tmp_path: Path, name: str, header: str) -> None:
+def test_word_vectors_are_read_from_both_text_formats(
+    tmp_path: Path, name: str, header: str
+) -> None:
     path = tmp_path / name
     content = (header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
@@ -263,7 +297,11 @@ def test_malformed_vectors_are_named_by_line(tmp_path: Path, content: str, says:
 def test_files_that_cannot_be_read_are_data_errors(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"a 1 2\n\xe9 1 2\n")
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
-    for name, says in (("vec.txt", "no such file"), ("latin.txt", "latin.txt:2: not UTF-8"), ("cut.gz", "cut short")):
+    for name, says in (
+        ("vec.txt", "no such file"),
+        ("latin.txt", "latin.txt:2: not UTF-8"),
+        ("cut.gz", "cut short"),
+    ):
         with pytest.raises(DataError, match=says):
             read_word_vectors(tmp_path / name)
     with pytest.raises(DataError, match="is a folder"):
@@ -287,7 +325,13 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
 
     from wellposed.tasks.text.tokenizers import WordEncoder
 
-    config = BertConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = BertConfig(
+        vocab_size=10,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
     BertModel(config).save_pretrained(tmp_path)
     WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
     encode = hf_sentence_encoder(str(tmp_path), batch_size=2)
@@ -304,7 +348,9 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
 
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without() -> None:
     said, wanted = ["a b .", "c"], ["a b .", "c a"]
-    full = dialogue_scores(said, wanted, vectors=VECTORS, sentence_encoder=lambda texts: [[1.0]] * len(texts))
+    full = dialogue_scores(
+        said, wanted, vectors=VECTORS, sentence_encoder=lambda texts: [[1.0]] * len(texts)
+    )
     assert set(full.scores) == {*DIALOGUE_METRICS, "cider_d"}
     assert len(DIALOGUE_METRICS) == 9
     assert not full.not_computed

@@ -48,7 +48,9 @@ def test_a_missing_split_is_cut_and_train_can_be_limited(tmp_path: Path) -> None
     assert [len(task.dataset(split)) for split in SPLITS] == [10, 2, 2]
     described = task.description()
     assert described["train_images_left_out_by_limit_train"] == 16
-    assert described["cut_from_train"] == dict.fromkeys(("valid", "test"), "2 of 30 rows, by a fixed shuffle")
+    assert described["cut_from_train"] == dict.fromkeys(
+        ("valid", "test"), "2 of 30 rows, by a fixed shuffle"
+    )
     assert len(described["files"]["train"]["sha256"]) == 64
 
 
@@ -65,7 +67,9 @@ def test_the_binary_version_of_cifar(tmp_path: Path) -> None:
     labels = (np.arange(60) % 10).astype(np.uint8)
     records = np.concatenate([labels[:, None], pixels.reshape(60, -1)], 1)
     for number in range(2):
-        (tmp_path / f"data_batch_{number + 1}.bin").write_bytes(records[20 * number : 20 * number + 20].tobytes())
+        (tmp_path / f"data_batch_{number + 1}.bin").write_bytes(
+            records[20 * number : 20 * number + 20].tobytes()
+        )
     (tmp_path / "test_batch.bin").write_bytes(records[40:].tobytes())
     (tmp_path / "batches.meta.txt").write_text("\n".join(f"class{i}" for i in range(10)) + "\n\n")
     task = build(tmp_path, color="rgb")
@@ -89,7 +93,9 @@ def test_npz_files_of_python_objects_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n", b"label,text\n", b"PK\x03\x04 cut short"])
 def test_files_that_are_no_npz_are_said_to_be_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(DataError, match=r"x.npz: is not an npz file .*write it with numpy.savez_compressed"):
+    with pytest.raises(
+        DataError, match=r"x.npz: is not an npz file .*write it with numpy.savez_compressed"
+    ):
         build(tmp_path / "x.npz")
     np.save(tmp_path / "x.npy", X)
     with pytest.raises(DataError, match=r"x.npy: is not an npz file"):

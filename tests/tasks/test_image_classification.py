@@ -1,4 +1,5 @@
-"""`image_classification`: pixel values against a plain computation, folders as ImageFolder reads them, bad images."""
+"""`image_classification`: pixel values against a plain computation, folders as ImageFolder reads
+them, bad images."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_images_become_the_size_and_the_channels_of_the_model(npz: Path, tmp_pat
 
 
 def test_a_saved_processor_is_used_as_it_is(npz: Path, tmp_path: Path) -> None:
-    saved = transformers.BeitImageProcessor(size={"height": 20, "width": 20}, crop_size={"height": 12, "width": 12})
+    saved = transformers.BeitImageProcessor(
+        size={"height": 20, "width": 20}, crop_size={"height": 12, "width": 12}
+    )
     saved.save_pretrained(tmp_path / "beit")
     found = pixels(build(npz, processor=f"hf:{tmp_path / 'beit'}"))
     expected = saved(list(X), return_tensors="pt")["pixel_values"]
@@ -89,7 +92,9 @@ def test_flip_turns_about_half_of_train_differently_in_every_epoch(npz: Path) ->
         assert task.batches(split, 4, seed=0, epoch=0) == plain.batches(split, 4, seed=0, epoch=0)
     turned = []
     for epoch in range(20):
-        members = [member for batch in task.batches("train", 4, seed=0, epoch=epoch) for member in batch]
+        members = [
+            member for batch in task.batches("train", 4, seed=0, epoch=epoch) for member in batch
+        ]
         assert sorted(member % 30 for member in members) == list(range(30))
         turned.append({member % 30 for member in members if member >= 30})
     assert len(set(map(frozenset, turned))) == 20
@@ -141,7 +146,9 @@ def test_images_of_many_kinds_are_converted(tmp_path: Path) -> None:
         assert np.array_equal(read_image_file(tmp_path / name), expected), name
 
 
-def test_images_that_cannot_be_used_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_cannot_be_used_are_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = class_folders(tmp_path / "pets", count=12)
     whole = (root / "cat" / "01.jpg").read_bytes()
     (root / "cat" / "01.jpg").write_bytes(whole[: len(whole) // 2])
@@ -152,11 +159,18 @@ def test_images_that_cannot_be_used_are_named_at_once(tmp_path: Path, monkeypatc
         build(root)
     said = str(caught.value)
     assert said.startswith("4 images that cannot be used; correct or remove them:")
-    for name in ("cat/01.jpg", "cat/02.png", "dog/02.png", "dog/real.tif: cannot be decoded: its pixels are F"):
+    for name in (
+        "cat/01.jpg",
+        "cat/02.png",
+        "dog/02.png",
+        "dog/real.tif: cannot be decoded: its pixels are F",
+    ):
         assert name in said
     for limit in (143, 71):  # an image between once and twice the limit is a mere warning of Pillow
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(DataError, match=rf"00.png: has more than {limit} pixels; shrink it first"):
+        with pytest.raises(
+            DataError, match=rf"00.png: has more than {limit} pixels; shrink it first"
+        ):
             read_image_file(root / "cat" / "deeper" / "00.png")
 
 
@@ -164,13 +178,21 @@ def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> Non
     pets = class_folders(tmp_path / "pets", count=10)
     with pytest.raises(DataError, match=r"images of \d+ sizes .*give --processor config:FOLDER"):
         build(pets)
-    with pytest.raises(DataError, match=r"cat: holds 6 images, such as 01.jpg, and nothing says of which class"):
-        build(shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shutil.ignore_patterns("deeper")))
+    with pytest.raises(
+        DataError, match=r"cat: holds 6 images, such as 01.jpg, and nothing says of which class"
+    ):
+        build(
+            shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shutil.ignore_patterns("deeper"))
+        )
     with pytest.raises(DataError, match=r"01.jpg: is an image, and nothing says of which class"):
         build(pets / "cat" / "01.jpg")
-    with pytest.raises(ConfigError, match=r"processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"):
+    with pytest.raises(
+        ConfigError, match=r"processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"
+    ):
         build(npz, processor="vit")
-    with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, which says how images become numbers"):
+    with pytest.raises(
+        CheckpointError, match=r"no preprocessor_config.json, which says how images become numbers"
+    ):
         build(npz, processor=f"hf:{tmp_path}")
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ConfigError, match="a bert configuration has no image_size"):

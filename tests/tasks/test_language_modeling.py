@@ -1,4 +1,5 @@
-"""Language modeling with any tokenizer: every byte counted once, bits per byte against a slow sum."""
+"""Language modeling with any tokenizer: every byte counted once, bits per byte against a slow
+sum."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def folder(tmp_path: Path) -> Path:
 def build(folder: Path, tokenizer: str = "bpe", **options: Any) -> Task:
     name = f"hf:{folder / tokenizer}" if (folder / tokenizer).is_dir() else tokenizer
     return build_task(
-        "language_modeling", {"data": str(folder / "text.txt"), "tokenizer": name, "seq_len": 16, **options}
+        "language_modeling",
+        {"data": str(folder / "text.txt"), "tokenizer": name, "seq_len": 16, **options},
     )
 
 
@@ -55,7 +57,8 @@ def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder
     assert found.token_bytes is not None
     tokenizer = encoder.tokenizer(max_length=1)
     assert tokenizer.decode(found.ids.flat.tolist()) == TEXT
-    # The bytes written so far, from the byte-level alphabet; inside a character they run behind, never ahead.
+    # The bytes written so far, from the byte-level alphabet; inside a character they run behind,
+    # never ahead.
     pieces = tokenizer.convert_ids_to_tokens(found.ids.flat.tolist())
     written, counted = np.cumsum([len(piece) for piece in pieces]), np.cumsum(found.token_bytes)
     assert ((counted >= written) & (counted <= written + 3)).all()
@@ -67,7 +70,10 @@ def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder
 @pytest.mark.parametrize("tokenizer", ["byte", "character"])
 def test_our_tokenizers_give_the_ids_of_their_bulk_encoder(tokenizer: str) -> None:
     encoder = build_encoder(tokenizer, ["café\n"], max_words=1)
-    assert encode_with_bytes(encoder, TEXT).ids.flat.tolist() == encoder.encode([TEXT]).ids.flat.tolist()
+    assert (
+        encode_with_bytes(encoder, TEXT).ids.flat.tolist()
+        == encoder.encode([TEXT]).ids.flat.tolist()
+    )
 
 
 def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder: Path) -> None:
@@ -99,7 +105,9 @@ def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder: Path)
         # Sums of float32 logits: relative error of some 1e-6.
         assert found["nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
         assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
-        assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / (text_bytes - first), rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(
+            nats / math.log(2) / (text_bytes - first), rel=1e-5
+        )
 
 
 def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder: Path) -> None:
@@ -111,7 +119,10 @@ def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder: Path) -> No
     assert found["nats_per_token"] == pytest.approx(nats)
     assert found["perplexity"] == pytest.approx(math.exp(nats))
     # Of a split character the first byte stands for all: the sum over the split is what is exact.
-    counted = int(task.description()["bytes"]["valid"]) - task.collate([task.dataset("valid")[0]])["label_bytes"][0, 0]
+    counted = (
+        int(task.description()["bytes"]["valid"])
+        - task.collate([task.dataset("valid")[0]])["label_bytes"][0, 0]
+    )
     assert found["bits_per_byte"] == pytest.approx(nats * len(ids) / math.log(2) / int(counted))
 
 

@@ -1,4 +1,5 @@
-"""ListOps: labels against an independent evaluator, the law against a plain sampler, files row by row."""
+"""ListOps: labels against an independent evaluator, the law against a plain sampler, files row by
+row."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def texts(task: ListOpsTask, split: Any) -> list[str]:
 
 
 def shape(text: str) -> tuple[int, list[int]]:
-    """Return the depth of digits (the root has depth 1) and the number of arguments of every operator."""
+    """Return the depth of digits (the root has depth 1) and the number of arguments of every
+    operator."""
     depth, deepest, open_counts, counts = 1, 1, [0], []
     for token in text.split():
         if token == "]":
@@ -74,7 +76,9 @@ def short() -> ListOpsTask:
 
 @pytest.fixture(scope="module")
 def lra() -> ListOpsTask:
-    task = build_task("listops", {"setting": "lra", "num_train": 60, "num_valid": 20, "num_test": 20})
+    task = build_task(
+        "listops", {"setting": "lra", "num_train": 60, "num_valid": 20, "num_test": 20}
+    )
     assert isinstance(task, ListOpsTask)
     return task
 
@@ -120,7 +124,9 @@ def test_generated_labels_are_exact(name: str, request: pytest.FixtureRequest) -
             assert task.labels[example["labels"][0]] == str(value_of(text))
 
 
-@pytest.mark.parametrize(("name", "bounds"), [("short", (4, 5, 5, 50)), ("lra", (10, 10, 500, 2000))])
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("short", (4, 5, 5, 50)), ("lra", (10, 10, 500, 2000))]
+)
 def test_generated_expressions_are_within_the_bounds(
     name: str, bounds: tuple[int, int, int, int], request: pytest.FixtureRequest
 ) -> None:
@@ -142,7 +148,8 @@ def test_train_valid_and_test_are_disjoint_and_distinct(short: ListOpsTask) -> N
 
 
 def sampled_by_the_plain_law(rules: ListOpsRules, count: int) -> list[str]:
-    """Draw whole trees recursively, with the probabilities of the Long Range Arena, and reject by length afterwards."""
+    """Draw whole trees recursively, with the probabilities of the Long Range Arena, and reject by
+    length afterwards."""
     generator = random.Random("reference")
 
     def tree(depth: int) -> str:
@@ -188,7 +195,8 @@ def test_generation_depends_on_the_data_seed_alone() -> None:
 
 
 def test_generator_version_1_is_pinned() -> None:
-    # A change of this digest is a change of every published ListOps number: raise GENERATOR_VERSION with it.
+    # A change of this digest is a change of every published ListOps number: raise GENERATOR_VERSION
+    # with it.
     described = build_task("listops", SMALL).description()
     assert described["generator_version"] == 1
     assert described["sha256"].startswith("81d50fca2943c48d")
@@ -203,7 +211,9 @@ def test_options_bound_what_is_generated() -> None:
 
 
 def test_impossible_bounds_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"):
+    with pytest.raises(
+        ConfigError, match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"
+    ):
         build_task("listops", {"max_depth": 1, "max_args": 1, "min_length": 20, "max_length": 21})
     with pytest.raises(ConfigError, match="num_valid = 0; expected at least 1"):
         build_task("listops", {"num_valid": 0})
@@ -212,9 +222,13 @@ def test_impossible_bounds_are_refused() -> None:
 def test_too_few_different_expressions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wellposed.tasks.generators.listops.MAX_FRUITLESS_TRIES", 3000)
     with pytest.raises(ConfigError, match="too few different expressions: 400 found, 500 wanted"):
-        build_task("listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 6})
+        build_task(
+            "listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 6}
+        )
     with pytest.raises(ConfigError, match="no expression within the bounds"):
-        build_task("listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 10, "max_length": 20})
+        build_task(
+            "listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 10, "max_length": 20}
+        )
 
 
 def test_builtin_refuses_files() -> None:
@@ -239,7 +253,10 @@ def test_files_of_label_and_expression(tmp_path: Path, name: str) -> None:
     assert [len(task.dataset(split)) for split in SPLITS] == [24, 24, 24]
     assert isinstance(task, ListOpsTask)
     assert texts(task, "train")[:3] == ["[SM 7 8 ]", "[MIN 3 9 ]", "[LAST 9 3 ]"]
-    assert task.tokenizer("( ( ( [SM 7 ) 8 ) ] )")["input_ids"] == task.dataset("train")[0]["input_ids"]
+    assert (
+        task.tokenizer("( ( ( [SM 7 ) 8 ) ] )")["input_ids"]
+        == task.dataset("train")[0]["input_ids"]
+    )
 
 
 def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
@@ -247,7 +264,9 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         write_rows(tmp_path / f"basic_{split}.tsv", rows)
     task = build_task("listops", {"data": str(tmp_path)})
-    assert task.description()["files"]["valid"]["columns"] == "header, label 'Target', text 'Source'"
+    assert (
+        task.description()["files"]["valid"]["columns"] == "header, label 'Target', text 'Source'"
+    )
     assert len(task.dataset("valid")) == 24
 
 
@@ -259,7 +278,10 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
         ("4\t[LAST 9 4 1 ]", "label '4', but the expression has the value 1"),
         ("5\t[SM 7 8", "'[SM' is not closed by ']'"),
         ("5\t[SM 7 8 ] ]", "token 5 is ']' without an open operator"),
-        ("5\t[SM 7 18 ]", "token 3 is '18', expected a digit, ']' or one of [MIN, [MAX, [MED, [SM, [FIRST, [LAST"),
+        (
+            "5\t[SM 7 18 ]",
+            "token 3 is '18', expected a digit, ']' or one of [MIN, [MAX, [MED, [SM, [FIRST, [LAST",
+        ),
         ("5\t[AVG 7 8 ]", "token 1 is '[AVG', expected"),
         ("0\t[SM ]", "token 2 closes '[SM', which has no argument"),
         ("5\t5 5", "2 expressions, expected one"),
@@ -288,7 +310,9 @@ def test_all_malformed_rows_are_in_one_message(tmp_path: Path) -> None:
 
 def test_generator_options_are_refused_for_a_file(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "train.tsv", GOOD)
-    with pytest.raises(ConfigError, match="max_args, num_train bound what is generated and have no effect on"):
+    with pytest.raises(
+        ConfigError, match="max_args, num_train bound what is generated and have no effect on"
+    ):
         build_task("listops", {"data": data, "max_args": 4, "num_train": 9})
 
 
@@ -303,4 +327,6 @@ def test_max_length_bounds_a_file(tmp_path: Path) -> None:
 def test_reference_is_the_share_of_the_most_frequent_label(tmp_path: Path) -> None:
     for split in SPLITS:
         write_rows(tmp_path / f"{split}.tsv", GOOD)
-    assert build_task("listops", {"data": str(tmp_path)}).reference() == {"accuracy": pytest.approx(2 / 3)}
+    assert build_task("listops", {"data": str(tmp_path)}).reference() == {
+        "accuracy": pytest.approx(2 / 3)
+    }

@@ -1,4 +1,5 @@
-"""Task ``marked``: the answer is read from the row, and no bag of its words tells it more often than stated."""
+"""Task ``marked``: the answer is read from the row, and no bag of its words tells it more often
+than stated."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ SMALL = {"num_train": 60, "num_valid": 20, "num_test": 20}
 
 
 def rows_of(task: Any) -> list[tuple[str, str]]:
-    rows = [task.dataset(split)[index] for split in SPLITS for index in range(SMALL[f"num_{split}"])]
-    return [(task.tokenizer.decode(row["input_ids"]), task.labels[row["labels"][0]]) for row in rows]
+    rows = [
+        task.dataset(split)[index] for split in SPLITS for index in range(SMALL[f"num_{split}"])
+    ]
+    return [
+        (task.tokenizer.decode(row["input_ids"]), task.labels[row["labels"][0]]) for row in rows
+    ]
 
 
 @pytest.mark.parametrize("question", ["order", "recall"])
@@ -44,7 +49,10 @@ def test_without_repeats_every_slot_is_as_good_a_guess() -> None:
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
-    digests = [build_task("marked", {**SMALL, "data_seed": seed}).description()["sha256"] for seed in (0, 0, 1)]
+    digests = [
+        build_task("marked", {**SMALL, "data_seed": seed}).description()["sha256"]
+        for seed in (0, 0, 1)
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -70,7 +78,10 @@ def test_no_bag_tells_which_of_two_words_is_first() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"question": "recall", "slots": 5, "words": 4, "repeats": False}, "words = 4, expected at least slots = 5"),
+        (
+            {"question": "recall", "slots": 5, "words": 4, "repeats": False},
+            "words = 4, expected at least slots = 5",
+        ),
         ({"repeats": False}, "repeats = False belongs to question recall"),
         ({"slots": 1}, "slots = 1, expected at least 2"),
         ({"words": 1}, "words = 1"),
@@ -83,5 +94,7 @@ def test_impossible_sizes_are_refused(options: dict[str, int], words: str) -> No
 
 
 def test_more_rows_than_there_are_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"too few different rows: 8 found, 100 wanted; lower num_train"):
+    with pytest.raises(
+        ConfigError, match=r"too few different rows: 8 found, 100 wanted; lower num_train"
+    ):
         build_task("marked", {"question": "recall", "slots": 2, "words": 2, **SMALL})

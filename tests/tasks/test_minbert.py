@@ -58,17 +58,47 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
             HEADERS["ids-sst"] + "0\ta\tfilm\t4\n1\tb\tfilm\t7\n",
             "ids-sst-train.csv:3: sentiment is '7'",
         ),
-        ("ids_sst_dev", HEADERS["ids-sst"] + "0\ta\tfilm\t1.5\n", "ids-sst-dev.csv:2: .*whole number in 0..4"),
-        ("quora_train", HEADERS["quora"] + "0\ta\tone\ttwo\t\n", "quora-train.csv:2: is_duplicate is ''"),
-        ("quora_dev", HEADERS["quora"] + "0\ta\tone\t1.0\n", "quora-dev.csv:2: 4 fields, expected 5"),
-        ("sts_train", HEADERS["sts"] + "0\ta\t \ttwo\t1.0\n", "sts-train.csv:2: sentence1 is empty"),
-        ("sts_train", HEADERS["sts"] + "0\ta\tone\ttwo\tnan\n", "sts-train.csv:2: similarity is 'nan'"),
-        ("sts_dev", "\tid\tsentence1\tsentence2\n0\ta\tone\ttwo\n", "sts-dev.csv:1: the header lacks similarity"),
+        (
+            "ids_sst_dev",
+            HEADERS["ids-sst"] + "0\ta\tfilm\t1.5\n",
+            "ids-sst-dev.csv:2: .*whole number in 0..4",
+        ),
+        (
+            "quora_train",
+            HEADERS["quora"] + "0\ta\tone\ttwo\t\n",
+            "quora-train.csv:2: is_duplicate is ''",
+        ),
+        (
+            "quora_dev",
+            HEADERS["quora"] + "0\ta\tone\t1.0\n",
+            "quora-dev.csv:2: 4 fields, expected 5",
+        ),
+        (
+            "sts_train",
+            HEADERS["sts"] + "0\ta\t \ttwo\t1.0\n",
+            "sts-train.csv:2: sentence1 is empty",
+        ),
+        (
+            "sts_train",
+            HEADERS["sts"] + "0\ta\tone\ttwo\tnan\n",
+            "sts-train.csv:2: similarity is 'nan'",
+        ),
+        (
+            "sts_dev",
+            "\tid\tsentence1\tsentence2\n0\ta\tone\ttwo\n",
+            "sts-dev.csv:1: the header lacks similarity",
+        ),
         ("sts_dev", HEADERS["sts"], "a header and no row"),
-        ("sts_dev", HEADERS["sts"] + '0\ta\t"one\ttwo\t1.0\n', "sts-dev.csv:2: not tab-separated values"),
+        (
+            "sts_dev",
+            HEADERS["sts"] + '0\ta\t"one\ttwo\t1.0\n',
+            "sts-dev.csv:2: not tab-separated values",
+        ),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, file: str, text: str, says: str) -> None:
+def test_a_malformed_row_is_named_by_file_and_line(
+    tmp_path: Path, file: str, text: str, says: str
+) -> None:
     with pytest.raises(DataError, match=says):
         read_minbert(folder_of(tmp_path, **{file: text}))
 
@@ -110,8 +140,14 @@ def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> Non
     first = pair["input_ids"].index(tokenizer.sep_token_id)
     assert pair["token_type_ids"] == [0] * (first + 1) + [1] * (len(pair["input_ids"]) - first - 1)
     rows = encode_rows(sets["para"].train, tokenizer, max_length=6)
-    assert rows.cut == sum(len(tokenizer(*row)["input_ids"]) > 6 for row in sets["para"].train.sentences) > 0
-    assert all(len(row) <= 6 and row[-1] == tokenizer.sep_token_id for row in rows.columns["input_ids"])
+    assert (
+        rows.cut
+        == sum(len(tokenizer(*row)["input_ids"]) > 6 for row in sets["para"].train.sentences)
+        > 0
+    )
+    assert all(
+        len(row) <= 6 and row[-1] == tokenizer.sep_token_id for row in rows.columns["input_ids"]
+    )
     assert rows.labels == sets["para"].train.labels
 
 
@@ -124,6 +160,11 @@ def test_the_shared_files_are_read_whole(shared_data: Path) -> None:
         "sts": (6040, 863),
     }
     # The same rows by the csv module's own dictionary reader.
-    with gzip.open(shared_data / "minbert" / "quora-valid-2k.csv.gz", "rt", encoding="utf-8", newline="") as file:
-        wanted = [(r["sentence1"].strip(), r["sentence2"].strip()) for r in csv.DictReader(file, delimiter="\t")]
+    with gzip.open(
+        shared_data / "minbert" / "quora-valid-2k.csv.gz", "rt", encoding="utf-8", newline=""
+    ) as file:
+        wanted = [
+            (r["sentence1"].strip(), r["sentence2"].strip())
+            for r in csv.DictReader(file, delimiter="\t")
+        ]
     assert list(sets["para"].valid.sentences) == wanted

@@ -28,7 +28,10 @@ class ParityTask(ClassificationTask):
     name: ClassVar[str] = "parity"
 
     def __init__(self, options: ParityOptions) -> None:
-        rows = [[2 + (number >> bit) % 2 for bit in range(options.bits)] for number in range(2**options.bits)]
+        rows = [
+            [2 + (number >> bit) % 2 for bit in range(options.bits)]
+            for number in range(2**options.bits)
+        ]
         labels = np.array([sum(row) % 2 for row in rows])
         examples = LabelledExamples(Ragged.from_lists(rows), labels)
         super().__init__(
@@ -42,7 +45,9 @@ class ParityTask(ClassificationTask):
 
 def test_a_new_task_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TASKS, "_entries", dict(TASKS._entries))
-    TASKS.register("parity")(TaskSpec("parity", ParityOptions, ParityTask, "whether the ones are odd (accuracy)"))
+    TASKS.register("parity")(
+        TaskSpec("parity", ParityOptions, ParityTask, "whether the ones are odd (accuracy)")
+    )
     task = build_task("parity", {"bits": 3})
     members = task.batches("train", 8, seed=0, epoch=0)[0]
     batch = task.collate([task.dataset("train")[member] for member in members])

@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
-from wellposed.tasks.kinds.objectives import accuracy_sums, causal_cross_entropy_sum, cross_entropy_sum
+from wellposed.tasks.kinds.objectives import (
+    accuracy_sums,
+    causal_cross_entropy_sum,
+    cross_entropy_sum,
+)
 
 
 def reference(rows: list[list[float]], labels: list[int], smoothing: float) -> tuple[float, int]:

@@ -1,4 +1,5 @@
-"""Pathfinder: labels read off the picture by another route, balance, determinism, the release's folders, bad input."""
+"""Pathfinder: labels read off the picture by another route, balance, determinism, the release's
+folders, bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def build(data: Path | str = "builtin", **options: Any) -> PathfinderTask:
 
 
 def connected_on_paper(drawing: Drawing, size: int) -> bool:
-    """Draw dashes with a thick pen on fine paper, so that gaps close and curves do not touch; follow the ink."""
+    """Draw dashes with a thick pen on fine paper, so that gaps close and curves do not touch;
+    follow the ink."""
     from scipy import ndimage
 
     fine = 10
@@ -44,7 +46,9 @@ def connected_on_paper(drawing: Drawing, size: int) -> bool:
     for curve in drawing.curves:
         for x0, y0, x1, y1 in curve:
             for share in np.linspace(0, 1, 40):
-                paper[int((y0 + share * (y1 - y0)) * fine), int((x0 + share * (x1 - x0)) * fine)] = False
+                paper[
+                    int((y0 + share * (y1 - y0)) * fine), int((x0 + share * (x1 - x0)) * fine)
+                ] = False
     for x, y in drawing.dots:
         marked[int(y * fine), int(x * fine)] = False
     ink = ndimage.distance_transform_edt(paper) <= pen * fine
@@ -59,7 +63,9 @@ def test_the_label_is_what_following_the_ink_says(setting: str, count: int) -> N
     rules = RULES[setting]
     for index in range(count):
         drawing = draw_image(rules, index % 2, f"test/{index}")
-        assert [len(curve) for curve in drawing.curves] == [rules.contour_length] * 2 + [rules.distractor_length] * 5
+        assert [len(curve) for curve in drawing.curves] == [rules.contour_length] * 2 + [
+            rules.distractor_length
+        ] * 5
         assert connected_on_paper(drawing, rules.size) == bool(index % 2) == bool(drawing.label)
 
 
@@ -70,16 +76,23 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside() -> None:
         for (x0, y0, x1, y1), following in itertools.pairwise(curve):
             assert math.dist((x0, y0), (x1, y1)) == pytest.approx(DASH)
             assert math.dist((x1, y1), following[:2]) == pytest.approx(GAP)
-            turn = math.atan2(following[3] - following[1], following[2] - following[0]) - math.atan2(y1 - y0, x1 - x0)
+            turn = math.atan2(
+                following[3] - following[1], following[2] - following[0]
+            ) - math.atan2(y1 - y0, x1 - x0)
             assert abs(math.remainder(turn, 2 * math.pi)) <= rules.max_turn + 1e-9
         assert all(1.9 < value < rules.size - 1.9 for dash in curve for value in dash)
 
 
 def facing(drawing: Drawing) -> tuple[float, ...]:
-    """Return the dots and, at each, the dash that starts there: all that can be seen at the dots themselves."""
+    """Return the dots and, at each, the dash that starts there: all that can be seen at the dots
+    themselves."""
     seen = []
     for dot in drawing.dots:
-        dashes = [dash for curve in drawing.curves[:2] for dash in (curve[0], (*curve[-1][2:], *curve[-1][:2]))]
+        dashes = [
+            dash
+            for curve in drawing.curves[:2]
+            for dash in (curve[0], (*curve[-1][2:], *curve[-1][:2]))
+        ]
         seen += next(dash for dash in dashes if dash[:2] == dot)
     return tuple(seen)
 
@@ -188,7 +201,9 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
     assert sum(len(task.dataset(split)) for split in SPLITS) == 29
     assert "sample_3.png: missing or empty" in task.description()["skipped_images"][0]
     (tmp_path / "imgs" / "1" / "sample_5.png").write_bytes(b"no image")
-    metadata.write_text("".join(line for line in metadata.read_text().splitlines(True) if "sample_3" not in line))
+    metadata.write_text(
+        "".join(line for line in metadata.read_text().splitlines(True) if "sample_3" not in line)
+    )
     with pytest.raises(DataError, match=r"imgs/1/sample_5.png: cannot be decoded"):
         build(tmp_path)
     task = build(tmp_path, unreadable="skip")
@@ -220,7 +235,8 @@ def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / "pathfinder32" / name / "metadata").mkdir(parents=True)
         (tmp_path / "pathfinder32" / name / "imgs").mkdir()
     with pytest.raises(
-        DataError, match=r"holds 2 releases \(curv_baseline, curv_contour_length_9\), expected one; give"
+        DataError,
+        match=r"holds 2 releases \(curv_baseline, curv_contour_length_9\), expected one; give",
     ):
         build(tmp_path / "pathfinder32")
     with pytest.raises(DataError, match=r"metadata: no .npy file of text"):
@@ -246,5 +262,7 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
 
 def test_files_that_the_release_would_not_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metadata").mkdir()
-    with pytest.raises(ConfigError, match=r"pathfinder: valid name npz files; .* is a folder of the release"):
+    with pytest.raises(
+        ConfigError, match=r"pathfinder: valid name npz files; .* is a folder of the release"
+    ):
         build(tmp_path, valid="x.npz")

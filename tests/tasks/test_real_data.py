@@ -19,19 +19,24 @@ def sizes(task: Task) -> list[int]:
 
 
 def test_penn_treebank_characters(shared_data: Path) -> None:
-    task = build_task("char_lm", {"data": str(shared_data / "ptb" / "ptb.char.train.txt.gz"), "seq_len": 256})
+    task = build_task(
+        "char_lm", {"data": str(shared_data / "ptb" / "ptb.char.train.txt.gz"), "seq_len": 256}
+    )
     assert isinstance(task, CharLMTask)
     described = task.description()
     assert described["tokenizer"]["vocabulary"] == 50 + 2
     assert all(described["unknown_characters"][split]["count"] == 0 for split in SPLITS)
-    # The word files hold the same sentences: one line feed and the text between the outer spaces per line.
+    # The word files hold the same sentences: one line feed and the text between the outer spaces
+    # per line.
     for split in SPLITS:
         words = gzip.decompress((shared_data / "ptb" / f"ptb.{split}.txt.gz").read_bytes()).decode()
         lines = [line.strip() for line in words.removesuffix("\n").split("\n")]
         assert described["characters"][split] == sum(map(len, lines)) + len(lines)
         assert len(task.dataset(split).tokens) == described["characters"][split]
     decoded = task.tokenizer.decode(task.dataset("valid")[0]["input_ids"])
-    assert decoded.startswith("consumers may want to move their telephones a little closer to the tv set\n<unk> <unk> ")
+    assert decoded.startswith(
+        "consumers may want to move their telephones a little closer to the tv set\n<unk> <unk> "
+    )
     assert task.reference()["nats_per_char"] == pytest.approx(3.005, abs=0.001)
 
 
@@ -46,7 +51,9 @@ def test_listops_d20s_labels_all_equal_an_independent_evaluation(shared_data: Pa
         values = sorted(map(int, match[2].split()))
         n = len(values)
         middle = int((values[(n - 1) // 2] + values[n // 2]) / 2)
-        return str({"MIN": values[0], "MAX": values[-1], "MED": middle, "SM": sum(values) % 10}[match[1]])
+        return str(
+            {"MIN": values[0], "MAX": values[-1], "MED": middle, "SM": sum(values) % 10}[match[1]]
+        )
 
     rows = gzip.decompress((folder / "d20s_test.tsv.gz").read_bytes()).decode().splitlines()
     for row, example in zip(rows, task.dataset("test"), strict=True):
@@ -64,25 +71,37 @@ def test_listops_d8_with_first_and_last(shared_data: Path) -> None:
 
 
 def test_ag_news_folder(shared_data: Path) -> None:
-    task = build_task("text_classification", {"data": str(shared_data / "ag_news"), "tokenizer": "byte"})
+    task = build_task(
+        "text_classification", {"data": str(shared_data / "ag_news"), "tokenizer": "byte"}
+    )
     assert sizes(task) == [9000, 1000, 3800]
     assert task.model_kwargs()["num_labels"] == 4
     described = task.description()
     assert described["files"]["test"]["path"].endswith("test_even.tsv.gz")
-    assert described["files"]["train"]["columns"] == "no header, label in column 0, text in column 1"
+    assert (
+        described["files"]["train"]["columns"] == "no header, label in column 0, text in column 1"
+    )
 
 
 def test_sst_with_header_and_quotes(shared_data: Path) -> None:
-    task = build_task("text_classification", {"data": str(shared_data / "minbert" / "ids-sst-train.csv.gz")})
+    task = build_task(
+        "text_classification", {"data": str(shared_data / "minbert" / "ids-sst-train.csv.gz")}
+    )
     assert len(task.dataset("valid")) == 1101
     assert len(task.dataset("train")) + len(task.dataset("test")) == 8544
     columns = "header, label 'sentiment', text 'sentence'; not read: '', 'id'"
     assert task.description()["files"]["train"]["columns"] == columns
 
 
-def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(shared_data: Path, tmp_path: Path) -> None:
+def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
+    shared_data: Path, tmp_path: Path
+) -> None:
     bert_words(["What", "is", "the", "How", "I"]).save_pretrained(tmp_path)
-    columns = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate", "tokenizer": f"hf:{tmp_path}"}
+    columns = {
+        "text_column": "sentence1,sentence2",
+        "label_column": "is_duplicate",
+        "tokenizer": f"hf:{tmp_path}",
+    }
     data = str(shared_data / "minbert" / "quora-train-15k.csv.gz")
     task = build_task("text_classification", {"data": data, "max_length": 64, **columns})
     assert sum(sizes(task)) == 15212
@@ -90,7 +109,11 @@ def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(shared_data: Path
     described = task.description()
     assert "text 'sentence1' + 'sentence2' as a pair" in described["files"]["train"]["columns"]
     example = task.dataset("train")[0]
-    ends = [place for place, token in enumerate(example["input_ids"]) if token == task.tokenizer.sep_token_id]
+    ends = [
+        place
+        for place, token in enumerate(example["input_ids"])
+        if token == task.tokenizer.sep_token_id
+    ]
     first, second = ends
     assert example["token_type_ids"] == [0] * (first + 1) + [1] * (second - first)
 

@@ -1,4 +1,5 @@
-"""The data sets of Sengupta et al. (2023), as far as they are at hand: counts, labels, token lengths."""
+"""The data sets of Sengupta et al. (2023), as far as they are at hand: counts, labels, token
+lengths."""
 
 from __future__ import annotations
 
@@ -22,13 +23,19 @@ def test_cifar_in_gray(shared_data: Path, color: str, sizes: list[int], tokens: 
 
 
 def test_cifar_in_colour(shared_data: Path) -> None:
-    task = build_task("image", {"data": str(shared_data / "cifar10_subset"), "color": "rgb", "size": 16})
+    task = build_task(
+        "image", {"data": str(shared_data / "cifar10_subset"), "color": "rgb", "size": 16}
+    )
     assert [len(task.dataset(split)) for split in SPLITS] == [2850, 150, 1000]
     assert set(task.lengths("test")) == {768}
 
 
 def test_ag_news_as_pairs(shared_data: Path) -> None:
-    options: dict[str, Any] = {"data": str(shared_data / "ag_news"), "num_train": 2000, "max_length": 256}
+    options: dict[str, Any] = {
+        "data": str(shared_data / "ag_news"),
+        "num_train": 2000,
+        "max_length": 256,
+    }
     task = build_task("retrieval", options)
     assert [len(task.dataset(split)) for split in SPLITS] == [2000, 1000, 3800]
     described = task.description()

@@ -1,4 +1,5 @@
-"""Retrieval: AAN files, pairs made of labelled texts, builtin passages, bad rows by line, the training loop."""
+"""Retrieval: AAN files, pairs made of labelled texts, builtin passages, bad rows by line, the
+training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ import pytest
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, RetrievalTask, build_task
 
-PAIRS = [(i % 2, f"A{i % 7}", f"B{i % 5}", f"first paper {i % 7}", f"second é {i % 5}") for i in range(40)]
+PAIRS = [
+    (i % 2, f"A{i % 7}", f"B{i % 5}", f"first paper {i % 7}", f"second é {i % 5}")
+    for i in range(40)
+]
 
 
 def build(data: Path | str = "builtin", **options: Any) -> RetrievalTask:
@@ -27,7 +31,10 @@ def as_tsv(rows: Any) -> str:
 
 def decoded(task: RetrievalTask, split: Any) -> list[tuple[int, str, str]]:
     decode = task.tokenizer.decode
-    return [(e["labels"][0], decode(e["input_ids"]), decode(e["input_ids_pair"])) for e in task.dataset(split)]
+    return [
+        (e["labels"][0], decode(e["input_ids"]), decode(e["input_ids_pair"]))
+        for e in task.dataset(split)
+    ]
 
 
 def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path: Path) -> None:
@@ -74,12 +81,19 @@ def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) 
 def test_a_first_row_that_is_cut_short_does_not_change_what_the_file_is(tmp_path: Path) -> None:
     path = tmp_path / "x.train.tsv"
     path.write_text(as_tsv([("1", "a", "b", "text"), *PAIRS]))
-    with pytest.raises(DataError, match=r"1 rows that cannot be used.*\n.*x.train.tsv:1: 4 columns, expected 5"):
+    with pytest.raises(
+        DataError, match=r"1 rows that cannot be used.*\n.*x.train.tsv:1: 4 columns, expected 5"
+    ):
         build(path)
 
 
-def test_the_texts_of_the_release_are_literals_of_bytes_and_are_kept_as_they_are(tmp_path: Path) -> None:
-    rows = [(i % 2, f"P{i}", f"Q{i}", rf"""b'paper "{i}"\n\xc3\xa9'""", f'b"it\'s {i}"') for i in range(40)]
+def test_the_texts_of_the_release_are_literals_of_bytes_and_are_kept_as_they_are(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        (i % 2, f"P{i}", f"Q{i}", rf"""b'paper "{i}"\n\xc3\xa9'""", f'b"it\'s {i}"')
+        for i in range(40)
+    ]
     (tmp_path / "x.train.tsv").write_text(as_tsv(rows))
     task = build(tmp_path / "x.train.tsv")
     every = {row[1:] for split in SPLITS for row in decoded(task, split)}
@@ -97,7 +111,9 @@ def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path: Path) 
         rows = decoded(task, split)
         for related, one, other in rows:
             assert one.startswith(split)
-            same = label_of[one.removeprefix(f"{split} ")] == label_of[other.removeprefix(f"{split} ")]
+            same = (
+                label_of[one.removeprefix(f"{split} ")] == label_of[other.removeprefix(f"{split} ")]
+            )
             assert one != other
             assert same == bool(related)
         assert len({frozenset(row[1:]) for row in rows}) == len(rows)
@@ -132,7 +148,9 @@ def test_builtin_passages_share_no_section_between_splits() -> None:
 
 
 def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "x.train.tsv").write_text(as_tsv([(i % 2, i, i, "a" * (i + 1), "b" * (41 - i)) for i in range(40)]))
+    (tmp_path / "x.train.tsv").write_text(
+        as_tsv([(i % 2, i, i, "a" * (i + 1), "b" * (41 - i)) for i in range(40)])
+    )
     task = build(tmp_path / "x.train.tsv")
     indices = [i for batch in task.batches("train", 4, seed=0, epoch=0) for i in batch]
     assert sorted(indices) == list(range(len(task.dataset("train"))))
@@ -140,7 +158,9 @@ def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
     batch = task.collate(rows)
     assert batch["input_ids"].shape[1] == max(len(row["input_ids"]) for row in rows)
     assert batch["input_ids_pair"].shape[1] == max(len(row["input_ids_pair"]) for row in rows)
-    assert batch["attention_mask_pair"].sum(1).tolist() == [len(row["input_ids_pair"]) for row in rows]
+    assert batch["attention_mask_pair"].sum(1).tolist() == [
+        len(row["input_ids_pair"]) for row in rows
+    ]
 
 
 def test_options_that_cannot_be_used(tmp_path: Path) -> None:
@@ -149,7 +169,9 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_train = 0, max_length = -1; expected at least 1"):
         build(num_train=0, max_length=-1)
     (tmp_path / "x.train.tsv").write_text(as_tsv(PAIRS))
-    with pytest.raises(ConfigError, match=r"num_train bound pairs that are made; .*x.train.tsv brings pairs"):
+    with pytest.raises(
+        ConfigError, match=r"num_train bound pairs that are made; .*x.train.tsv brings pairs"
+    ):
         build(tmp_path / "x.train.tsv", num_train=3)
     with pytest.raises(DataError, match="no such file or folder"):
         build(tmp_path / "nothing")
@@ -161,9 +183,13 @@ def test_the_training_loop_trains_on_pairs(tmp_path: Path) -> None:
     from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
 
     small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
-    short = TrainOptions(steps=2, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1)
+    short = TrainOptions(
+        steps=2, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1
+    )
     options = {"num_train": 20, "num_valid": 4, "num_test": 4, "max_length": 32}
-    result = train(RunConfig("retrieval", options, model=small, train=short), tmp_path / "run", progress=False)
+    result = train(
+        RunConfig("retrieval", options, model=small, train=short), tmp_path / "run", progress=False
+    )
     assert result.status == "success"
     assert 0 <= result.result["results"]["retrieval"]["accuracy,test"] <= 1
     assert result.result["train_info"]["tokens"] == 2 * 4 * 2 * 32

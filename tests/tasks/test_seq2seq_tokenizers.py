@@ -1,4 +1,5 @@
-"""The joint tokenizer: round trips, saved and loaded, the same everywhere, unknown characters counted."""
+"""The joint tokenizer: round trips, saved and loaded, the same everywhere, unknown characters
+counted."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID, UNK_ID, build_pair_encoder
+from wellposed.tasks.text.seq2seq_tokenizers import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    UNK_ID,
+    build_pair_encoder,
+)
 
 TEXTS = [
     "zwei junge männer , die &apos;s lesen .",
@@ -34,7 +41,11 @@ def test_texts_come_back_and_the_saved_tokenizer_is_the_same(tmp_path: Path, kin
         assert UNK_ID not in ids
         assert tokenizer(text)["input_ids"] == loaded(text)["input_ids"] == ids
         assert loaded.decode(ids, skip_special_tokens=True) == text
-    assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (PAD_ID, BOS_ID, EOS_ID)
+    assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (
+        PAD_ID,
+        BOS_ID,
+        EOS_ID,
+    )
     assert loaded.model_max_length == 50
     assert encoder.vocab_size == len(loaded)
 
@@ -61,17 +72,19 @@ def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint() -> None:
 
 
 def test_a_vocabulary_below_the_characters_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"vocab_size = 10, but the texts hold \d+ characters; expected at least"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size = 10, but the texts hold \d+ characters; expected at least"
+    ):
         build_pair_encoder("bpe", TEXTS, vocab_size=10)
 
 
 def test_equal_texts_give_equal_vocabularies_in_every_process() -> None:
     """The merges of 400 pseudo-words, many of them tied in frequency, under two hash seeds."""
     code = (
-        "import random, hashlib; from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder as b\n"
-        "r = random.Random(0); t = [' '.join(''.join(r.choice('abcdefgh') for _ in range(5)) for _ in range(8))"
-        " for _ in range(50)]\n"
-        "print(hashlib.sha256(b('bpe', t, vocab_size=300).inner.to_str().encode()).hexdigest())"
+        "import random, hashlib; from wellposed.tasks.text.seq2seq_tokenizers import"
+        " build_pair_encoder as b\nr = random.Random(0); t = [' '.join(''.join(r.choice('abcdefgh')"
+        " for _ in range(5)) for _ in range(8)) for _ in range(50)]\nprint(hashlib.sha256(b('bpe',"
+        " t, vocab_size=300).inner.to_str().encode()).hexdigest())"
     )
     out = {
         subprocess.run(

@@ -27,7 +27,9 @@ def test_gzip_equals_plain_whatever_the_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.txt").write_bytes(gzip.compress(text.encode()))
-    assert [read_text(tmp_path / name).text for name in ("a.txt", "b.txt.gz", "c.txt")] == [text] * 3
+    assert [read_text(tmp_path / name).text for name in ("a.txt", "b.txt.gz", "c.txt")] == [
+        text
+    ] * 3
 
 
 def test_description_holds_the_sha256_of_the_stored_bytes(tmp_path: Path) -> None:
@@ -50,14 +52,18 @@ def test_not_utf8_names_line_byte_and_offset(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_text(tmp_path / "a.txt")
     message = str(caught.value)
-    assert f"{tmp_path / 'a.txt'}:3: not UTF-8: byte 0xe9 at byte 4 of the line, byte offset 11 of the file" in message
+    assert (
+        f"{tmp_path / 'a.txt'}:3: not UTF-8: byte 0xe9 at byte 4 of the line, byte offset 11 of the"
+        " file" in message
+    )
     assert "iconv -f LATIN1 -t UTF-8" in message
 
 
 def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00\x00")
     with pytest.raises(
-        DataError, match=r"a.tsv:1: not UTF-8: .*holds control bytes, which no text has; give a text file"
+        DataError,
+        match=r"a.tsv:1: not UTF-8: .*holds control bytes, which no text has; give a text file",
     ):
         read_text(tmp_path / "a.tsv")
 
@@ -68,7 +74,9 @@ def test_utf16_is_recognised(tmp_path: Path) -> None:
         read_text(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "the file is empty"), (b" \n\n", "white space only")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "the file is empty"), (b" \n\n", "white space only")]
+)
 def test_empty_files(tmp_path: Path, content: bytes, message: str) -> None:
     for name, stored in (("a.txt", content), ("b.txt.gz", gzip.compress(content))):
         (tmp_path / name).write_bytes(stored)
@@ -96,7 +104,9 @@ def test_gzip_cut_in_half_and_fake_gzip(tmp_path: Path) -> None:
 
 def test_missing_file_lists_near_names(tmp_path: Path) -> None:
     touch(tmp_path, "ptb.char.train.txt.gz", "other.md")
-    with pytest.raises(DataError, match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"):
+    with pytest.raises(
+        DataError, match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"
+    ):
         read_text(tmp_path / "ptb.char.trian.txt.gz")
     with pytest.raises(DataError, match=r"nearest in .*: ptb\.char\.train\.txt\.gz"):
         find_split_files(str(tmp_path / "ptb.char.tran.txt.gz"), suffixes=SUFFIXES)
@@ -123,7 +133,11 @@ def test_siblings_of_a_train_file(tmp_path: Path, train: str, valid: str, test: 
     touch(tmp_path, train, valid, test, "unrelated.txt", "other_valid.csv")
     found = find_split_files(str(tmp_path / train), suffixes=SUFFIXES)
     assert found.how == "found by name"
-    assert {split: path.name for split, path in found.paths.items()} == {"train": train, "valid": valid, "test": test}
+    assert {split: path.name for split, path in found.paths.items()} == {
+        "train": train,
+        "valid": valid,
+        "test": test,
+    }
 
 
 def test_a_file_with_another_name_has_no_siblings(tmp_path: Path) -> None:
@@ -135,27 +149,41 @@ def test_a_file_with_another_name_has_no_siblings(tmp_path: Path) -> None:
 
 def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path: Path) -> None:
     touch(tmp_path, "train.tsv.gz", "valid.tsv", "test_a.tsv.gz", "README.md")
-    assert list(find_split_files(str(tmp_path / "train.tsv.gz"), suffixes=SUFFIXES).paths) == ["train", "valid"]
+    assert list(find_split_files(str(tmp_path / "train.tsv.gz"), suffixes=SUFFIXES).paths) == [
+        "train",
+        "valid",
+    ]
     found = find_split_files(str(tmp_path), suffixes=SUFFIXES)
-    assert [path.name for path in found.paths.values()] == ["train.tsv.gz", "valid.tsv", "test_a.tsv.gz"]
+    assert [path.name for path in found.paths.values()] == [
+        "train.tsv.gz",
+        "valid.tsv",
+        "test_a.tsv.gz",
+    ]
 
 
 def test_explicit_files_win(tmp_path: Path) -> None:
     touch(tmp_path, "train.tsv", "valid.tsv", "mine.tsv")
-    found = find_split_files(str(tmp_path / "train.tsv"), valid=str(tmp_path / "mine.tsv"), suffixes=SUFFIXES)
+    found = find_split_files(
+        str(tmp_path / "train.tsv"), valid=str(tmp_path / "mine.tsv"), suffixes=SUFFIXES
+    )
     assert found.paths["valid"].name == "mine.tsv"
     assert "valid given" in found.how
     with pytest.raises(DataError, match="no such file"):
-        find_split_files(str(tmp_path / "train.tsv"), test=str(tmp_path / "absent.tsv"), suffixes=SUFFIXES)
+        find_split_files(
+            str(tmp_path / "train.tsv"), test=str(tmp_path / "absent.tsv"), suffixes=SUFFIXES
+        )
 
 
 def test_folders_without_or_with_several_train_files(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"looked for names like train\.tsv\[\.gz\], train\.csv\[\.gz\].*found: nothing"
+        DataError,
+        match=r"looked for names like train\.tsv\[\.gz\], train\.csv\[\.gz\].*found: nothing",
     ):
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
     touch(tmp_path, "data.txt", "train.json")
-    with pytest.raises(DataError, match=r"no train file;.*found: data\.txt, train\.json; give the file itself"):
+    with pytest.raises(
+        DataError, match=r"no train file;.*found: data\.txt, train\.json; give the file itself"
+    ):
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
     touch(tmp_path, "a_train.tsv", "b_train.tsv")
     with pytest.raises(DataError, match="2 train files, expected one") as caught:
@@ -165,7 +193,9 @@ def test_folders_without_or_with_several_train_files(tmp_path: Path) -> None:
 
 def test_two_candidates_for_one_split_are_refused(tmp_path: Path) -> None:
     touch(tmp_path, "train.tsv", "test_a.tsv", "test_b.tsv")
-    with pytest.raises(DataError, match=r"could be the test split of train\.tsv: test_a\.tsv, test_b\.tsv"):
+    with pytest.raises(
+        DataError, match=r"could be the test split of train\.tsv: test_a\.tsv, test_b\.tsv"
+    ):
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
 
 
@@ -176,7 +206,11 @@ def test_hub_data_set_by_name_and_config(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def load(*args: Any) -> dict[str, Any]:
         calls.append(args)
-        return {"train": SimpleNamespace(), "validation": SimpleNamespace(), "extra": SimpleNamespace()}
+        return {
+            "train": SimpleNamespace(),
+            "validation": SimpleNamespace(),
+            "extra": SimpleNamespace(),
+        }
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert list(load_hub_dataset("hf:owner/name:small")) == ["train", "valid"]

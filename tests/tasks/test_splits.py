@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.data.splits import cut_missing, cut_missing_text, find_split_folders, refuse_split_files
+from wellposed.tasks.data.splits import (
+    cut_missing,
+    cut_missing_text,
+    find_split_folders,
+    refuse_split_files,
+)
 from wellposed.tasks.task import SPLITS, Split
 
 
@@ -28,7 +33,9 @@ def test_rows_are_those_of_the_fixed_shuffle(missing: tuple[Split, ...]) -> None
     assert list(splits) == list(SPLITS)
     assert {split: list(splits[split]) for split in missing} == expected
     assert list(splits["train"]) == sorted(order[5 * len(missing) :])
-    assert described == {"cut_from_train": dict.fromkeys(missing, "5 of 97 rows, by a fixed shuffle")}
+    assert described == {
+        "cut_from_train": dict.fromkeys(missing, "5 of 97 rows, by a fixed shuffle")
+    }
 
 
 def test_nothing_is_cut_where_nothing_is_missing() -> None:
@@ -38,7 +45,8 @@ def test_nothing_is_cut_where_nothing_is_missing() -> None:
 
 def test_too_few_rows_say_how_many_are_needed() -> None:
     with pytest.raises(
-        DataError, match=r"x: 9 pairs are too few to cut valid and test from, expected at least 10; do y"
+        DataError,
+        match=r"x: 9 pairs are too few to cut valid and test from, expected at least 10; do y",
     ):
         cut_missing({"train": Numbers(range(9))}, "x", noun="pairs", at_least=10, remedy="do y")
 
@@ -50,7 +58,8 @@ def test_groups_stay_together() -> None:
         noun="dialogues",
         note=", in pairs",
         draw=lambda missing, wanted: (
-            {split: [2 * i, 2 * i + 1] for i, split in enumerate(missing)} | {"train": list(range(4, 40))}
+            {split: [2 * i, 2 * i + 1] for i, split in enumerate(missing)}
+            | {"train": list(range(4, 40))}
         ),
     )
     assert [len(splits[split]) for split in SPLITS] == [36, 2, 2]
@@ -65,7 +74,9 @@ def test_a_text_is_cut_at_its_end_in_the_order_of_the_splits(missing: tuple[Spli
     assert texts["train"] + "".join(texts[split] for split in missing) == text
     assert all(len(texts[split]) == 50 for split in missing)
     assert all(texts[split] == "own" for split in whole)
-    assert described == ({"cut_from_train": dict.fromkeys(missing, "contiguous 5%")} if missing else {})
+    assert described == (
+        {"cut_from_train": dict.fromkeys(missing, "contiguous 5%")} if missing else {}
+    )
 
 
 def test_folders_of_splits(tmp_path: Path) -> None:

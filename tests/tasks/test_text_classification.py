@@ -1,4 +1,5 @@
-"""Text classification: formats, headers, splits, truncation, and one message with file:line for each bad row."""
+"""Text classification: formats, headers, splits, truncation, and one message with file:line for
+each bad row."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ import pytest
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, Task, build_task
 
-ROWS = [(["neg", "pos"][i % 2], f'He said "word{i}", twice\\once' + " again" * (i % 4)) for i in range(40)]
+ROWS = [
+    (["neg", "pos"][i % 2], f'He said "word{i}", twice\\once' + " again" * (i % 4))
+    for i in range(40)
+]
 
 
 def build(data: Path | str, **options: Any) -> Task:
@@ -24,7 +28,9 @@ def build(data: Path | str, **options: Any) -> Task:
 
 def texts(task: Task, split: Any = "train") -> list[tuple[str, str]]:
     labels = task.model_kwargs()["id2label"]
-    return [(labels[e["labels"][0]], task.tokenizer.decode(e["input_ids"])) for e in task.dataset(split)]
+    return [
+        (labels[e["labels"][0]], task.tokenizer.decode(e["input_ids"])) for e in task.dataset(split)
+    ]
 
 
 def as_tsv(rows: list[Any], header: list[str] | None = None) -> str:
@@ -42,8 +48,12 @@ FORMATS = {
     "b.tsv": as_tsv([(text, label) for label, text in ROWS], ["Text", "Label"]),
     "c.tsv": as_tsv([(label, str(i), text) for i, (label, text) in enumerate(ROWS)]),
     "d.csv": as_csv(ROWS, ["label", "text"]),
-    "e.csv": as_csv([("9", text, label) for label, text in ROWS], ["id", "sentence", "sentiment"], "\t"),
-    "f.jsonl": "".join(json.dumps({"text": text, "id": 3, "label": label}) + "\n" for label, text in ROWS),
+    "e.csv": as_csv(
+        [("9", text, label) for label, text in ROWS], ["id", "sentence", "sentiment"], "\t"
+    ),
+    "f.jsonl": "".join(
+        json.dumps({"text": text, "id": 3, "label": label}) + "\n" for label, text in ROWS
+    ),
     "g.tsv": as_tsv(ROWS).replace("\n", "\r\n"),
     "h.csv": as_csv(ROWS),
     "i.tsv": as_tsv(ROWS).removesuffix("\n"),
@@ -62,7 +72,9 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, zipped: boo
 
 
 def test_columns_by_name_and_by_number(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text(as_tsv([(text, "x", label) for label, text in ROWS], ["body", "junk", "stars"]))
+    (tmp_path / "a.tsv").write_text(
+        as_tsv([(text, "x", label) for label, text in ROWS], ["body", "junk", "stars"])
+    )
     task = build(tmp_path / "a.tsv", label_column="stars", text_column="body")
     assert set(texts(task)) < set(ROWS)
     (tmp_path / "b.tsv").write_text(as_tsv([(text, "x", label) for label, text in ROWS]))
@@ -100,7 +112,12 @@ def write_splits(folder: Path, **rows: list[Any]) -> None:
 
 
 def test_truncation_is_counted_and_error_is_a_choice(tmp_path: Path) -> None:
-    write_splits(tmp_path, train=[("a", "x" * 10), ("b", "y" * 4)] * 5, valid=[("a", "z" * 5)], test=[("b", "zz")])
+    write_splits(
+        tmp_path,
+        train=[("a", "x" * 10), ("b", "y" * 4)] * 5,
+        valid=[("a", "z" * 5)],
+        test=[("b", "zz")],
+    )
     task = build(tmp_path, max_length=4)
     assert texts(task)[:2] == [("a", "xxxx"), ("b", "yyyy")]
     described = task.description()
@@ -112,12 +129,17 @@ def test_truncation_is_counted_and_error_is_a_choice(tmp_path: Path) -> None:
     message = str(caught.value)
     assert f"{tmp_path / 'train.tsv'}:1: 10 tokens" in message
     assert f"{tmp_path / 'train.tsv'}:3: 10 tokens" in message
-    assert "more than max_length = 4 tokens; raise max_length, or give overflow='truncate'" in message
+    assert (
+        "more than max_length = 4 tokens; raise max_length, or give overflow='truncate'" in message
+    )
 
 
 def test_labels_are_those_of_train_in_order(tmp_path: Path) -> None:
     write_splits(
-        tmp_path, train=[(str(label), "t") for label in (10, 2, -1)] * 4, valid=[("2", "t")], test=[("10", "t")]
+        tmp_path,
+        train=[(str(label), "t") for label in (10, 2, -1)] * 4,
+        valid=[("2", "t")],
+        test=[("10", "t")],
     )
     kwargs = build(tmp_path).model_kwargs()
     assert kwargs["id2label"] == {0: "-1", 1: "2", 2: "10"}
@@ -126,7 +148,9 @@ def test_labels_are_those_of_train_in_order(tmp_path: Path) -> None:
 
 
 def test_reference_accuracy_and_repeated_texts(tmp_path: Path) -> None:
-    write_splits(tmp_path, valid=[("neg", "a"), ("neg", "b"), ("pos", ROWS[0][1])], test=[("pos", "c")])
+    write_splits(
+        tmp_path, valid=[("neg", "a"), ("neg", "b"), ("pos", ROWS[0][1])], test=[("pos", "c")]
+    )
     task = build(tmp_path)
     assert task.reference() == {"accuracy": pytest.approx(2 / 3)}
     assert task.description()["texts_also_in_train"] == {"valid": 1, "test": 0}
@@ -134,7 +158,12 @@ def test_reference_accuracy_and_repeated_texts(tmp_path: Path) -> None:
 
 
 def test_word_vocabulary_comes_from_train_and_unknown_words_are_counted(tmp_path: Path) -> None:
-    write_splits(tmp_path, train=[("a", "x y z"), ("b", "x y")] * 5, valid=[("a", "x new")], test=[("a", "new new")])
+    write_splits(
+        tmp_path,
+        train=[("a", "x y z"), ("b", "x y")] * 5,
+        valid=[("a", "x new")],
+        test=[("a", "new new")],
+    )
     described = build(tmp_path, tokenizer="word", max_words=2).description()
     assert described["tokenizer"] == {"kind": "word", "vocabulary": 4}
     assert {split: described["unknown_pieces"][split]["count"] for split in SPLITS} == {
@@ -156,7 +185,11 @@ BAD_ROWS = [
     ("x.jsonl", '{"label": "pos"}', "no key 'text'; it has 'label'"),
     ("x.jsonl", '{"text": "a"}', "no key 'label'; it has 'text'"),
     ("x.jsonl", '{"label": "pos", "text": 3}', "'text' is int, expected a string"),
-    ("x.jsonl", '{"label": null, "text": "a"}', "'label' is NoneType, expected a string, a number or true/false"),
+    (
+        "x.jsonl",
+        '{"label": null, "text": "a"}',
+        "'label' is NoneType, expected a string, a number or true/false",
+    ),
     ("x.jsonl", '{"label": "pos", ', "not JSON"),
     ("x.jsonl", "[1]", "list, expected a JSON object"),
     ("x.jsonl", "", "an empty line, expected a JSON object"),
@@ -183,7 +216,9 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, row: str, problem: str) -
 def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text(as_tsv(ROWS) + "short\n" * 15)
-    with pytest.raises(DataError, match="15 rows that cannot be used; correct or remove them") as caught:
+    with pytest.raises(
+        DataError, match="15 rows that cannot be used; correct or remove them"
+    ) as caught:
         build(path)
     assert f"{path}:41: " in str(caught.value)
     assert "... and 5 more" in str(caught.value)
@@ -220,7 +255,10 @@ def test_a_column_that_is_not_there_lists_the_header(tmp_path: Path) -> None:
         build(path, label_column="lable")
     message = str(caught.value)
     assert "['label', 'text'] lacks a column" in message
-    assert f"{path}:1: no label column 'lable' (nearest: label, text); give label_column=NAME" in message
+    assert (
+        f"{path}:1: no label column 'lable' (nearest: label, text); give label_column=NAME"
+        in message
+    )
     with pytest.raises(DataError, match="no text column 'body'"):
         build(path, text_column="body")
     with pytest.raises(ConfigError, match="columns body are names, and header is 'no'"):
@@ -234,7 +272,9 @@ def test_a_column_that_is_not_there_lists_the_header(tmp_path: Path) -> None:
 def test_a_header_of_unknown_names_is_not_taken_for_a_row(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text(as_tsv(ROWS, ["polarity", "tweet"]))
-    with pytest.raises(DataError, match=r"x\.tsv:1: looks like a header.*label_column=NAME.*header='no'"):
+    with pytest.raises(
+        DataError, match=r"x\.tsv:1: looks like a header.*label_column=NAME.*header='no'"
+    ):
         build(path)
     with pytest.raises(DataError, match="no label column named label or labels or target"):
         build(path, header="yes")
@@ -244,7 +284,9 @@ def test_a_header_of_unknown_names_is_not_taken_for_a_row(tmp_path: Path) -> Non
 def test_an_id_column_is_not_taken_for_the_label(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text(as_tsv([(f"id{i}", label, text) for i, (label, text) in enumerate(ROWS)]))
-    with pytest.raises(DataError, match=r"36 different labels in 36 rows.*this is not the label column"):
+    with pytest.raises(
+        DataError, match=r"36 different labels in 36 rows.*this is not the label column"
+    ):
         build(path)
     assert len(build(path, label_column="1").dataset("train")) == 36
 
@@ -254,7 +296,11 @@ def test_an_id_column_is_not_taken_for_the_label(tmp_path: Path) -> None:
     [
         ("x.txt", "pos\ta\n", r"expected a name that ends in \.tsv, \.csv, \.jsonl"),
         ("x.tsv", "no delimiter\n", r"x\.tsv:1: one column, expected a label and a text"),
-        ("x.tsv", as_tsv(ROWS[:10]), "10 rows are too few to cut valid and test from, expected at least 20"),
+        (
+            "x.tsv",
+            as_tsv(ROWS[:10]),
+            "10 rows are too few to cut valid and test from, expected at least 20",
+        ),
         ("x.tsv", "pos\ta\n" * 30, "every row has the label 'pos', expected two labels or more"),
         ("x.tsv", "", "the file is empty"),
         ("x.csv", "label,text\n", "a header and no rows"),
@@ -273,14 +319,18 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
         build("builtin")
     with pytest.raises(ConfigError, match="max_length = 0, max_words = -1; expected at least 1"):
         build(tmp_path, max_length=0, max_words=-1)
-    with pytest.raises(ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"):
+    with pytest.raises(
+        ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"
+    ):
         build("hf:name", valid="x.tsv")
 
 
 def test_hub_data_with_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])}
+    )
     rows = {"text": [f"text {i}" for i in range(40)], "label": [i % 2 for i in range(40)]}
     train = datasets.Dataset.from_dict(rows, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": train, "test": train})
@@ -289,7 +339,9 @@ def test_hub_data_with_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts(task, "test")[1] == ("pos", "text 1")
     assert task.description()["splits"] == "published"
     unlabelled = datasets.Dataset.from_dict({**rows, "label": [-1] * 40}, features=features)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": train, "test": unlabelled})
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args: {"train": train, "test": unlabelled}
+    )
     with pytest.raises(DataError, match=r"hf:name \(test\):1: the row has no label"):
         build("hf:name")
 
@@ -300,9 +352,14 @@ def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path: Path) -> N
     folder = tmp_path / "tokenizer"
     CharacterEncoder("abc ").tokenizer(max_length=9).save_pretrained(folder)
     generator = random.Random(0)
-    rows = [(str(i % 2), "".join(generator.choice("abc ") for _ in range(5)) + "a") for i in range(40)]
+    rows = [
+        (str(i % 2), "".join(generator.choice("abc ") for _ in range(5)) + "a") for i in range(40)
+    ]
     (tmp_path / "x.tsv").write_text(as_tsv(rows))
-    own, named = build(tmp_path / "x.tsv", tokenizer="character"), build(tmp_path / "x.tsv", tokenizer=f"hf:{folder}")
+    own, named = (
+        build(tmp_path / "x.tsv", tokenizer="character"),
+        build(tmp_path / "x.tsv", tokenizer=f"hf:{folder}"),
+    )
     assert list(own.dataset("train")) == list(named.dataset("train"))
     assert own.model_kwargs() == named.model_kwargs()
 
@@ -321,7 +378,9 @@ def test_lists_of_json_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_a_bad_list_of_json_and_a_bad_parquet_file_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "x", "label": "a"}, {"text": 3, "label": "b"}]))
+    (tmp_path / "a.json").write_text(
+        json.dumps([{"text": "x", "label": "a"}, {"text": 3, "label": "b"}])
+    )
     with pytest.raises(DataError, match=r"a\.json:2: 'text' is int, expected a string"):
         build(tmp_path / "a.json")
     (tmp_path / "b.json").write_text("{}")

@@ -15,7 +15,9 @@ def write(root: Path) -> None:
         for name in ("neg", "pos"):
             (root / split / name).mkdir(parents=True)
             for index in range(count):
-                (root / split / name / f"{index}_{index % 10}.txt").write_text(f"{name} {split} {index} é")
+                (root / split / name / f"{index}_{index % 10}.txt").write_text(
+                    f"{name} {split} {index} é"
+                )
         (root / split / "urls_pos.txt").write_text("http://somewhere")
     (root / "train" / "unsup").mkdir()
     (root / "train" / "unsup" / "0_0.txt").write_text("no label")
@@ -28,7 +30,10 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path: Path) -> None:
     names = task.model_kwargs()["id2label"]
     for split in SPLITS:
         for example in task.dataset(split):
-            assert task.tokenizer.decode(example["input_ids"]).split()[0] == names[example["labels"][0]]
+            assert (
+                task.tokenizer.decode(example["input_ids"]).split()[0]
+                == names[example["labels"][0]]
+            )
     described = task.description()
     assert described["left_out_without_label"] == ["train/unsup"]
     assert described["files"]["test"]["files"] == 10
@@ -38,7 +43,9 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inside", ["train", "train/pos"])
 def test_a_folder_inside_the_release_names_the_one_to_give(tmp_path: Path, inside: str) -> None:
     write(tmp_path / "aclImdb")
-    with pytest.raises(DataError, match=f"expected the folder that holds train; give {tmp_path / 'aclImdb'}$"):
+    with pytest.raises(
+        DataError, match=f"expected the folder that holds train; give {tmp_path / 'aclImdb'}$"
+    ):
         build_task("text_classification", {"data": str(tmp_path / "aclImdb" / inside)})
 
 
@@ -48,7 +55,9 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "test" / "zero").mkdir()
     with pytest.raises(DataError) as caught:
         build_task("text_classification", {"data": str(tmp_path)})
-    assert f"{tmp_path / 'test' / 'pos' / '9_9.txt'}: not UTF-8: byte 0xe9 at offset 3" in str(caught.value)
+    assert f"{tmp_path / 'test' / 'pos' / '9_9.txt'}: not UTF-8: byte 0xe9 at offset 3" in str(
+        caught.value
+    )
     assert f"{tmp_path / 'test' / 'zero'}: no .txt file" in str(caught.value)
     (tmp_path / "test" / "zero").rmdir()
     (tmp_path / "test" / "pos" / "9_9.txt").write_text(" ")

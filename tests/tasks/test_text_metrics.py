@@ -1,4 +1,5 @@
-"""BLEU against the formula of Papineni et al. worked by hand, signatures, and counts that differ."""
+"""BLEU against the formula of Papineni et al. worked by hand, signatures, and counts that
+differ."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def bleu(hypotheses: list[str], references: list[str]) -> float:
         matched = total = 0
         for hypothesis, reference in zip(hypotheses, references, strict=True):
             grams = [
-                Counter(zip(*(words.split()[i:] for i in range(n)), strict=False)) for words in (hypothesis, reference)
+                Counter(zip(*(words.split()[i:] for i in range(n)), strict=False))
+                for words in (hypothesis, reference)
             ]
             matched += sum((grams[0] & grams[1]).values())
             total += sum(grams[0].values())
@@ -31,14 +33,18 @@ def bleu(hypotheses: list[str], references: list[str]) -> float:
 
 
 def test_bleu_is_that_of_the_paper() -> None:
-    assert score_texts(HYPOTHESES, REFERENCES).scores["bleu"] == pytest.approx(bleu(HYPOTHESES, REFERENCES), abs=1e-9)
+    assert score_texts(HYPOTHESES, REFERENCES).scores["bleu"] == pytest.approx(
+        bleu(HYPOTHESES, REFERENCES), abs=1e-9
+    )
 
 
 def test_signatures_say_what_was_counted() -> None:
     scored = score_texts(HYPOTHESES, REFERENCES, bleu_tokens="char")
     assert "tok:char" in scored.signatures["bleu"]
     assert "nc:6" in scored.signatures["chrf"]
-    assert score_texts(REFERENCES, REFERENCES).scores == pytest.approx({"bleu": 100.0, "chrf": 100.0})
+    assert score_texts(REFERENCES, REFERENCES).scores == pytest.approx(
+        {"bleu": 100.0, "chrf": 100.0}
+    )
 
 
 @pytest.mark.parametrize(("hypotheses", "references"), [(["a"], []), ([], [])])

@@ -1,4 +1,5 @@
-"""Bulk encoding equals the tokenizer; tokenizers decode exactly, save and load; nothing unknown is silent."""
+"""Bulk encoding equals the tokenizer; tokenizers decode exactly, save and load; nothing unknown is
+silent."""
 
 from __future__ import annotations
 
@@ -101,7 +102,11 @@ def test_split_words_is_the_whitespace_split_of_the_tokenizer(text: str) -> None
 def test_unknown_characters_and_words_are_counted() -> None:
     encoded = CharacterEncoder("abc").encode(["abxx", "cyx"])
     assert dict(encoded.unknown) == {"x": 3, "y": 1}
-    assert encoded.unknown_description() == {"count": 4, "distinct": 2, "most_frequent": {"x": 3, "y": 1}}
+    assert encoded.unknown_description() == {
+        "count": 4,
+        "distinct": 2,
+        "most_frequent": {"x": 3, "y": 1},
+    }
     assert encoded.ids.flat.tolist() == [2, 3, UNK_ID, UNK_ID, 4, UNK_ID, UNK_ID]
     words = WordEncoder(["a", "b"]).encode(["a c b", "c d"])
     assert dict(words.unknown) == {"c": 2, "d": 1}
@@ -140,8 +145,12 @@ def bracketed(tmp_path: Path) -> Path:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+    inner.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]"
+    )
     tokenizer.save_pretrained(tmp_path)
     return tmp_path
 
@@ -157,9 +166,13 @@ def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(brack
 
 
 def test_bad_tokenizer_names() -> None:
-    with pytest.raises(ConfigError, match="tokenizer = 'chars', expected byte, character, word or hf:NAME_OR_PATH"):
+    with pytest.raises(
+        ConfigError, match="tokenizer = 'chars', expected byte, character, word or hf:NAME_OR_PATH"
+    ):
         build_encoder("chars", [], max_words=1)
-    with pytest.raises(ConfigError, match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"
+    ):
         build_encoder("hf:/no/such/folder", [], max_words=1)
 
 
@@ -167,6 +180,8 @@ def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ConfigError, match="neither a pad nor an eos token"):
         build_encoder(f"hf:{tmp_path}", [], max_words=1)

@@ -29,7 +29,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, count in (("train", 60), ("val", 9), ("test", 8)):
         rows = [draw.choices(list(WORDS), k=draw.randint(1, 6)) for _ in range(count)]
         (folder / f"{split}.de").write_text("".join(" ".join(row) + "\n" for row in rows))
-        (folder / f"{split}.en").write_text("".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows))
+        (folder / f"{split}.en").write_text(
+            "".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows)
+        )
     return folder
 
 
@@ -44,12 +46,17 @@ def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> 
     assert {name: value.dtype for name, value in batch.items()} == dict.fromkeys(
         ("input_ids", "attention_mask", "decoder_input_ids", "labels"), torch.int64
     )
-    for row, labels in zip(batch["decoder_input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+    for row, labels in zip(
+        batch["decoder_input_ids"].tolist(), batch["labels"].tolist(), strict=True
+    ):
         target = [token for token in labels if token != -100]
         assert target[-1] == EOS_ID
         assert row[: len(target)] == [BOS_ID, *target[:-1]]
         assert set(row[len(target) :]) <= {PAD_ID}
-    texts = [task.tokenizer.decode(example["labels"], skip_special_tokens=True) for example in task.dataset("test")]
+    texts = [
+        task.tokenizer.decode(example["labels"], skip_special_tokens=True)
+        for example in task.dataset("test")
+    ]
     assert texts == (corpus / "test.en").read_text().splitlines()
     assert task.model_kwargs()["decoder_start_token_id"] == BOS_ID
 
@@ -57,7 +64,9 @@ def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> 
 def test_loss_and_perplexity_do_not_depend_on_batches(corpus: Path) -> None:
     """The mean over all targets of -log p, token by token in float64."""
     task = build(corpus)
-    table = torch.randn(task.model_kwargs()["vocab_size"], task.model_kwargs()["vocab_size"], dtype=torch.float64)
+    table = torch.randn(
+        task.model_kwargs()["vocab_size"], task.model_kwargs()["vocab_size"], dtype=torch.float64
+    )
     slow = [
         float(-table[before].log_softmax(-1)[token])
         for example in task.dataset("valid")
@@ -88,7 +97,10 @@ def test_the_reference_is_the_unigram_model(corpus: Path) -> None:
 @pytest.mark.parametrize("limit", [40, 64])
 def test_token_batches_hold_their_limit_and_every_pair_once(corpus: Path, limit: int) -> None:
     task = build(corpus, tokens_per_batch=limit)
-    sides = [[len(example[name]) for example in task.dataset("train")] for name in ("input_ids", "labels")]
+    sides = [
+        [len(example[name]) for example in task.dataset("train")]
+        for name in ("input_ids", "labels")
+    ]
     batches = task.batches("train", 6, seed=3, epoch=1)
     assert sorted(index for batch in batches for index in batch) == list(range(60))
     for batch in batches:
@@ -117,14 +129,18 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: P
             lines[4:5] = [" ".join(lines[:9])] if split == "train" else lines[4:5]
             (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
     with pytest.raises(
-        DataError, match=r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
+        DataError,
+        match=r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t",
     ):
         build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     dropped = task.description()["train_pairs_dropped_as_too_long"]
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
-    with pytest.raises(DataError, match=r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;"):
+    with pytest.raises(
+        DataError,
+        match=r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;",
+    ):
         build(corpus, max_tokens=3, overflow="drop")
 
 
@@ -158,25 +174,36 @@ class Oracle(torch.nn.Module):
         self.device = torch.device("cpu")
         self.config = SimpleNamespace(max_position_embeddings=40, decoder_start_token_id=BOS_ID)
         self.widths: list[int] = []
-        pairs = [(example["input_ids"], example["labels"]) for split in SPLITS for example in task.dataset(split)]
+        pairs = [
+            (example["input_ids"], example["labels"])
+            for split in SPLITS
+            for example in task.dataset(split)
+        ]
         self.answers = {tuple(source): target[spoil:] for source, target in pairs}
 
-    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **keywords: Any) -> SimpleNamespace:
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **keywords: Any
+    ) -> SimpleNamespace:
         self.keywords = keywords
         self.widths.append(input_ids.shape[1])
         rows = [
-            self.answers[tuple(row[mask == 1].tolist())] for row, mask in zip(input_ids, attention_mask, strict=True)
+            self.answers[tuple(row[mask == 1].tolist())]
+            for row, mask in zip(input_ids, attention_mask, strict=True)
         ]
         longest = max(map(len, rows))
         return SimpleNamespace(
-            sequences=torch.tensor([[BOS_ID, *row, *[PAD_ID] * (longest - len(row))] for row in rows])
+            sequences=torch.tensor(
+                [[BOS_ID, *row, *[PAD_ID] * (longest - len(row))] for row in rows]
+            )
         )
 
 
 def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path) -> None:
     task: Any = build(corpus, bleu_tokens="char", generate_beams=2, generate_length_penalty=0.6)
     right = Oracle(task).train()
-    assert task.generate_metrics(right, "test", batch_size=3) == pytest.approx({"bleu": 100.0, "chrf": 100.0})
+    assert task.generate_metrics(right, "test", batch_size=3) == pytest.approx(
+        {"bleu": 100.0, "chrf": 100.0}
+    )
     assert right.training
     assert right.widths == sorted(right.widths, reverse=True)
     assert (right.keywords["num_beams"], right.keywords["length_penalty"]) == (2, 0.6)
@@ -189,14 +216,20 @@ def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path)
 
 
 def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
-    options = {"generate_beams": 2, "generate_length_penalty": 0.6, "generate_length_penalty_form": "gnmt"}
+    options = {
+        "generate_beams": 2,
+        "generate_length_penalty": 0.6,
+        "generate_length_penalty_form": "gnmt",
+    }
     task: Any = build(corpus, **options)
     model = Oracle(task)
     task.generate_metrics(model, "test", batch_size=3)
     assert 7 ** model.keywords["length_penalty"] == pytest.approx((12 / 6) ** 0.6)
     described = task.describe_generation()
     assert (described["length_penalty"], described["length_penalty_form"]) == (0.6, "gnmt")
-    with pytest.raises(ConfigError, match="generate_length_penalty_form = 'gmnt', expected 'power' or 'gnmt'"):
+    with pytest.raises(
+        ConfigError, match="generate_length_penalty_form = 'gmnt', expected 'power' or 'gnmt'"
+    ):
         build(corpus, generate_length_penalty_form="gmnt")
 
 
@@ -244,7 +277,12 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
     task = build(corpus)
     torch.manual_seed(0)
     model: Any = build_model(
-        "wellposed", "seq2seq_lm", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, **task.model_kwargs()
+        "wellposed",
+        "seq2seq_lm",
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        **task.model_kwargs(),
     ).eval()
     rows: Sequence[Any] = [task.dataset("test")[i]["input_ids"] for i in range(5)]
     decoding = Decoding(beams=beams, num_return=beams, options={"max_new_tokens": 6})
@@ -264,7 +302,10 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
     [
         ({"tgt": "fr"}, "languages that exist there: de, en"),
         ({"tokenizer": "word"}, "expected bpe, char or hf:NAME_OR_PATH"),
-        ({"vocab_size": 0, "max_tokens": -1}, "vocab_size = 0, max_tokens = -1; expected at least 1"),
+        (
+            {"vocab_size": 0, "max_tokens": -1},
+            "vocab_size = 0, max_tokens = -1; expected at least 1",
+        ),
         ({"generate_length_penalty": math.inf}, "generate_length_penalty = inf"),
     ],
 )
@@ -278,7 +319,8 @@ def test_multi30k_both_ways_and_tatoeba_by_characters(shared_data: Path) -> None
     folder = str(shared_data / "multi30k")
     for src, tgt in (("de", "en"), ("en", "fr")):
         task = build_task(
-            "translation", {"data": folder, "src": src, "tgt": tgt, "limit_pairs": 300, "vocab_size": 400}
+            "translation",
+            {"data": folder, "src": src, "tgt": tgt, "limit_pairs": 300, "vocab_size": 400},
         )
         assert [len(task.dataset(split)) for split in SPLITS] == [300, 1014, 1000]
     options = {

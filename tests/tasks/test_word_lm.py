@@ -1,4 +1,5 @@
-"""Word language modelling: words, ends of lines, vocabulary, accounting, perplexity, Penn Treebank's counts."""
+"""Word language modelling: words, ends of lines, vocabulary, accounting, perplexity, Penn
+Treebank's counts."""
 
 from __future__ import annotations
 
@@ -66,16 +67,22 @@ def test_pieces_are_words_and_marks(tmp_path: Path) -> None:
     assert "done." in decoded(build(tmp_path / "x.txt"), "train")
 
 
-def test_totals_count_every_word_but_the_first_and_perplexity_is_exp_of_the_mean(folder: Path) -> None:
+def test_totals_count_every_word_but_the_first_and_perplexity_is_exp_of_the_mean(
+    folder: Path,
+) -> None:
     task = build(folder)
     classes = task.model_kwargs()["vocab_size"]
     totals = (0.0, 0.0)
     for indices in task.batches("valid", 2, seed=0, epoch=0):
         batch = task.collate([task.dataset("valid")[i] for i in indices])
-        sums = task.metric_sums(torch.zeros(*batch["input_ids"].shape, classes), batch)["nats_per_word"]
+        sums = task.metric_sums(torch.zeros(*batch["input_ids"].shape, classes), batch)[
+            "nats_per_word"
+        ]
         totals = (totals[0] + sums[0], totals[1] + sums[1])
     assert totals[1] == len(decoded(task, "valid")) - 1
-    assert task.summarize({"nats_per_word": totals})["perplexity"] == pytest.approx(classes, rel=1e-5)
+    assert task.summarize({"nats_per_word": totals})["perplexity"] == pytest.approx(
+        classes, rel=1e-5
+    )
     assert task.summarize({"nats_per_word": (1e6, 1.0)})["perplexity"] == math.inf
 
 
@@ -90,7 +97,9 @@ def test_reference_is_the_perplexity_of_single_words(folder: Path) -> None:
 def test_limit_words_cuts_train_alone(folder: Path) -> None:
     full, task = build(folder), build(folder, limit_words=9)
     assert decoded(task, "train") == decoded(full, "train")[:9]
-    assert task.description()["train_words_left_out_by_limit_words"] == len(decoded(full, "train")) - 9
+    assert (
+        task.description()["train_words_left_out_by_limit_words"] == len(decoded(full, "train")) - 9
+    )
     with pytest.raises(ConfigError, match="limit_words = 1, expected at least 2"):
         build(folder, limit_words=1)
 

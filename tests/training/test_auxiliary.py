@@ -1,4 +1,5 @@
-"""A loss that a model has of its own: in the training gradient by the share of sequences, never in an evaluation."""
+"""A loss that a model has of its own: in the training gradient by the share of sequences, never in
+an evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ STRENGTH = 3.0
 
 
 class WithAuxiliary(nn.Module):
-    """A model whose own loss is the mean over sequences of (length * |w|)^2, so that sequences differ."""
+    """A model whose own loss is the mean over sequences of (length * |w|)^2, so that sequences
+    differ."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -51,7 +53,12 @@ def test_its_gradient_does_not_depend_on_how_a_batch_is_cut(stub: ModuleType) ->
     added = gradient() - plain
     lengths = [int(length) for batch in batches for length in batch["attention_mask"].sum(1)]
     assert len(lengths) == 23
-    expected = STRENGTH * sum(length**2 for length in lengths) / 23 * model.inner.blocks[0].inner.weight.square().sum()
+    expected = (
+        STRENGTH
+        * sum(length**2 for length in lengths)
+        / 23
+        * model.inner.blocks[0].inner.weight.square().sum()
+    )
     model.zero_grad()
     expected.backward()
     torch.testing.assert_close(added, gradient(), rtol=1e-11, atol=1e-12)
@@ -66,7 +73,9 @@ def test_it_is_logged_and_left_out_of_evaluations(stub: ModuleType, tmp_path: Pa
     config = stub.make_config(learning_rate=1e-9)
     stub.run(config, tmp_path / "with", model=build)
     stub.run(config, tmp_path / "without")
-    pairs = list(zip(read_metrics(tmp_path / "with"), read_metrics(tmp_path / "without"), strict=True))
+    pairs = list(
+        zip(read_metrics(tmp_path / "with"), read_metrics(tmp_path / "without"), strict=True)
+    )
     for own, plain in pairs:
         assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6)
         assert ("auxiliary_loss" in own) == (own["split"] == "train")
@@ -79,7 +88,9 @@ def test_one_that_is_not_finite_stops_the_run_by_name(stub: ModuleType, tmp_path
         def own_loss(self, attention_mask: Tensor) -> Tensor:
             return super().own_loss(attention_mask) * float("inf")
 
-    result = stub.run(stub.make_config(), tmp_path / "run", model=lambda c, t: Broken(stub.make_model(c, t)))
+    result = stub.run(
+        stub.make_config(), tmp_path / "run", model=lambda c, t: Broken(stub.make_model(c, t))
+    )
     assert result.status == "failed"
     assert "auxiliary loss is inf" in result.result["failure"]["what"]
     assert result.result["failure"]["layer"] == "(the auxiliary loss)"
@@ -87,7 +98,14 @@ def test_one_that_is_not_finite_stops_the_run_by_name(stub: ModuleType, tmp_path
 
 def test_every_text_of_a_batch_counts_as_tokens() -> None:
     mask = torch.tensor([[1, 1, 0]])
-    pair = {"input_ids": mask, "attention_mask": mask, "attention_mask_pair": torch.tensor([[1, 1, 1, 1]])}
+    pair = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "attention_mask_pair": torch.tensor([[1, 1, 1, 1]]),
+    }
     assert token_count(pair) == 6
-    target = {"decoder_input_ids": torch.tensor([[1, 5, 0]]), "labels": torch.tensor([[5, -100, -100]])}
+    target = {
+        "decoder_input_ids": torch.tensor([[1, 5, 0]]),
+        "labels": torch.tensor([[5, -100, -100]]),
+    }
     assert token_count({"input_ids": mask, "attention_mask": mask, **target}) == 3

@@ -1,4 +1,5 @@
-"""The stream of micro-batches: a function of task, batch size and seed; resumable; shared out between processes."""
+"""The stream of micro-batches: a function of task, batch size and seed; resumable; shared out
+between processes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_a_stream_resumes_from_its_position(stub: ModuleType, taken: int) -> Non
 
 def test_processes_share_one_stream(stub: ModuleType) -> None:
     whole = ids(MicroBatches(stub.StubTask(), 4, seed=0).take(12))
-    parts = [ids(MicroBatches(stub.StubTask(), 4, seed=0, rank=rank, world=3).take(4)) for rank in range(3)]
+    parts = [
+        ids(MicroBatches(stub.StubTask(), 4, seed=0, rank=rank, world=3).take(4))
+        for rank in range(3)
+    ]
     assert [batch for step in zip(*parts, strict=True) for batch in step] == whole
 
 
@@ -53,7 +57,9 @@ def test_targets_are_counted_as_the_loss_counts_them(stub: ModuleType) -> None:
 
 
 def test_a_task_that_counts_otherwise_is_told_what_to_do(stub: ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"loss_sum reports 7 targets, but the labels hold 9; define target_count"):
+    with pytest.raises(
+        ConfigError, match=r"loss_sum reports 7 targets, but the labels hold 9; define target_count"
+    ):
         check_target_count(stub.StubTask(), 9, 7.0)
 
 

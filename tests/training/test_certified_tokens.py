@@ -1,4 +1,5 @@
-"""Certified accuracy of next tokens: each prediction by itself, attacked by an ascent that knows nothing of margins."""
+"""Certified accuracy of next tokens: each prediction by itself, attacked by an ascent that knows
+nothing of margins."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def texts() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
 
 
-def right_and_radii(model: WellposedForCausalLM, batch: dict[str, Tensor]) -> tuple[list[bool], list[float]]:
+def right_and_radii(
+    model: WellposedForCausalLM, batch: dict[str, Tensor]
+) -> tuple[list[bool], list[float]]:
     """One by one: whether the token after position i is predicted, and its certified radius."""
     certificate = certify(model, seq_len=TOKENS)
     right, radii = [], []
@@ -51,11 +54,16 @@ def test_shares_are_those_of_the_predictions_one_by_one(heads: int) -> None:
     model, batch = language_model(0, heads), texts()
     right, radii = right_and_radii(model, batch)
     sizes = [0.0, 1e-3, 0.02, 0.1, 1.0]
-    curve = certified_accuracy(model, [batch], certify(model, seq_len=TOKENS), radii=sizes, attack_steps=4)
+    curve = certified_accuracy(
+        model, [batch], certify(model, seq_len=TOKENS), radii=sizes, attack_steps=4
+    )
     assert curve.predictions == len(right) == 4 * (TOKENS - 1) + 3
     assert curve.examples == 5
     for row in curve.rows:
-        held = [ok and (radius > row.radius or row.radius == 0) for ok, radius in zip(right, radii, strict=True)]
+        held = [
+            ok and (radius > row.radius or row.radius == 0)
+            for ok, radius in zip(right, radii, strict=True)
+        ]
         assert row.certified == pytest.approx(sum(held) / len(held))
         assert row.certified <= row.attacked
 
@@ -66,7 +74,9 @@ def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:
     for seed in range(3):
         model, batch = language_model(seed, 2), texts()
         with torch.no_grad():
-            model.model.embeddings.token.weight.mul_(10.0 ** (seed - 1))  # unit embeddings divide it out
+            model.model.embeddings.token.weight.mul_(
+                10.0 ** (seed - 1)
+            )  # unit embeddings divide it out
             model.lm_head.weight.mul_(10.0 ** (3 * (seed - 1)))
         certificate = certify(model, seq_len=TOKENS)
         vectors = input_vectors(model, batch["input_ids"][1:2]).detach()
@@ -85,7 +95,9 @@ def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:
                     logits = model(inputs_embeds=vectors + delta).logits[0, i]
                     left = (logits[label] - logits[others]).amin()
                     (slope,) = torch.autograd.grad(left, delta)
-                    delta = delta.detach() - radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+                    delta = delta.detach() - radius * slope / slope.norm(
+                        dim=-1, keepdim=True
+                    ).clamp_min(1e-300)
                 largest = max(largest, 1.0 - float(left.detach()) / margin)
                 assert float(left.detach()) > 0.0
                 assert math.isfinite(radius)
@@ -95,5 +107,9 @@ def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:
 
 def test_labels_of_another_shape_are_refused() -> None:
     model, batch = language_model(0, 1), texts()
-    with pytest.raises(DataError, match=r"labels must be \(batch,\) class numbers, or \(batch, tokens\)"):
-        certified_accuracy(model, [{**batch, "labels": batch["labels"][:, 1:]}], certify(model, seq_len=TOKENS))
+    with pytest.raises(
+        DataError, match=r"labels must be \(batch,\) class numbers, or \(batch, tokens\)"
+    ):
+        certified_accuracy(
+            model, [{**batch, "labels": batch["labels"][:, 1:]}], certify(model, seq_len=TOKENS)
+        )

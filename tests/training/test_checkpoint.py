@@ -1,4 +1,5 @@
-"""Checkpoints: complete or absent, damaged ones refused by file, nothing pickled, a full disk loses nothing."""
+"""Checkpoints: complete or absent, damaged ones refused by file, nothing pickled, a full disk loses
+nothing."""
 
 from __future__ import annotations
 
@@ -35,13 +36,18 @@ class Held:
 
     def save(self, step: int) -> Path:
         state = TrainerState(step=step, best_value=0.1 + 0.2, best_step=1)
-        snapshot = checkpoints.take_snapshot(self.model, self.optimizer, state, [checkpoints.random_snapshot()])
+        snapshot = checkpoints.take_snapshot(
+            self.model, self.optimizer, state, [checkpoints.random_snapshot()]
+        )
         return checkpoints.write_checkpoint(self.folder, snapshot)
 
     def numbers(self) -> list[torch.Tensor]:
         state = self.optimizer.state_dict()["state"]
         moments = [state[i][name] for i in sorted(state) for name in sorted(state[i])]
-        return [*(p.detach().clone() for p in self.model.parameters()), *(m.clone() for m in moments)]
+        return [
+            *(p.detach().clone() for p in self.model.parameters()),
+            *(m.clone() for m in moments),
+        ]
 
 
 @pytest.fixture
@@ -50,7 +56,9 @@ def held(stub: ModuleType, tmp_path: Path) -> Held:
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 def test_a_checkpoint_brings_back_every_bit(held: Held, stub: ModuleType, tmp_path: Path) -> None:
@@ -75,10 +83,20 @@ def test_every_generator_is_restored() -> None:
     import numpy
 
     saved = random_tensors()
-    first = (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random(), random.gauss(0, 1))
+    first = (
+        torch.rand(3).tolist(),
+        numpy.random.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+    )
     decoded = json.loads(json.dumps(saved[1]))
     load_random_tensors(saved[0], decoded)
-    assert (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random(), random.gauss(0, 1)) == first
+    assert (
+        torch.rand(3).tolist(),
+        numpy.random.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+    ) == first
 
 
 def test_nothing_is_pickled(held: Held) -> None:
@@ -92,7 +110,9 @@ def test_nothing_is_pickled(held: Held) -> None:
         json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["half", "altered", "missing"])
 def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) -> None:
     held.step()
@@ -104,10 +124,13 @@ def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) 
     else:
         middle = len(data) // 2
         path.write_bytes(
-            data[:middle] if damage == "half" else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+            data[:middle]
+            if damage == "half"
+            else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         )
     if name == "manifest.json" and damage == "altered":
-        # One changed bit may leave valid JSON; then a digest or a size no longer fits, or a name is not there.
+        # One changed bit may leave valid JSON; then a digest or a size no longer fits, or a name is
+        # not there.
         with pytest.raises(CheckpointError):
             checkpoints.verify(folder)
     else:
@@ -119,7 +142,9 @@ def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) 
     assert "checkpoint-2" in notes[0]
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held.step()
     old = held.save(1)
     write = durable_files.write_synced
@@ -136,7 +161,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(held: Held, monkeyp
 
         monkeypatch.setattr(durable_files, "write_synced", full)
         with pytest.raises(
-            CheckpointError, match=r"checkpoint-2: cannot write .* No space left .*checkpoint-1 is intact"
+            CheckpointError,
+            match=r"checkpoint-2: cannot write .* No space left .*checkpoint-1 is intact",
         ):
             held.save(2)
         assert [path.name for path in held.folder.iterdir()] == ["checkpoint-1"]
@@ -147,7 +173,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(held: Held, monkeyp
 def test_a_crash_before_the_rename_leaves_the_old_one(
     held: Held, monkeypatch: pytest.MonkeyPatch, repeated: bool
 ) -> None:
-    """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next start removes it."""
+    """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
+    start removes it."""
     held.step()
     old = held.save(2 if repeated else 1)
 
@@ -158,7 +185,9 @@ def test_a_crash_before_the_rename_leaves_the_old_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable_files.shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing up
+        patch.setattr(
+            durable_files.shutil, "rmtree", lambda *_, **__: None
+        )  # a killed process cleans nothing up
         patch.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
             held.save(2)
@@ -168,7 +197,9 @@ def test_a_crash_before_the_rename_leaves_the_old_one(
     assert list(held.folder.iterdir()) == [old]
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held.step()
     old = held.save(2)
     rename, calls = Path.rename, []
@@ -212,7 +243,9 @@ def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
         checkpoints.step_of(Path("somewhere/final"))
 
 
-def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_processes(held: Held) -> None:
+def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_processes(
+    held: Held,
+) -> None:
     held.step()
     folder = held.save(1)
     before = torch.manual_seed(5).get_state()
@@ -221,9 +254,13 @@ def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_pro
     checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=0)
     assert not torch.equal(torch.get_rng_state(), before)
     values = json.loads((folder / checkpoints.STATE).read_text())
-    del values["processes"]  # as written before a run could be continued by other numbers of processes
+    del values[
+        "processes"
+    ]  # as written before a run could be continued by other numbers of processes
     (folder / checkpoints.STATE).write_text(json.dumps(values))
-    (folder / checkpoints.random_name(1)).write_bytes((folder / checkpoints.random_name(0)).read_bytes())
+    (folder / checkpoints.random_name(1)).write_bytes(
+        (folder / checkpoints.random_name(0)).read_bytes()
+    )
     assert checkpoints.load_checkpoint(folder, held.model).processes == 2
     assert checkpoints.processes_at_start(held.folder) == 2
     assert checkpoints.processes_at_start(folder) is None

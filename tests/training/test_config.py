@@ -1,4 +1,5 @@
-"""Ranges of the configuration: every field out of range is named at once, and no valid one is refused."""
+"""Ranges of the configuration: every field out of range is named at once, and no valid one is
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(values, where="run.toml")
     message = str(caught.value)
-    assert "run.toml: [model]: hidden_size = 30 is not divisible by num_attention_heads = 4" in message
+    assert (
+        "run.toml: [model]: hidden_size = 30 is not divisible by num_attention_heads = 4" in message
+    )
     assert "unknown option 'stepz'; nearest: steps" in message
 
 
@@ -40,7 +43,8 @@ def test_every_number_has_a_range(options: Any, rules: dict[str, Any]) -> None:
     numbers = {
         field.name
         for field in dataclasses.fields(options)
-        if any(kind in str(field.type) for kind in ("int", "float")) and "Literal" not in str(field.type)
+        if any(kind in str(field.type) for kind in ("int", "float"))
+        and "Literal" not in str(field.type)
     }
     assert numbers == set(rules)
     for name in numbers:
@@ -49,7 +53,9 @@ def test_every_number_has_a_range(options: Any, rules: dict[str, Any]) -> None:
 
 
 def test_a_valid_configuration_survives_the_way_through_plain_values() -> None:
-    config = RunConfig("listops", {"data": "x"}, train=TrainOptions(patience=3, schedule="kim2021", warmup_steps=5))
+    config = RunConfig(
+        "listops", {"data": "x"}, train=TrainOptions(patience=3, schedule="kim2021", warmup_steps=5)
+    )
     again = RunConfig.from_dict(config.to_dict())
     assert again == config
     assert config_difference(config, again) == []

@@ -1,4 +1,5 @@
-"""A run whose weights cannot be made, or whose step does not converge, has failed and says so in its folder."""
+"""A run whose weights cannot be made, or whose step does not converge, has failed and says so in
+its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import pytest
 from wellposed.errors import ConvergenceError
 from wellposed.recipes.compare import compare
 from wellposed.report import aggregate
-from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_result, result_schema, train
+from wellposed.training import (
+    ModelOptions,
+    RunConfig,
+    TrainOptions,
+    read_result,
+    result_schema,
+    train,
+)
 from wellposed.training.build import build_run_model
 
 
@@ -35,10 +43,14 @@ def test_a_convergence_error_is_a_failed_run(stub: ModuleType, tmp_path: Path, w
     found = read_result(tmp_path / "run")
     assert found is not None
     assert found.status == "failed"
-    assert stub.run(config, tmp_path / "run", resume="auto").status == "success"  # nothing stands in the way
+    assert (
+        stub.run(config, tmp_path / "run", resume="auto").status == "success"
+    )  # nothing stands in the way
 
 
-def test_a_comparison_goes_on_and_the_report_lists_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_goes_on_and_the_report_lists_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def breaking(config: RunConfig, task: Any) -> Any:
         if config.variant == "rezero":
             raise ConvergenceError("the initialisation did not converge")
@@ -52,6 +64,8 @@ def test_a_comparison_goes_on_and_the_report_lists_the_failure(tmp_path: Path, m
         model=ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1),
         train=TrainOptions(steps=2, batch_size=64, eval_batches=1),
     )
-    runs = compare(base, ["post_ln", "rezero", "pre_ln"], seeds=1, out=tmp_path / "runs", progress=False)
+    runs = compare(
+        base, ["post_ln", "rezero", "pre_ln"], seeds=1, out=tmp_path / "runs", progress=False
+    )
     assert [result.status for result in runs.results] == ["success", "failed", "success"]
     assert "rezero" in aggregate(runs.folders).table()

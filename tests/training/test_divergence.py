@@ -1,4 +1,5 @@
-"""The layer that is blamed is the one that broke: in its weights, forward, inside a block, or backward."""
+"""The layer that is blamed is the one that broke: in its weights, forward, inside a block, or
+backward."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Tower(nn.Module):
         self.norm = nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)  # masks hold -inf by right
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(
+            1
+        )  # masks hold -inf by right
         x = self.embed(x)
         for layer in self.layers:
             x = x + layer(x, mask)
@@ -104,15 +107,22 @@ def test_finite_gradients_whose_norm_overflows() -> None:
     found = find_blame(model, lambda: {"(the loss)": 1e25 * model(torch.ones(2, 4)).sum()})
     assert found is not None
     assert found.layer in ("0", "1")
-    assert "every gradient is finite, but the norm of all of them is more than float32 can hold" in found.reason
+    assert (
+        "every gradient is finite, but the norm of all of them is more than float32 can hold"
+        in found.reason
+    )
 
 
 def test_a_term_of_the_loss(tower: Tower) -> None:
-    assert blame(tower, **{"(the penalty)": tower.embed.weight.sum() * float("inf")}).layer == "(the penalty)"
+    assert (
+        blame(tower, **{"(the penalty)": tower.embed.weight.sum() * float("inf")}).layer
+        == "(the penalty)"
+    )
 
 
 def test_a_run_stops_before_the_weights_are_touched(stub: ModuleType, tmp_path: Any) -> None:
-    """The batch of step 6 breaks block 1; the run ends there with the step, the rate and the layer."""
+    """The batch of step 6 breaks block 1; the run ends there with the step, the rate and the
+    layer."""
 
     class Fragile(stub.Block):
         calls = 0
@@ -120,7 +130,9 @@ def test_a_run_stops_before_the_weights_are_touched(stub: ModuleType, tmp_path: 
         def forward(self, x: Tensor) -> Tensor:
             if self.training and torch.is_grad_enabled():
                 Fragile.calls += 1
-            return super().forward(x) * (float("inf") if self.training and Fragile.calls >= 6 else 1.0)
+            return super().forward(x) * (
+                float("inf") if self.training and Fragile.calls >= 6 else 1.0
+            )
 
     held: list[Any] = []
 
@@ -168,7 +180,10 @@ def test_logits_may_be_a_plain_tensor(stub: ModuleType) -> None:
     from wellposed.training.batches import forward
 
     logits = torch.zeros(1, 2, 3)
-    batch = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "labels": torch.zeros(1, 2, dtype=torch.long)}
+    batch = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.long),
+        "labels": torch.zeros(1, 2, dtype=torch.long),
+    }
 
     class Plain(nn.Module):
         def forward(self, input_ids: Tensor) -> Any:

@@ -29,7 +29,10 @@ with open_replacing(Path(sys.argv[1])) as file:
 
 def start(path: Path) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "half\n"
@@ -37,7 +40,8 @@ def start(path: Path) -> subprocess.Popen[str]:
 
 
 def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
-    """With one temporary name for both, the one that ended first published the half of the other."""
+    """With one temporary name for both, the one that ended first published the half of the
+    other."""
     path = tmp_path / "page.html"
     other = start(path)
     durable_files.replace_file(path, b"whole")
@@ -58,7 +62,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path) -> Non
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_files_come_together_and_the_record_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_come_together_and_the_record_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = []
     replace = Path.replace
 
@@ -80,7 +86,10 @@ def test_files_come_together_and_the_record_last(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(KeyError):
         interrupted()
-    assert {each.name: each.read_text() for each in (tmp_path / "new").iterdir()} == {"a.json": "{}", "b.csv": "x"}
+    assert {each.name: each.read_text() for each in (tmp_path / "new").iterdir()} == {
+        "a.json": "{}",
+        "b.csv": "x",
+    }
 
 
 def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -106,8 +115,18 @@ def test_a_command_that_dies_while_it_writes_leaves_nothing_half(
 ) -> None:
     from wellposed.cli import main
 
-    config = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 8, "architectures": ["BertModel"]}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "intermediate_size": 8,
+        "vocab_size": 9,
+        "max_position_embeddings": 8,
+        "architectures": ["BertModel"],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     write = Path.write_text
 

@@ -19,7 +19,9 @@ from wellposed.training.folder_lock import NAME, only_writer
 SCRIPT = Path(stub_task.__file__)
 
 
-def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path, stub: ModuleType) -> None:
+def test_a_second_writer_is_refused_until_the_first_is_killed(
+    tmp_path: Path, stub: ModuleType
+) -> None:
     out = tmp_path / "run"
     first = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(out), "100000", "0.01", "0.1", "auto"],
@@ -27,7 +29,9 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path, st
         stderr=subprocess.PIPE,
         text=True,
     )
-    config = stub.make_config(steps=100000, dropout=0.1, log_every=1, eval_every=5, checkpoint_every=3)
+    config = stub.make_config(
+        steps=100000, dropout=0.1, log_every=1, eval_every=5, checkpoint_every=3
+    )
     try:
         deadline = time.monotonic() + 120
         while not (out / "checkpoint-3").is_dir() and time.monotonic() < deadline:
@@ -45,7 +49,9 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path, st
     assert not (out / NAME).exists()
 
 
-def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path: Path, stub: ModuleType) -> None:
+def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(
+    tmp_path: Path, stub: ModuleType
+) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / NAME).write_text("process 1 on another-host\n")
@@ -53,7 +59,11 @@ def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path: Path,
     assert not (out / NAME).exists()
     with pytest.raises(KeyError), only_writer(out):
         raise KeyError
-    with only_writer(out), pytest.raises(ConfigError, match=f"process {os.getpid()} on "), only_writer(out):
+    with (
+        only_writer(out),
+        pytest.raises(ConfigError, match=f"process {os.getpid()} on "),
+        only_writer(out),
+    ):
         pass
     with only_writer(out, enabled=False), only_writer(out):
         pass

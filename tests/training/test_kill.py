@@ -15,9 +15,18 @@ import pytest
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
 def test_killed_at_random_moments_and_at_the_last_renames(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "support" / "kill_and_resume.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""Training longer: a run that ended goes on to more steps, and says what that does to its schedule."""
+"""Training longer: a run that ended goes on to more steps, and says what that does to its
+schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(
     assert (result.status, result.result["train_info"]["steps"]) == ("success", 12)
     assert read_config(out) == whole
     assert logged(out) == logged(tmp_path / "whole")
-    weights = [load_file(folder / "checkpoint-12" / "model.safetensors") for folder in (out, tmp_path / "whole")]
+    weights = [
+        load_file(folder / "checkpoint-12" / "model.safetensors")
+        for folder in (out, tmp_path / "whole")
+    ]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name])
     assert stub.run(whole, out, resume="auto", longer=True).result == result.result
@@ -43,10 +47,15 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(
 def test_a_schedule_that_ends_says_where_the_rate_goes(
     stub: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short, whole = (stub.make_config(steps=steps, schedule="linear", learning_rate=0.4) for steps in (4, 8))
+    short, whole = (
+        stub.make_config(steps=steps, schedule="linear", learning_rate=0.4) for steps in (4, 8)
+    )
     stub.run(short, tmp_path)
     stub.run(whole, tmp_path, resume="auto", longer=True, progress=True)
-    assert "linear now ends at step 8: at step 4 the learning rate goes from 0.1 to 0.25" in capsys.readouterr().err
+    assert (
+        "linear now ends at step 8: at step 4 the learning rate goes from 0.1 to 0.25"
+        in capsys.readouterr().err
+    )
 
 
 def test_only_the_length_may_change_and_only_grow(stub: ModuleType, tmp_path: Path) -> None:
@@ -76,7 +85,9 @@ def test_a_share_of_warmup_stays_what_it_was() -> None:
     task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     train = TrainOptions(epochs=2, batch_size=10, warmup_share=0.25)
     begun = counted_in_steps(RunConfig("char_lm", train=train), task)
-    longer = counted_in_steps(RunConfig("char_lm", train=dataclasses.replace(train, epochs=4)), task)
+    longer = counted_in_steps(
+        RunConfig("char_lm", train=dataclasses.replace(train, epochs=4)), task
+    )
     assert (begun.train.warmup_steps, longer.train.warmup_steps) == (16, 32)
     assert with_warmup_begun(longer, 0.25, begun).train.warmup_steps == 16
     assert with_warmup_begun(longer, 0.5, begun) == longer

@@ -1,4 +1,5 @@
-"""Whole runs of the stub: what is left behind, what is chosen, and that stopping and resuming changes nothing."""
+"""Whole runs of the stub: what is left behind, what is chosen, and that stopping and resuming
+changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ TIMING = ("seconds", "tokens_per_second")
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return metrics.jsonl without what a clock decides."""
-    return [{key: value for key, value in row.items() if key not in TIMING} for row in read_metrics(folder)]
+    return [
+        {key: value for key, value in row.items() if key not in TIMING}
+        for row in read_metrics(folder)
+    ]
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,13 +40,17 @@ def last(folder: Path, step: int) -> dict[str, torch.Tensor]:
     for name in ("model", "optimizer", "random_states_0"):
         found |= {
             f"{name}.{key}": value
-            for key, value in load_file(folder / f"checkpoint-{step}" / f"{name}.safetensors").items()
+            for key, value in load_file(
+                folder / f"checkpoint-{step}" / f"{name}.safetensors"
+            ).items()
         }
     return found
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, ask: int) -> None:
@@ -54,7 +62,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, ask: int) -> None:
         asked += 1
         return asked >= ask
 
-    monkeypatch.setattr(StopRequest, "requested", property(requested, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        StopRequest, "requested", property(requested, lambda self, value: None), raising=False
+    )
 
 
 def test_what_a_run_leaves_behind(stub: ModuleType, tmp_path: Path) -> None:
@@ -68,7 +78,12 @@ def test_what_a_run_leaves_behind(stub: ModuleType, tmp_path: Path) -> None:
     written = json.loads((out / "result.json").read_text())
     assert written == json.loads(json.dumps(result.result))
     jsonschema.validate(written, result_schema(), format_checker=jsonschema.FormatChecker())
-    assert written["results"]["stub"].keys() == {"loss,valid", "nats,valid", "loss,test", "nats,test"}
+    assert written["results"]["stub"].keys() == {
+        "loss,valid",
+        "nats,valid",
+        "loss,test",
+        "nats,test",
+    }
     assert written["n-samples"]["stub"] == {"valid": 6, "test": 5}
     assert written["train_info"]["steps"] == 12
     assert written["train_info"]["parameters"] == 11 * 8 + 2 * (8 * 8 + 8)
@@ -79,9 +94,16 @@ def test_what_a_run_leaves_behind(stub: ModuleType, tmp_path: Path) -> None:
         (4, "valid"), (8, "valid"), (12, "valid"),
     ]  # fmt: skip
     assert [row["step"] for row in found if row["split"] == "train"] == [2, 4, 6, 8, 10, 12]
-    assert {"step", "split", "loss", "learning_rate", "penalty", "grad_norm", "tokens_per_second", "seconds"} == set(
-        found[0]
-    )
+    assert {
+        "step",
+        "split",
+        "loss",
+        "learning_rate",
+        "penalty",
+        "grad_norm",
+        "tokens_per_second",
+        "seconds",
+    } == set(found[0])
     assert task.read.count("test") == 1
 
 
@@ -96,18 +118,25 @@ def test_the_best_weights_on_valid_are_kept_and_tested(stub: ModuleType, tmp_pat
     info = result.result["train_info"]
     assert (info["best_step"], info["steps"]) == (best, 24)
     assert result.result["results"]["stub"]["loss,valid"] == losses[best]
-    assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-24"}
+    assert {path.name for path in out.glob("checkpoint-*")} == {
+        f"checkpoint-{best}",
+        "checkpoint-24",
+    }
     assert same(final(out), load_file(out / f"checkpoint-{best}" / "model.safetensors"))
     # The test loss is that of the saved weights, by the slow route.
     model, task = stub.StubModel(), stub.StubTask()
     model.load_state_dict({**final(out), "head.weight": final(out)["embedding.weight"]})
     batch = task.collate(task.dataset("test"))
     total, count = task.loss_sum(model(batch["input_ids"], batch["attention_mask"]).logits, batch)
-    assert result.result["results"]["stub"]["loss,test"] == pytest.approx(float(total.detach() / count), rel=1e-5)
+    assert result.result["results"]["stub"]["loss,test"] == pytest.approx(
+        float(total.detach() / count), rel=1e-5
+    )
 
 
 def test_early_stopping_looks_at_valid_alone(stub: ModuleType, tmp_path: Path) -> None:
-    config = stub.make_config(steps=80, learning_rate=0.6, schedule="constant", warmup_steps=20, patience=2)
+    config = stub.make_config(
+        steps=80, learning_rate=0.6, schedule="constant", warmup_steps=20, patience=2
+    )
     out = tmp_path / "run"
     result = stub.run(config, out)
     losses = [row["loss"] for row in rows(out) if row["split"] == "valid"]
@@ -144,12 +173,17 @@ def test_the_stops_above_fall_at_different_places(
     for ask in (1, 9, 10, 20):
         with monkeypatch.context() as patch:
             stop_at(patch, ask)
-            steps.add(stub.run(stub.make_config(), tmp_path / str(ask)).result["train_info"]["steps"])
+            steps.add(
+                stub.run(stub.make_config(), tmp_path / str(ask)).result["train_info"]["steps"]
+            )
     assert len(steps) >= 3
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stub: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = stub.make_config(dropout=0.3, keep_checkpoints=3)
     stub.run(config, tmp_path / "straight")
@@ -157,10 +191,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     with monkeypatch.context() as patch:
         stop_at(patch, 12)  # after step 8
         stub.run(config, out)
-    newest, older = sorted(out.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1]))[:2]
+    newest, older = sorted(
+        out.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])
+    )[:2]
     damaged = newest / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: \d+ bytes, expected \d+ \(cut short\)"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: \d+ bytes, expected \d+ \(cut short\)"
+    ):
         stub.run(config, out, resume=newest)
     assert stub.run(config, out, resume="auto", progress=True).status == "success"
     said = capsys.readouterr().err
@@ -178,7 +216,9 @@ def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(
         stop_at(patch, 2)
         stub.run(config, tmp_path / "run")
     (tmp_path / "run" / "checkpoint-1" / "optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be used:\n.*optimizer\.safetensors: missing"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint can be used:\n.*optimizer\.safetensors: missing"
+    ):
         stub.run(config, tmp_path / "run", resume="auto")
 
 
@@ -199,7 +239,10 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(durable_files, "write_synced", full)
-        with pytest.raises(CheckpointError, match=r"checkpoint-8: .*No space left.*checkpoint-4 is intact; free space"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"checkpoint-8: .*No space left.*checkpoint-4 is intact; free space",
+        ):
             stub.run(config, out)
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-4"]
     assert stub.run(config, out, resume="auto").status == "success"
@@ -219,7 +262,9 @@ def test_a_disk_that_fills_up_at_the_very_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(durable_files, "open_replacing", full)
-        with pytest.raises(CheckpointError, match=r"result\.json: cannot be written: No space left on device"):
+        with pytest.raises(
+            CheckpointError, match=r"result\.json: cannot be written: No space left on device"
+        ):
             stub.run(stub.make_config(), tmp_path / "run")
     result = stub.run(stub.make_config(), tmp_path / "run", resume="auto")
     assert result.status == "success"
@@ -236,7 +281,9 @@ def test_a_finished_run_is_returned_as_it_is(stub: ModuleType, tmp_path: Path) -
 
 
 def test_resume_auto_starts_a_run_that_is_not_there(stub: ModuleType, tmp_path: Path) -> None:
-    assert stub.run(stub.make_config(steps=2), tmp_path / "a" / "b", resume="auto").status == "success"
+    assert (
+        stub.run(stub.make_config(steps=2), tmp_path / "a" / "b", resume="auto").status == "success"
+    )
 
 
 def test_seeds(stub: ModuleType, tmp_path: Path) -> None:
@@ -247,8 +294,11 @@ def test_seeds(stub: ModuleType, tmp_path: Path) -> None:
     assert not same(final(tmp_path / "a"), final(tmp_path / "c"))
 
 
-def test_variants_of_a_seed_see_the_same_batches_and_dropout(stub: ModuleType, tmp_path: Path) -> None:
-    """A model that draws more numbers for its weights, and one of another width, change nothing of the stream."""
+def test_variants_of_a_seed_see_the_same_batches_and_dropout(
+    stub: ModuleType, tmp_path: Path
+) -> None:
+    """A model that draws more numbers for its weights, and one of another width, change nothing of
+    the stream."""
     seen: dict[str, list[Any]] = {}
     masks: dict[str, list[Any]] = {}
 
@@ -257,24 +307,31 @@ def test_variants_of_a_seed_see_the_same_batches_and_dropout(stub: ModuleType, t
             model = stub.StubModel(width, 1, 0.5, extra_draws=draws)
             seen[name], masks[name] = [], []
             model.register_forward_pre_hook(
-                lambda module, args, kwargs: seen[name].append(kwargs["input_ids"].tolist()), with_kwargs=True
+                lambda module, args, kwargs: seen[name].append(kwargs["input_ids"].tolist()),
+                with_kwargs=True,
             )
             dropout = model.blocks[0].dropout
             dropout.register_forward_hook(
-                lambda module, args, output: masks[name].append((output == 0).tolist()) if module.training else None
+                lambda module, args, output: (
+                    masks[name].append((output == 0).tolist()) if module.training else None
+                )
             )
             return model
 
         return make
 
     for name, width, draws in (("a", 8, 0), ("b", 8, 1000), ("c", 16, 0)):
-        stub.run(stub.make_config(variant=name), tmp_path / name, model=recorder(name, width, draws))
+        stub.run(
+            stub.make_config(variant=name), tmp_path / name, model=recorder(name, width, draws)
+        )
     assert seen["a"] == seen["b"] == seen["c"]
     assert masks["a"] == masks["b"]
     assert masks["a"] != masks["c"]
 
 
-def test_evaluation_draws_no_random_numbers_and_ignores_the_batch_size(stub: ModuleType, tmp_path: Path) -> None:
+def test_evaluation_draws_no_random_numbers_and_ignores_the_batch_size(
+    stub: ModuleType, tmp_path: Path
+) -> None:
     often = stub.make_config(dropout=0.3, eval_every=1, checkpoint_every=12)
     stub.run(often, tmp_path / "often")
     stub.run(stub.make_config(dropout=0.3, eval_every=12, checkpoint_every=12), tmp_path / "once")

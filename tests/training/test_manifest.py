@@ -1,4 +1,5 @@
-"""The manifests of final/ and of a run: written with it, true until the run goes on; and a damaged best checkpoint."""
+"""The manifests of final/ and of a run: written with it, true until the run goes on; and a damaged
+best checkpoint."""
 
 from __future__ import annotations
 
@@ -41,12 +42,16 @@ def test_manifests_hold_size_and_digest_of_every_file(stub: ModuleType, tmp_path
         there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         del there["manifest.json"]
         there.pop("README.md", None)  # the model card is for its readers to change
-        assert files == {name: {"bytes": len(d), "sha256": sha256(d).hexdigest()} for name, d in there.items()}
+        assert files == {
+            name: {"bytes": len(d), "sha256": sha256(d).hexdigest()} for name, d in there.items()
+        }
     verify_final(out / "final")
     for name in ("result.json", "metrics.jsonl", "env.json", "config.toml"):
         verify_run_file(out / name)
         flip(out / name)
-        with pytest.raises(CheckpointError, match=rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"
+        ):
             verify_run_file(out / name)
     flip(out / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256 is \w+, expected \w+"):
@@ -88,7 +93,8 @@ def test_a_run_that_goes_on_has_no_manifest_until_it_ends(
 def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
     stub: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], average: int
 ) -> None:
-    """One flipped bit in the best checkpoint made a run impossible to finish, however often it was resumed."""
+    """One flipped bit in the best checkpoint made a run impossible to finish, however often it was
+    resumed."""
     out = tmp_path / "run"
     config = stub.make_config(learning_rate=2.0, average_checkpoints=average)
     best = stub.run(config, out).result["train_info"]["best_step"]
@@ -109,7 +115,9 @@ def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
     # The numbers on valid are those of the weights that are left.
     of_last = [row for row in rows if row["split"] == "valid" and row["step"] == 12]
     if not average:
-        assert result.result["results"]["stub"]["nats,valid"] == pytest.approx(of_last[0]["nats"], rel=1e-6)
+        assert result.result["results"]["stub"]["nats,valid"] == pytest.approx(
+            of_last[0]["nats"], rel=1e-6
+        )
         final = load_file(out / "final" / "model.safetensors")
         assert all(final[name].equal(value) for name, value in last.items())
 

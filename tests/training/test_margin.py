@@ -7,7 +7,11 @@ import torch
 
 from wellposed.certification import certify
 from wellposed.errors import ConfigError
-from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSequenceClassification
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+)
 from wellposed.training import TrainOptions
 from wellposed.training.margin import certified_logits, hinge_sum, rows_of
 
@@ -46,13 +50,17 @@ def test_an_example_has_no_hinge_loss_exactly_where_its_certified_radius_reaches
     r = float(radii.median()) * (1 + 1e-4)
     for row in range(40):
         one = slice(row, row + 1)
-        loss = float(hinge_sum(certified_logits(logits[one], labels[one], model, r), labels[one])[0])
+        loss = float(
+            hinge_sum(certified_logits(logits[one], labels[one], model, r), labels[one])[0]
+        )
         assert (loss == 0.0) == bool(radii[row] >= r)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_next_token_has_no_hinge_loss_exactly_where_its_certified_radius_reaches_r(tied: bool) -> None:
+def test_a_next_token_has_no_hinge_loss_exactly_where_its_certified_radius_reaches_r(
+    tied: bool,
+) -> None:
     torch.manual_seed(0)
     config = WellposedConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, norm="none", unit_embeddings=True,
@@ -90,7 +98,10 @@ def test_an_encoder_decoder_has_no_margin() -> None:
         ({"margin_loss": "ce", "margin_radius": 0.1}, "margin_radius = 0.1 with margin_loss = ce"),
         ({"margin_loss": "certified"}, "margin_loss = certified needs a margin_radius"),
         ({"margin_loss": "hinge"}, "margin_loss = hinge needs a margin_radius"),
-        ({"margin_loss": "hinge", "margin_radius": 0.1, "label_smoothing": 0.1}, "label_smoothing = 0.1"),
+        (
+            {"margin_loss": "hinge", "margin_radius": 0.1, "label_smoothing": 0.1},
+            "label_smoothing = 0.1",
+        ),
         ({"margin_loss": "mse"}, "margin_loss = 'mse', expected ce, certified, hinge"),
     ],
 )

@@ -1,4 +1,5 @@
-"""``train.optimizer = muon``: other steps than AdamW, held weights in their set, and resumed exactly."""
+"""``train.optimizer = muon``: other steps than AdamW, held weights in their set, and resumed
+exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from wellposed.training import load_run_model, train
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 TASK = {"question": "order", "slots": 3, "num_train": 40, "num_valid": 8, "num_test": 8}
-MODEL = ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+MODEL = ModelOptions(
+    hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+)
 TRAIN = TrainOptions(steps=6, batch_size=4, eval_every=3, checkpoint_every=3, optimizer="muon")
 BASE = RunConfig(task="marked", task_options=TASK, model=MODEL, train=TRAIN)
 
@@ -24,10 +27,14 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_run_model(folder)[0].state_dict()
 
 
-def test_a_held_weight_stays_in_its_set_and_a_longer_run_is_the_run_from_the_start(tmp_path: Path) -> None:
+def test_a_held_weight_stays_in_its_set_and_a_longer_run_is_the_run_from_the_start(
+    tmp_path: Path,
+) -> None:
     config = apply_variant("lipschitz", replace(BASE, train=replace(TRAIN, schedule="constant")))
     train(config, tmp_path / "whole", progress=False)
-    train(replace(config, train=replace(config.train, steps=3)), tmp_path / "resumed", progress=False)
+    train(
+        replace(config, train=replace(config.train, steps=3)), tmp_path / "resumed", progress=False
+    )
     train(config, tmp_path / "resumed", progress=False, resume="auto", longer=True)
     whole, resumed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "resumed")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -41,7 +48,8 @@ def test_the_steps_differ_from_those_of_adamw(tmp_path: Path) -> None:
         train(replace(BASE, train=replace(TRAIN, optimizer=name)), tmp_path / name, progress=False)
     muon, adamw = weights_of(tmp_path / "muon"), weights_of(tmp_path / "adamw")
     assert not torch.equal(
-        muon["model.layers.0.attention.q_proj.weight"], adamw["model.layers.0.attention.q_proj.weight"]
+        muon["model.layers.0.attention.q_proj.weight"],
+        adamw["model.layers.0.attention.q_proj.weight"],
     )
 
 

@@ -1,4 +1,5 @@
-"""Two processes on one micro-batch each are one process on two: the same weights to rounding, the same folder."""
+"""Two processes on one micro-batch each are one process on two: the same weights to rounding, the
+same folder."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ COMMAND = [
 
 def command(*words: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     """Run ``python -m wellposed``, under torchrun where there are several processes."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"] if processes > 1 else []
+    launcher = (
+        ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+        if processes > 1
+        else []
+    )
     return subprocess.run(
         [sys.executable, "-m", *launcher, "wellposed", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -54,15 +59,24 @@ def assert_same_losses(one: Path, other: Path, rel: float = 1e-4) -> None:
     """Compare all rows but their seconds, to rounding."""
     for left, right in zip(read_metrics(one), read_metrics(other), strict=True):
         assert left.keys() == right.keys()
-        for name in left.keys() - {"seconds", "tokens_per_second", "split", "best", "isometry_error"}:
+        for name in left.keys() - {
+            "seconds",
+            "tokens_per_second",
+            "split",
+            "best",
+            "isometry_error",
+        }:
             assert left[name] == pytest.approx(right[name], rel=rel), name
 
 
 def assert_same_final(one: Path, other: Path) -> None:
-    """Compare the files, and the weights to rounding; the bias of keys has no gradient but rounding."""
+    """Compare the files, and the weights to rounding; the bias of keys has no gradient but
+    rounding."""
     verify_final(other)
     assert {path.name for path in other.iterdir()} == {path.name for path in one.iterdir()}
-    assert json.loads((other / "config.json").read_text()) == json.loads((one / "config.json").read_text())
+    assert json.loads((other / "config.json").read_text()) == json.loads(
+        (one / "config.json").read_text()
+    )
     weights, expected = (load_file(folder / "model.safetensors") for folder in (other, one))
     assert weights.keys() == expected.keys()
     for name, value in weights.items():
@@ -76,13 +90,18 @@ def test_two_processes(stub: ModuleType, tmp_path: Path) -> None:
     for process in start_two(SCRIPT, out, "7", "0", "0", "never"):
         stdout, stderr = process.communicate(timeout=200)
         assert (process.returncode, stdout) == (0, "success\n"), stderr
-    config = stub.make_config(steps=7, log_every=1, eval_every=5, checkpoint_every=3, gradient_accumulation=2)
+    config = stub.make_config(
+        steps=7, log_every=1, eval_every=5, checkpoint_every=3, gradient_accumulation=2
+    )
     stub.run(config, tmp_path / "one")
     for one, two in zip(read_metrics(tmp_path / "one"), read_metrics(out), strict=True):
         assert one.keys() == two.keys()
         for name in {"step", "loss", "grad_norm", "nats"} & one.keys():
             assert one[name] == pytest.approx(two[name], rel=1e-5)
-    weights = [load_file(folder / "checkpoint-7" / "model.safetensors") for folder in (tmp_path / "one", out)]
+    weights = [
+        load_file(folder / "checkpoint-7" / "model.safetensors")
+        for folder in (tmp_path / "one", out)
+    ]
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5)
     assert {path.name for path in (out / "checkpoint-7").glob("random_states_*")} == {
@@ -116,8 +135,11 @@ def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(tmp_path: Path) -> None:
-    """Two processes by FSDP2; the last batch of an epoch is short, so that their shares of a step differ."""
+def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
+    tmp_path: Path,
+) -> None:
+    """Two processes by FSDP2; the last batch of an epoch is short, so that their shares of a step
+    differ."""
     data = tmp_path / "train.txt"
     for split, characters in (("train", 16 * (4 * 9 + 2)), ("valid", 16 * 4 * 3), ("test", 16 * 4)):
         data.with_name(f"{split}.txt").write_text((DATA * 20)[:characters])
@@ -133,7 +155,18 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(tmp
         [
             [*sharded, *terms, "--steps", "4", "--out", two],
             [*sharded, *terms, "--steps", "7", "--out", two, "--resume", "auto"],
-            [*sharded, "--gradient-accumulation", "2", *terms, "--steps", "7", "--out", begun, "--resume", "auto"],
+            [
+                *sharded,
+                "--gradient-accumulation",
+                "2",
+                *terms,
+                "--steps",
+                "7",
+                "--out",
+                begun,
+                "--resume",
+                "auto",
+            ],
             [
                 *sharded,
                 "--average-checkpoints",
@@ -175,7 +208,9 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(tmp
         == 0
     )
     assert_same_final(Path(f"{one}-m") / "final", Path(mean) / "final")
-    written, expected = (json.loads(Path(out, "measure-final.json").read_text()) for out in (two, one))
+    written, expected = (
+        json.loads(Path(out, "measure-final.json").read_text()) for out in (two, one)
+    )
     assert len(written["rows"]) == len(expected["rows"]) > 0
     for row, other in zip(written["rows"], expected["rows"], strict=True):
         assert row["singular_values"] == pytest.approx(other["singular_values"], rel=1e-4, abs=1e-6)
@@ -192,15 +227,29 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(tmp
 def test_two_processes_compare_together(tmp_path: Path) -> None:
     data = tmp_path / "prose.txt"
     data.write_text(DATA * 60)
-    words = ["compare", *COMMAND[1:], "--data", str(data), "--variants", "post_ln,pre_ln", "--steps", "3", "--quiet"]
+    words = [
+        "compare",
+        *COMMAND[1:],
+        "--data",
+        str(data),
+        "--variants",
+        "post_ln,pre_ln",
+        "--steps",
+        "3",
+        "--quiet",
+    ]
     words += ["--eval-batches", "2"]
     done = command(*words, "--out", str(tmp_path / "two"), processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     assert main([*words, "--gradient-accumulation", "2", "--out", str(tmp_path / "one")]) == 0
     for variant in ("post_ln", "pre_ln"):
-        assert_same_losses(tmp_path / "one" / variant / "seed-0", tmp_path / "two" / variant / "seed-0")
-    assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
+        assert_same_losses(
+            tmp_path / "one" / variant / "seed-0", tmp_path / "two" / variant / "seed-0"
+        )
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {
+        path.name for path in (tmp_path / "one").iterdir()
+    }
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -209,7 +258,11 @@ def test_commands_of_one_process_refuse_several(
 ) -> None:
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    for name, says in (("sweep", "with --jobs N, and --resume auto"), ("doctor", "without torchrun"), ("report", "")):
+    for name, says in (
+        ("sweep", "with --jobs N, and --resume auto"),
+        ("doctor", "without torchrun"),
+        ("report", ""),
+    ):
         assert main([name]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1
@@ -225,9 +278,17 @@ def test_sharding_that_a_run_cannot_do_is_refused_before_anything_is_done(
     assert "to shard the weights (FSDP)" in capsys.readouterr().err
     monkeypatch.undo()
     unfit = ["--optimizer", "muon", "--margin-radius", "0.1", "--compile"]
-    assert main([*COMMAND, "--steps", "2", "--parallel", "fsdp", *unfit, "--out", str(tmp_path / "run")]) == 2
+    assert (
+        main(
+            [*COMMAND, "--steps", "2", "--parallel", "fsdp", *unfit, "--out", str(tmp_path / "run")]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
-    assert all(f"parallel = fsdp with {name}" in said for name in ("optimizer = muon", "margin_radius", "compile"))
+    assert all(
+        f"parallel = fsdp with {name}" in said
+        for name in ("optimizer = muon", "margin_radius", "compile")
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -242,5 +303,7 @@ def test_a_process_that_dies_ends_the_other_in_one_line(tmp_path: Path) -> None:
         first.kill()
         second.communicate()
     assert first.returncode == 1
-    assert stderr.splitlines()[-1].startswith("process 0 of 2: another process of this run has ended")
+    assert stderr.splitlines()[-1].startswith(
+        "process 0 of 2: another process of this run has ended"
+    )
     assert "Traceback" not in stderr

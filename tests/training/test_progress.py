@@ -1,4 +1,5 @@
-"""What a person sees: plain lines when piped, a bar on a terminal, nothing when quiet, no colour under NO_COLOR."""
+"""What a person sees: plain lines when piped, a bar on a terminal, nothing when quiet, no colour
+under NO_COLOR."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ def show(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, enabled: bool 
     return stream.getvalue()
 
 
-def test_plain_lines_when_piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_when_piped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = show(monkeypatch, io.StringIO()).splitlines()
     assert lines[0] == "a [bold]message[/bold]"
     assert lines[1].startswith(
-        "step 5/10 loss 1.25 penalty 0.5 grad_norm 2 learning_rate 0.001 tokens_per_second 123,456 eta "
+        "step 5/10 loss 1.25 penalty 0.5 grad_norm 2 learning_rate 0.001 tokens_per_second 123,456"
+        " eta "
     )
     assert lines[2] == "step 5/10 valid: loss 1.5 nats 1.5 (best)"
     assert capsys.readouterr().out == ""
@@ -48,7 +52,13 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = show(monkeypatch, Terminal())
-    for part in ("listops oc1 seed 0", "loss 1.2500", "123,456 tokens/s", "5/10", "[bold]message[/bold]"):
+    for part in (
+        "listops oc1 seed 0",
+        "loss 1.2500",
+        "123,456 tokens/s",
+        "5/10",
+        "[bold]message[/bold]",
+    ):
         assert part in coloured
     assert "\x1b[3" in coloured
     monkeypatch.setenv("NO_COLOR", "1")
@@ -71,7 +81,11 @@ def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.Monkey
     with Progress(enabled=True, steps=10, description="") as progress:
         for done in range(5):
             progress.part("generating", done, 7)
-    assert stream.getvalue().splitlines() == ["generating: 0/7", "generating: 2/7", "generating: 4/7"]
+    assert stream.getvalue().splitlines() == [
+        "generating: 0/7",
+        "generating: 2/7",
+        "generating: 4/7",
+    ]
 
 
 def test_a_part_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +102,9 @@ def test_a_part_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])
-def test_the_time_that_remains(monkeypatch: pytest.MonkeyPatch, done: int, began: float, expected: str) -> None:
+def test_the_time_that_remains(
+    monkeypatch: pytest.MonkeyPatch, done: int, began: float, expected: str
+) -> None:
     clock: Any = iter([began, 10.0])
     monkeypatch.setattr("wellposed.training.progress.time.monotonic", lambda: next(clock))
     progress = Progress(enabled=False, steps=10, description="")

@@ -1,4 +1,5 @@
-"""The schema of result.json accepts what a run writes (test_loop) and refuses what a reader could not trust."""
+"""The schema of result.json accepts what a run writes (test_loop) and refuses what a reader could
+not trust."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_every_key_is_needed(result: dict[str, Any], key: str) -> None:
         (("failure",), {"step": 3}),
     ],
 )
-def test_wrong_values_are_refused(result: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def test_wrong_values_are_refused(
+    result: dict[str, Any], path: tuple[str, ...], value: Any
+) -> None:
     broken = copy.deepcopy(result)
     inner = broken
     for key in path[:-1]:

@@ -22,11 +22,15 @@ from wellposed.training.metrics import MetricsFile
     rate=st.floats(min_value=1e-12, max_value=1e3),
     patience=st.none() | st.integers(1, 99),
     data=st.dictionaries(
-        st.text("abc", min_size=1), st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans()
+        st.text("abc", min_size=1),
+        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
     ),
 )
 def test_a_configuration_survives_the_file(
-    tmp_path_factory: pytest.TempPathFactory, rate: float, patience: int | None, data: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory,
+    rate: float,
+    patience: int | None,
+    data: dict[str, str],
 ) -> None:
     config = RunConfig("listops", data, train=TrainOptions(learning_rate=rate, patience=patience))
     folder = tmp_path_factory.mktemp("run")
@@ -44,7 +48,9 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, stub: ModuleType) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
         stub.run(config, tmp_path / "thesis.txt")
-    with pytest.raises(ConfigError, match=r"--resume yes: expected never, auto .* or the folder of a checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"--resume yes: expected never, auto .* or the folder of a checkpoint"
+    ):
         stub.run(config, tmp_path / "new", resume="yes")
 
 
@@ -88,9 +94,21 @@ def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:
     run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "train", "x"]), 0)
     run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "again"]), 7)
     values = json.loads((tmp_path / "env.json").read_text())
-    assert {"python", "platform", "packages", "cpu", "threads", "git_hash", "command", "date"} <= set(values)
+    assert {
+        "python",
+        "platform",
+        "packages",
+        "cpu",
+        "threads",
+        "git_hash",
+        "command",
+        "date",
+    } <= set(values)
     assert {"torch", "transformers", "accelerate"} <= set(values["packages"])
-    assert [(start["from_step"], start["command"][-1]) for start in values["starts"]] == [(0, "x"), (7, "again")]
+    assert [(start["from_step"], start["command"][-1]) for start in values["starts"]] == [
+        (0, "x"),
+        (7, "again"),
+    ]
 
 
 def test_bad_configuration_files(tmp_path: Path) -> None:
@@ -114,12 +132,19 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path: Path) -> N
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
     with MetricsFile(tmp_path, rows=3) as metrics:
         metrics.append({"step": 9})
-    assert read_metrics(tmp_path) == [*({"step": step, "loss": None} for step in range(3)), {"step": 9}]
-    with pytest.raises(CheckpointError, match=r"4 complete rows, but the checkpoint was written after 7"):
+    assert read_metrics(tmp_path) == [
+        *({"step": step, "loss": None} for step in range(3)),
+        {"step": 9},
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"4 complete rows, but the checkpoint was written after 7"
+    ):
         MetricsFile(tmp_path, rows=7)
 
 
-def test_the_configuration_is_on_disk_before_the_first_step(tmp_path: Path, stub: ModuleType) -> None:
+def test_the_configuration_is_on_disk_before_the_first_step(
+    tmp_path: Path, stub: ModuleType
+) -> None:
     class Broken(stub.StubTask):
         def collate(self, examples: object) -> dict[str, object]:
             raise RuntimeError("first batch")

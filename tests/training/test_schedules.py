@@ -1,4 +1,5 @@
-"""Learning rates against closed forms written down a second time, and the edges between their pieces."""
+"""Learning rates against closed forms written down a second time, and the edges between their
+pieces."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ def test_every_schedule_of_the_configuration_is_registered() -> None:
 
 
 def test_constant_warms_up_linearly_then_stays() -> None:
-    assert rates("constant") == pytest.approx([0.3 * t / 7 for t in range(1, 7)] + [0.3] * 44, rel=1e-15)
+    assert rates("constant") == pytest.approx(
+        [0.3 * t / 7 for t in range(1, 7)] + [0.3] * 44, rel=1e-15
+    )
     assert rates("constant", warmup_steps=0) == [0.3] * 50
 
 
 def test_inverse_sqrt() -> None:
-    assert rates("inverse_sqrt") == pytest.approx([0.3 * (20 / (20 + n)) ** 0.5 for n in range(50)], rel=1e-15)
+    assert rates("inverse_sqrt") == pytest.approx(
+        [0.3 * (20 / (20 + n)) ** 0.5 for n in range(50)], rel=1e-15
+    )
 
 
 def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup() -> None:
@@ -64,5 +69,7 @@ def test_only_kim2021_depends_on_the_width() -> None:
 
 def test_a_schedule_that_needs_warmup_says_so() -> None:
     for schedule in ("kim2021", "inverse_sqrt_warmup"):
-        with pytest.raises(ConfigError, match=f"warmup_steps = 0, expected at least 1 for the schedule {schedule}"):
+        with pytest.raises(
+            ConfigError, match=f"warmup_steps = 0, expected at least 1 for the schedule {schedule}"
+        ):
             TrainOptions(schedule=schedule)

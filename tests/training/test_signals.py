@@ -1,4 +1,5 @@
-"""Signals to a real process: the step is finished, a complete checkpoint saved, and the exit status is 130."""
+"""Signals to a real process: the step is finished, a complete checkpoint saved, and the exit status
+is 130."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model of images that a run starts from: T-Fixup with embedded patches, and sizes that it cannot read."""
+"""A model of images that a run starts from: T-Fixup with embedded patches, and sizes that it cannot
+read."""
 
 from __future__ import annotations
 
@@ -19,10 +20,15 @@ from wellposed.training.config import StartOptions
 
 @pytest.mark.parametrize("family", ["vit", "deit"])
 def test_t_fixup_reads_the_norm_of_embedded_patches(family: str, tmp_path: Path) -> None:
-    """v solves K (2 v^2 x^2 + v^4) = 1 with x the mean norm of the tokens that enter the first of K/2 layers."""
+    """v solves K (2 v^2 x^2 + v^4) = 1 with x the mean norm of the tokens that enter the first of
+    K/2 layers."""
     layers, width = 3, 64
     config = image_config(
-        tmp_path / family, family, num_hidden_layers=layers, hidden_size=width, intermediate_size=width
+        tmp_path / family,
+        family,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=width,
     )
     task = build_task("image_classification", {"processor": f"config:{config}", "limit_train": 32})
 
@@ -41,15 +47,21 @@ def test_t_fixup_reads_the_norm_of_embedded_patches(family: str, tmp_path: Path)
         if "embeddings" in name:
             assert torch.equal(weight, before[name])
         elif name.endswith(("v_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight")):
-            largest = math.sqrt(6 / sum(weight.shape)) * factor  # Xavier's uniform draw, of 4096 numbers
+            largest = (
+                math.sqrt(6 / sum(weight.shape)) * factor
+            )  # Xavier's uniform draw, of 4096 numbers
             assert 0.99 * largest < float(weight.detach().abs().max()) <= largest * (1 + 1e-5)
 
 
 def test_t_fixup_refuses_a_model_without_patches(tmp_path: Path) -> None:
-    transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]).save_pretrained(tmp_path)
+    transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]).save_pretrained(
+        tmp_path
+    )
     task = build_task("image_classification", {"limit_train": 32})
     options = StartOptions(str(tmp_path), init="t_fixup", from_scratch=True)
-    with pytest.raises(ConfigError, match="ResNetForImageClassification: does not say what embeds its patches"):
+    with pytest.raises(
+        ConfigError, match="ResNetForImageClassification: does not say what embeds its patches"
+    ):
         build_start(RunConfig("image_classification", start=options), task)
 
 

@@ -1,4 +1,5 @@
-"""One step against the slow formula in float64: accumulation, penalty shares, clipping, smoothing."""
+"""One step against the slow formula in float64: accumulation, penalty shares, clipping,
+smoothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def concatenated(batches: list[Batch]) -> Batch:
     longest = max(batch["input_ids"].shape[1] for batch in batches)
     values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
-        name: torch.cat([nn.functional.pad(b[name], (0, longest - b[name].shape[1]), value=fill) for b in batches])
+        name: torch.cat(
+            [
+                nn.functional.pad(b[name], (0, longest - b[name].shape[1]), value=fill)
+                for b in batches
+            ]
+        )
         for name, fill in values.items()
     }
 
@@ -60,12 +66,16 @@ def test_accumulation_is_exact_however_unevenly_targets_are_spread(
     model.zero_grad(set_to_none=True)
     numbers = compute_gradients(accelerator, model, task, batches, TrainOptions(max_grad_norm=0.0))
     scale = float(expected.abs().max())
-    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=100 * torch.finfo(torch.float64).eps * scale)
+    torch.testing.assert_close(
+        gradients(model), expected, rtol=0, atol=100 * torch.finfo(torch.float64).eps * scale
+    )
     assert numbers.grad_norm == pytest.approx(float(expected.norm()), rel=1e-12)
     assert numbers.finite
 
 
-def test_a_mean_of_micro_batch_means_would_be_wrong(stub: ModuleType, accelerator: Accelerator) -> None:
+def test_a_mean_of_micro_batch_means_would_be_wrong(
+    stub: ModuleType, accelerator: Accelerator
+) -> None:
     """The test above can fail: the usual shortcut differs by far more than its tolerance."""
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 3, seed=0).take(5)
@@ -90,11 +100,20 @@ def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
     model.zero_grad(set_to_none=True)
     (mean * weight.square().sum()).backward()
     expected = without + torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in model.parameters()]
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for p in model.parameters()
+        ]
     )
     model.zero_grad(set_to_none=True)
     numbers = compute_gradients(
-        accelerator, model, task, batches, TrainOptions(max_grad_norm=0.0), penalty=penalty, check_targets=True
+        accelerator,
+        model,
+        task,
+        batches,
+        TrainOptions(max_grad_norm=0.0),
+        penalty=penalty,
+        check_targets=True,
     )
     torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-13)
     # The penalty is reported in float32.
@@ -107,13 +126,17 @@ def test_clipping_scales_the_whole_gradient(stub: ModuleType, accelerator: Accel
     free = slow_gradients(model, concatenated(batches))
     limit = 0.25 * float(free.norm())
     model.zero_grad(set_to_none=True)
-    numbers = compute_gradients(accelerator, model, task, batches, TrainOptions(max_grad_norm=limit))
+    numbers = compute_gradients(
+        accelerator, model, task, batches, TrainOptions(max_grad_norm=limit)
+    )
     # torch divides by norm + 1e-6.
     torch.testing.assert_close(gradients(model), 0.25 * free, rtol=1e-4, atol=0)
     assert numbers.grad_norm == pytest.approx(4 * limit, rel=1e-12)
 
 
-def test_label_smoothing_and_precision_change_the_gradient(stub: ModuleType, accelerator: Accelerator) -> None:
+def test_label_smoothing_and_precision_change_the_gradient(
+    stub: ModuleType, accelerator: Accelerator
+) -> None:
     task, model = stub.StubTask(), stub.StubModel()
     batches = MicroBatches(task, 4, seed=0).take(1)
 
@@ -142,5 +165,9 @@ def test_only_matrices_decay() -> None:
 def test_frozen_parameters_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
-    held = {id(p) for group in build_optimizer(model, TrainOptions()).param_groups for p in group["params"]}
+    held = {
+        id(p)
+        for group in build_optimizer(model, TrainOptions()).param_groups
+        for p in group["params"]
+    }
     assert held == {id(model[1].weight), id(model[1].bias)}

@@ -54,7 +54,10 @@ def test_a_tracker_is_told_what_the_files_hold(
     assert len(record.rows) == len(rows) + 1
     final = record.rows[-1][1]
     scores = result.result["results"]["stub"]
-    named = {f"final/{split}/{metric}": scores[f"{metric},{split}"] for metric, split in (k.split(",") for k in scores)}
+    named = {
+        f"final/{split}/{metric}": scores[f"{metric},{split}"]
+        for metric, split in (k.split(",") for k in scores)
+    }
     assert final == {"final/succeeded": 1, **named}
     assert record.finished
     assert capsys.readouterr().out == ""
@@ -63,16 +66,25 @@ def test_a_tracker_is_told_what_the_files_hold(
 def test_a_run_is_the_same_with_and_without(stub: ModuleType, tmp_path: Path) -> None:
     stub.run(stub.make_config(dropout=0.1), tmp_path / "plain")
     stub.run(stub.make_config(dropout=0.1), tmp_path / "tracked", tracking=Tracking(("notebook",)))
-    files = [path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("model.safetensors")]
+    files = [
+        path.relative_to(tmp_path / "plain")
+        for path in (tmp_path / "plain").rglob("model.safetensors")
+    ]
     assert len(files) > 1
     for file in files:
-        assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "tracked" / file).read_bytes()
+        assert (tmp_path / "plain" / file).read_bytes() == (
+            tmp_path / "tracked" / file
+        ).read_bytes()
     assert not (tmp_path / "plain" / "trackers.json").exists()
 
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
 def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+    stub: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
 ) -> None:
     class Broken(Notebook):
         pass
@@ -83,21 +95,31 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
     monkeypatch.setattr(Broken, method, fail)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "broken", Broken)
     with caplog.at_level(logging.WARNING, logger="wellposed.training"):
-        result = stub.run(stub.make_config(), tmp_path / "run", tracking=Tracking(("broken", "notebook")))
+        result = stub.run(
+            stub.make_config(), tmp_path / "run", tracking=Tracking(("broken", "notebook"))
+        )
     assert result.status == "success"
     whole = next(record for record in Notebook.records if type(record) is Notebook)
     assert len(whole.rows) == len(read_metrics(tmp_path / "run")) + 1
-    told = [record.getMessage() for record in caplog.records if "tracker broken" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "tracker broken" in record.getMessage()
+    ]
     assert told[0] == "tracker broken: OSError: the network is away; the run goes on"
     if method == "log":
-        assert told[1:] == [f"tracker broken: {len(whole.rows)} records did not arrive; the files of the run have them"]
+        assert told[1:] == [
+            f"tracker broken: {len(whole.rows)} records did not arrive; the files of the run have"
+            " them"
+        ]
     else:
         assert told[1:] == []
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("comet_ml", "--track comet_ml needs the package 'comet-ml'"), ("tensorbord", "nearest: tensorboard")],
+    [
+        ("comet_ml", "--track comet_ml needs the package 'comet-ml'"),
+        ("tensorbord", "nearest: tensorboard"),
+    ],
 )
 def test_a_tracker_that_is_not_there_is_refused_before_anything_is_done(
     stub: ModuleType, tmp_path: Path, name: str, says: str
@@ -132,7 +154,9 @@ def test_a_resumed_run_continues_its_record(
     assert records[0].finished
     assert [step for step, _ in records[0].rows] == [1, 2, 3, 4, 5]
     stub.run(config, out, resume="auto", tracking=tracking)
-    assert [step for step, values in records[1].rows if "train/loss" in values] == list(range(4, 13))
+    assert [step for step, values in records[1].rows if "train/loss" in values] == list(
+        range(4, 13)
+    )
     first, second = records[0].options, records[1].options
     if name == "tensorboard":
         assert (first, second) == ({"purge_step": 1}, {"purge_step": 4})
@@ -145,7 +169,9 @@ def test_a_resumed_run_continues_its_record(
     assert len(records) == 2  # nothing is left to report of a finished run
 
 
-def test_two_runs_are_two_records(stub: ModuleType, tmp_path: Path, records: list[Notebook]) -> None:
+def test_two_runs_are_two_records(
+    stub: ModuleType, tmp_path: Path, records: list[Notebook]
+) -> None:
     for folder in ("a", "b"):
         stub.run(stub.make_config(), tmp_path / folder, tracking=Tracking(("wandb",)))
     assert records[0].options["id"] != records[1].options["id"]

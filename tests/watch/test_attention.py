@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wellposed.roles import AttentionRole, find_roles
-from wellposed.watch import AttentionCall, AttentionWatcher, MultiheadCall, ScaledDotProductCall, SoftmaxCall
+from wellposed.watch import (
+    AttentionCall,
+    AttentionWatcher,
+    MultiheadCall,
+    ScaledDotProductCall,
+    SoftmaxCall,
+)
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 5, 8
 ROUTES = {
@@ -28,12 +34,15 @@ ROUTES = {
 
 
 class Mixer(nn.Module):
-    """Attention written out by hand; ``mix`` makes (batch, heads, tokens, head width) of query, key and value."""
+    """Attention written out by hand; ``mix`` makes (batch, heads, tokens, head width) of query, key
+    and value."""
 
     def __init__(self, mix: Any) -> None:
         super().__init__()
         self.num_heads = HEADS
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
         self.mix = mix
 
     def heads(self, x: Tensor) -> list[Tensor]:
@@ -51,7 +60,10 @@ class Mixer(nn.Module):
         for b in range(BATCH):
             for h in range(HEADS):
                 for i in range(TOKENS):
-                    powers = [math.exp(float(query[b, h, i] @ k) / math.sqrt(WIDTH / HEADS)) for k in key[b, h]]
+                    powers = [
+                        math.exp(float(query[b, h, i] @ k) / math.sqrt(WIDTH / HEADS))
+                        for k in key[b, h]
+                    ]
                     weights[b, h, i] = torch.tensor(powers, dtype=x.dtype) / sum(powers)
         return weights
 
@@ -61,7 +73,9 @@ def watched(model: nn.Module, *inputs: Tensor) -> list[tuple[AttentionRole, list
     found: list[tuple[AttentionRole, list[AttentionCall]]] = []
     plain = model(*inputs)
     watcher = AttentionWatcher(
-        model, find_roles(model).attention, lambda role, calls: found.append((role, [call for call, _ in calls]))
+        model,
+        find_roles(model).attention,
+        lambda role, calls: found.append((role, [call for call, _ in calls])),
     )
     seen = model(*inputs)
     watcher.remove()
@@ -76,7 +90,9 @@ def by_scaled_dot_product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def by_merged_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    merged = F.scaled_dot_product_attention(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+    merged = F.scaled_dot_product_attention(
+        query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    )
     return merged.unflatten(0, (-1, HEADS))
 
 
@@ -109,7 +125,8 @@ def test_weights_by_every_route_against_loops(name: str) -> None:
 
 
 def test_masks_of_scaled_dot_product_attention() -> None:
-    """Boolean, additive and causal masks, grouped heads and a scale: the product of the weights with the values."""
+    """Boolean, additive and causal masks, grouped heads and a scale: the product of the weights
+    with the values."""
     query, key, value = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)
     query, key, value = query.double(), key.double(), value.double()
     role = find_roles(nn.MultiheadAttention(8, 4)).attention[0]
@@ -125,12 +142,18 @@ def test_masks_of_scaled_dot_product_attention() -> None:
         call = ScaledDotProductCall.read(role, query, key, value, enable_gqa=True, **given)
         assert call is not None
         expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **given)
-        torch.testing.assert_close(call.weights() @ value.repeat_interleave(2, 1), expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            call.weights() @ value.repeat_interleave(2, 1), expected, rtol=1e-12, atol=1e-13
+        )
 
 
-@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}]
+)
 def test_torch_attention_with_every_option(options: dict[str, Any]) -> None:
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True, **options)}).double()
+    model = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True, **options)}
+    ).double()
     attention: Any = model["attention"]
     x = torch.randn(2, 5, 8).double()
     found: list[AttentionCall] = []
@@ -143,7 +166,9 @@ def test_torch_attention_with_every_option(options: dict[str, Any]) -> None:
     (call,) = found
     assert isinstance(call, MultiheadCall)
     attention.eval()
-    expected = attention(x, x, x, key_padding_mask=padding, need_weights=True, average_attn_weights=False)[1]
+    expected = attention(
+        x, x, x, key_padding_mask=padding, need_weights=True, average_attn_weights=False
+    )[1]
     torch.testing.assert_close(call.weights(), expected, rtol=1e-12, atol=1e-13)
 
 

@@ -1,4 +1,5 @@
-"""A quiet run leaves nothing behind: training flags, buffers, random states, gradients, torch's fast path."""
+"""A quiet run leaves nothing behind: training flags, buffers, random states, gradients, torch's
+fast path."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_nothing_is_left_behind(fail: bool, evaluate: bool) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     fast = torch.backends.mha.get_fastpath_enabled()
-    with pytest.raises(RuntimeError, match="boom") if fail else nullcontext(), quiet_run(model, evaluate=evaluate):
+    with (
+        pytest.raises(RuntimeError, match="boom") if fail else nullcontext(),
+        quiet_run(model, evaluate=evaluate),
+    ):
         assert model.training is not evaluate
         assert not torch.backends.mha.get_fastpath_enabled()
         assert not model(torch.randn(4, 3), fail=fail).requires_grad
@@ -64,7 +68,12 @@ def test_ways_of_calling_a_model() -> None:
             return x + y
 
     model, x = Add(), torch.ones(1, 2)
-    for batch, expected in [(x, 2.0), ((x, 2 * x), 3.0), ([x, 3 * x], 4.0), ({"x": x, "y": 4.0}, 5.0)]:
+    for batch, expected in [
+        (x, 2.0),
+        ((x, 2 * x), 3.0),
+        ([x, 3 * x], 4.0),
+        ({"x": x, "y": 4.0}, 5.0),
+    ]:
         assert call_model(model, batch).unique().tolist() == [expected]
     for wrong in (3, "text", None):
         with pytest.raises(ConfigError, match="expected a tensor"):
@@ -94,7 +103,11 @@ def test_real_tokens_of_every_mask() -> None:
         ({"decoder_attention_mask": mask, "attention_mask": mask[:, :2]}, "decoder", translating),
         ({"src_key_padding_mask": ~real}, "encoder", translating),
         ({"tgt_key_padding_mask": ~real}, "decoder", translating),
-        ({"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)}, "encoder", Roles()),
+        (
+            {"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)},
+            "encoder",
+            Roles(),
+        ),
     ]
     for batch, stack, roles in batches:
         found = real_tokens(batch, stack, roles)

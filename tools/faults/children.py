@@ -1,4 +1,5 @@
-"""Work in processes forked from this one, which has imported everything: a start takes milliseconds, not seconds.
+"""Work in processes forked from this one, which has imported everything: a start takes
+milliseconds, not seconds.
 
 This process itself never computes with torch, so that its children may.
 """
@@ -35,7 +36,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said: exit status, both outputs, and the exception that it should have caught."""
+    """What a command said: exit status, both outputs, and the exception that it should have
+    caught."""
 
     status: int
     out: str
@@ -67,7 +69,8 @@ def import_everything() -> None:
 
 
 def draw_plainly() -> None:
-    """Let matplotlib write a digest of what a figure holds; to draw it takes a hundred times as long."""
+    """Let matplotlib write a digest of what a figure holds; to draw it takes a hundred times as
+    long."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.text import Text
@@ -75,7 +78,9 @@ def draw_plainly() -> None:
 
     def savefig(self: Any, target: Any, *, format: str = "", **_: Any) -> None:  # noqa: A002 (matplotlib's word)
         said = [text.get_text() for text in self.findobj(Text)]
-        drawn = [repr(np.asarray(line.get_xydata(), float).tolist()) for line in self.findobj(Line2D)]
+        drawn = [
+            repr(np.asarray(line.get_xydata(), float).tolist()) for line in self.findobj(Line2D)
+        ]
         digest = sha256("\n".join(said + drawn).encode("utf-8", "replace")).hexdigest()
         if format == "png":
             Image.new("RGB", (2, 2)).save(target, "png")
@@ -109,7 +114,9 @@ def command(words: Sequence[str]) -> Answer:
 def where_raised(error: BaseException) -> str:
     """Return an exception and the innermost places it passed through."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
+    places = " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:])
+    )
     return f"{type(error).__name__}: {str(error)[:300]} ({places})"
 
 
@@ -124,7 +131,9 @@ def fork(work: Callable[[], int], log: Path) -> int:
     try:
         os.setsid()
         for number in SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
@@ -151,7 +160,8 @@ def start_command(words: Sequence[str], log: Path) -> int:
 
 
 def wait(child: int, seconds: float = 60.0) -> int | None:
-    """Return the exit code of a child (negative: the signal it died of); None where it hangs and was killed."""
+    """Return the exit code of a child (negative: the signal it died of); None where it hangs and
+    was killed."""
     deadline = time.monotonic() + seconds
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -169,14 +179,17 @@ def session_members(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
-            state, _, _, members_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            state, _, _, members_session = (
+                (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            )
             if int(members_session) == session and state != "Z":
                 found.append(int(entry.name))
     return found
 
 
 def orphans(session: int, seconds: float = 8.0) -> list[int]:
-    """Return the processes of a session that do not end by themselves within some seconds, and end them."""
+    """Return the processes of a session that do not end by themselves within some seconds, and end
+    them."""
     deadline = time.monotonic() + seconds
     while (left := session_members(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -200,7 +213,9 @@ def each_in_children(
     One that hangs or dies is a fault, and another goes on behind the number at which it did.
     """
     ends = [count * k // jobs for k in range(jobs + 1)]
-    living = [_Child(range(*pair), work, seconds, memory) for pair in pairwise(ends) if pair[0] < pair[1]]
+    living = [
+        _Child(range(*pair), work, seconds, memory) for pair in pairwise(ends) if pair[0] < pair[1]
+    ]
     while living:
         ready, _, _ = select.select([child.pipe for child in living], [], [], 0.2)
         for child in list(living):
@@ -219,7 +234,9 @@ def each_in_children(
 class _Child:
     """A child that works through numbers and sends the faults it finds."""
 
-    def __init__(self, numbers: range, work: Callable[[int], list[Fault]], seconds: float, memory: int) -> None:
+    def __init__(
+        self, numbers: range, work: Callable[[int], list[Fault]], seconds: float, memory: int
+    ) -> None:
         self._numbers, self._seconds = numbers, seconds
         self._at = mmap.mmap(-1, 8)
         self._seen, self._rest, self._closed = numbers.start, b"", False
@@ -242,7 +259,8 @@ class _Child:
             yield Fault(**json.loads(line))
 
     def ended(self) -> tuple[str, str, range] | None:
-        """Return the kind of fault that ended it, if any, a detail and the numbers left; None while it works."""
+        """Return the kind of fault that ended it, if any, a detail and the numbers left; None while
+        it works."""
         now = int.from_bytes(self._at[:8], "little")
         if now != self._seen:
             self._seen = now
@@ -257,11 +275,16 @@ class _Child:
         left = range(now + 1, self._numbers.stop)
         if hung:
             return "hung", f"no end within {self._seconds:g} s", left
-        return ("crashed", f"the process ended with exit status {status}", left) if status else ("", "", range(0))
+        return (
+            ("crashed", f"the process ended with exit status {status}", left)
+            if status
+            else ("", "", range(0))
+        )
 
 
 class _Watch:
-    """Tells whether a child has computed for ``seconds``, or has waited for as long; a busy machine is neither."""
+    """Tells whether a child has computed for ``seconds``, or has waited for as long; a busy machine
+    is neither."""
 
     def __init__(self, child: int, seconds: float) -> None:
         self._child, self._seconds = child, seconds
@@ -282,7 +305,9 @@ class _Watch:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _work_through(numbers: range, work: Callable[[int], list[Fault]], at: mmap.mmap, writer: int, memory: int) -> None:
+def _work_through(
+    numbers: range, work: Callable[[int], list[Fault]], at: mmap.mmap, writer: int, memory: int
+) -> None:
     status = 1
     try:
         os.setsid()

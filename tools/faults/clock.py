@@ -1,6 +1,8 @@
-"""Clocks that jump: back and forth by seconds to decades while a command runs, and files from any year.
+"""Clocks that jump: back and forth by seconds to decades while a command runs, and files from any
+year.
 
-Right: the same end as with a clock that goes. A wrong date may be written down; nothing may depend on it.
+Right: the same end as with a clock that goes. A wrong date may be written down; nothing may depend
+on it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ YEARS = (0, 1, 315_532_799, 946_684_800, 4_102_444_800, 17_000_000_000)
 
 
 def run(toys: Toys, count: int, seed: int, only: str = "") -> Iterator[Row]:
-    """Run every command ``count`` times in all under clocks that jump, half of the times with a kill between."""
+    """Run every command ``count`` times in all under clocks that jump, half of the times with a
+    kill between."""
     for job, wanted in shared_out(toys, count, only):
         row = Row("clock", job.name, unit="runs")
         draw = random.Random(f"{seed}/{job.name}")
@@ -48,7 +51,9 @@ def jumping(draw: random.Random) -> None:
     time.time_ns = lambda: int(now() * 1e9)
 
 
-def _trial(job: Job, row: Row, draw: random.Random, duration: float, whole: dict[str, Any], toys: Toys) -> None:
+def _trial(
+    job: Job, row: Row, draw: random.Random, duration: float, whole: dict[str, Any], toys: Toys
+) -> None:
     row.tried += 1
     out = toys.root / "clock" / "run"
     shutil.rmtree(out, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Every file that a command reads, damaged in many ways; then every command that reads it.
 
-Right is an error of our own that names the file, or exactly the answer of the undamaged folder. Where nothing in the
-folder can tell a changed digit from a true one (no manifest), only a foreign exception, a hang or a crash is a fault.
+Right is an error of our own that names the file, or exactly the answer of the undamaged folder.
+Where nothing in the folder can tell a changed digit from a true one (no manifest), only a foreign
+exception, a hang or a crash is a fault.
 """
 
 from __future__ import annotations
@@ -58,12 +59,17 @@ def run(toys: Toys, count: int, seed: int, only: str = "", jobs: int = 1) -> Ite
     everything = [subject for subject in subjects(toys) if chosen(subject.name, only)]
     make_folders(toys, [subject.folder.name for subject in everything])
     cases = list(_cases(everything, count, seed))
-    rows = {subject.name: Row("damage", f"files of {subject.name}", unit="damaged files") for subject in everything}
+    rows = {
+        subject.name: Row("damage", f"files of {subject.name}", unit="damaged files")
+        for subject in everything
+    }
     for case in cases:
         rows[case.subject.name].tried += 1
     whole: dict[tuple[str, str], Answer] = {}
     work = partial(_one, cases, toys.root / "damaged", whole)
-    for fault in each_in_children(len(cases), work, lambda index: str(cases[index]), seconds=60, jobs=jobs):
+    for fault in each_in_children(
+        len(cases), work, lambda index: str(cases[index]), seconds=60, jobs=jobs
+    ):
         rows[fault.case.split("/")[0]].add(fault)
     yield from rows.values()
 
@@ -71,7 +77,13 @@ def run(toys: Toys, count: int, seed: int, only: str = "", jobs: int = 1) -> Ite
 def subjects(toys: Toys) -> list[Subject]:
     """Return every folder that is damaged."""
     root = toys.root
-    final = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json")
+    final = (
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "manifest.json",
+    )
     records = (
         "config.toml",
         "env.json",
@@ -90,7 +102,11 @@ def subjects(toys: Toys) -> list[Subject]:
         "config.json",
     )
     steps = [f"checkpoint-{step}/{name}" for step in (3, 6) for name in checkpoint]
-    runs = [f"{variant}/seed-0/{name}" for variant in ("post_ln", "rezero") for name in ("result.json", "config.toml")]
+    runs = [
+        f"{variant}/seed-0/{name}"
+        for variant in ("post_ln", "rezero")
+        for name in ("result.json", "config.toml")
+    ]
     return [
         Subject(
             "a finished run",
@@ -164,9 +180,15 @@ def _unfinish(folder: Path) -> None:
 
 
 def _cases(everything: list[Subject], count: int, seed: int) -> Iterator[Case]:
-    """Yield every file with every damage, in random order and again with other places until there are enough."""
+    """Yield every file with every damage, in random order and again with other places until there
+    are enough."""
     draw = random.Random(seed)
-    pairs = [(subject, file, damage) for subject in everything for file in subject.files for damage in damages.DAMAGES]
+    pairs = [
+        (subject, file, damage)
+        for subject in everything
+        for file in subject.files
+        for damage in damages.DAMAGES
+    ]
     made = 0
     while True:
         draw.shuffle(pairs)
@@ -178,7 +200,9 @@ def _cases(everything: list[Subject], count: int, seed: int) -> Iterator[Case]:
             yield Case(subject, file, damage, kept, draw.randrange(1 << 30))
 
 
-def _one(cases: list[Case], place: Path, whole: dict[tuple[str, str], Answer], index: int) -> list[Fault]:
+def _one(
+    cases: list[Case], place: Path, whole: dict[tuple[str, str], Answer], index: int
+) -> list[Fault]:
     """Damage one file, run the commands that read it, and compare."""
     case = cases[index]
     folder = place / str(os.getpid()) / "it"
@@ -191,7 +215,13 @@ def _one(cases: list[Case], place: Path, whole: dict[tuple[str, str], Answer], i
             before = _answer(case.subject.verbs(folder, case.file)[verb], folder)
             whole[case.subject.name, verb + str(case.file == "config.toml")] = before
             if before.foreign or before.status:
-                return [Fault("foreign", str(case), f"{verb} fails undamaged: {before.foreign or before.err}")]
+                return [
+                    Fault(
+                        "foreign",
+                        str(case),
+                        f"{verb} fails undamaged: {before.foreign or before.err}",
+                    )
+                ]
         copied(case.subject.folder, folder)
         case.subject.prepare(folder)
         if not case.manifests:
@@ -203,7 +233,10 @@ def _one(cases: list[Case], place: Path, whole: dict[tuple[str, str], Answer], i
         after = _answer(case.subject.verbs(folder, case.file)[verb], folder)
         kind = _judge(case, before, after)
         if kind:
-            said = after.foreign or f"exit status {after.status}: {after.err.strip() or after.out.strip()}"
+            said = (
+                after.foreign
+                or f"exit status {after.status}: {after.err.strip() or after.out.strip()}"
+            )
             faults.append(Fault(kind, str(case), f"{verb}: {said}"))
     return faults
 

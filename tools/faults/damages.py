@@ -55,7 +55,10 @@ def _ill_typed(data: bytes, draw: random.Random) -> bytes | None:
     """Put a value of another type in the place of a random one."""
     lines = data.split(b"\n")
     row = draw.randrange(len(lines))
-    for text, before, after in ((data, b"", b""), (lines[row], b"\n".join(lines[:row]), b"\n".join(lines[row + 1 :]))):
+    for text, before, after in (
+        (data, b"", b""),
+        (lines[row], b"\n".join(lines[:row]), b"\n".join(lines[row + 1 :])),
+    ):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -109,7 +112,9 @@ DAMAGES: dict[str, Damage | None] = {
     "5,000 digits": _long_number,
     "deep": _deep,
     "ill-typed": _ill_typed,
-    "ill-typed twice": lambda data, draw: None if (once := _ill_typed(data, draw)) is None else _ill_typed(once, draw),
+    "ill-typed twice": lambda data, draw: (
+        None if (once := _ill_typed(data, draw)) is None else _ill_typed(once, draw)
+    ),
     "deleted": None,
     "swapped": None,
 }

@@ -1,7 +1,8 @@
-"""A disk that fills up: on a real small tmpfs, page by page, and at every operation that makes or renames a file.
+"""A disk that fills up: on a real small tmpfs, page by page, and at every operation that makes or
+renames a file.
 
-Right: the command ends with one line of its own, what was whole before is whole after, and once there is room again the
-command goes on to exactly the end that it would have had.
+Right: the command ends with one line of its own, what was whole before is whole after, and once
+there is room again the command goes on to exactly the end that it would have had.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def run(toys: Toys, count: int, seed: int, only: str = "") -> Iterator[Row]:
-    """Let ``count`` operations fail in all, spread over the commands and over both ways to fill a disk."""
+    """Let ``count`` operations fail in all, spread over the commands and over both ways to fill a
+    disk."""
     for job, wanted in shared_out(toys, count, only):
         draw = random.Random(f"{seed}/{job.name}")
         place = toys.root / "full"
@@ -42,7 +44,9 @@ def run(toys: Toys, count: int, seed: int, only: str = "") -> Iterator[Row]:
         if not can_mount():
             continue
         pages = Row("full disk", f"{job.name}: a small disk", unit="sizes")
-        needed = -(-sum(-(-len(data) // PAGE) for data in tree(place / "whole").values()) * 5 // 4) + 12
+        needed = (
+            -(-sum(-(-len(data) // PAGE) for data in tree(place / "whole").values()) * 5 // 4) + 12
+        )
         for size in sorted(draw.sample(range(1, needed), min(wanted - wanted // 2, needed - 1))):
             with _small_disk(_fresh(place / "small"), size) as out:
                 _trial(job, out, pages, whole, toys, f"a disk of {size} pages", grow=True)
@@ -139,7 +143,9 @@ def _trial(
     said = log.read_text(errors="replace")
     if status not in (0, 1, 2) or "Traceback" in said:
         row.add(Fault("foreign", case, f"exit status {status}: {said[-500:]}"))
-    elif status != 0 and not any(word in said for word in ("space", "cannot be written", "cannot write", "cannot add")):
+    elif status != 0 and not any(
+        word in said for word in ("space", "cannot be written", "cannot write", "cannot add")
+    ):
         row.add(Fault("unclear", case, said[-500:]))
     if broken := check_names(out):
         row.add(Fault("wrong", case, f"not whole: {', '.join(broken)}"))
@@ -148,7 +154,9 @@ def _trial(
     log.unlink(missing_ok=True)
     status = wait(start_command(job.words(out), log), 300)
     if status != 0:
-        row.add(Fault("lost", case, f"with room again: exit status {status}: {log.read_text()[-500:]}"))
+        row.add(
+            Fault("lost", case, f"with room again: exit status {status}: {log.read_text()[-500:]}")
+        )
     else:
         row.add(*difference(job, out, whole, case))
     if any(tree(toys.root / name) != before for name, before in inputs.items()):

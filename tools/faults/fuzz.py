@@ -1,4 +1,5 @@
-"""Every parser with mutated input: bits, splices, repeats and a dictionary of what parsers trip over.
+"""Every parser with mutated input: bits, splices, repeats and a dictionary of what parsers trip
+over.
 
 Right is a value or an error of our own, of moderate length, in seconds and within the memory given.
 """
@@ -139,11 +140,23 @@ def _one(target: Target, seed: int, index: int) -> list[Fault]:
 
     data = mutated(target, seed, index)
     try:
-        target.call(data.decode("utf-8", "surrogateescape").encode("utf-8", "replace") if target.text else data)
+        target.call(
+            data.decode("utf-8", "surrogateescape").encode("utf-8", "replace")
+            if target.text
+            else data
+        )
     except WellposedError as error:
         long = len(str(error)) > LONGEST_MESSAGE
         return (
-            [Fault("unclear", _name(target, seed, index), f"a message of {len(str(error))} characters")] if long else []
+            [
+                Fault(
+                    "unclear",
+                    _name(target, seed, index),
+                    f"a message of {len(str(error))} characters",
+                )
+            ]
+            if long
+            else []
         )
     except MemoryError as error:
         return [Fault("crashed", _name(target, seed, index), where_raised(error))]
@@ -153,5 +166,6 @@ def _one(target: Target, seed: int, index: int) -> list[Fault]:
 
 
 def _without_values(said: str) -> str:
-    """Return the kind of an exception and where it came from: what the input held is in the name of the case."""
+    """Return the kind of an exception and where it came from: what the input held is in the name of
+    the case."""
     return f"{said.partition(':')[0]} {said[said.rfind('(') :]}"

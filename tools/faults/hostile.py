@@ -1,7 +1,8 @@
-"""Folders and files made to do harm: links in circles, pipes in the place of files, bombs, code, pickles, odd names.
+"""Folders and files made to do harm: links in circles, pipes in the place of files, bombs, code,
+pickles, odd names.
 
-Right is an error of our own in seconds and within the memory given, or the answer of a harmless folder; and no code of
-a folder runs.
+Right is an error of our own in seconds and within the memory given, or the answer of a harmless
+folder; and no code of a folder runs.
 """
 
 from __future__ import annotations
@@ -61,10 +62,14 @@ def run(toys: Toys, only: str = "") -> Iterator[Row]:
     for title, cases in families(toys).items():
         if not chosen(title, only):
             continue
-        tries = [(case, verb) for case in cases for verb in (case.verbs if case.words is None else ("",))]
+        tries = [
+            (case, verb) for case in cases for verb in (case.verbs if case.words is None else ("",))
+        ]
         row = Row("hostile", title, len(tries), "commands")
         place = toys.root / "hostile"
-        for number in range(len(tries)):  # in a child each, since one may leave little memory to the next
+        for number in range(
+            len(tries)
+        ):  # in a child each, since one may leave little memory to the next
             work, name = partial(_one, toys, place, tries[number:]), partial(_name, tries[number:])
             row.add(*each_in_children(1, work, name, seconds=SECONDS))
         yield row
@@ -101,11 +106,15 @@ def _one(toys: Toys, place: Path, tries: list[tuple[Case, str]], index: int) -> 
     if said.foreign.startswith("MemoryError"):
         return [Fault("crashed", name, said.foreign)]
     if said.foreign or "Traceback" in said.err or said.status not in (0, 1, 2):
-        return [Fault("foreign", name, said.foreign or f"exit status {said.status}: {said.err[-500:]}")]
+        return [
+            Fault("foreign", name, said.foreign or f"exit status {said.status}: {said.err[-500:]}")
+        ]
     if (folder / "it-ran").exists():
         return [Fault("wrong", name, "code of the folder ran")]
     if said.status and (len(said.err) > LONGEST_MESSAGE or "\x1b" in said.err):
-        return [Fault("unclear", name, f"a message of {len(said.err)} characters: {said.err[:200]!r}")]
+        return [
+            Fault("unclear", name, f"a message of {len(said.err)} characters: {said.err[:200]!r}")
+        ]
     return []
 
 
@@ -182,9 +191,21 @@ def _links() -> list[Case]:
 
     return [
         Case("a circle of links", circle),
-        Case("four hundred folders deep", deep, words=lambda f: ["report", str(f.parent), "--out", str(f / "p.html")]),
-        Case("three thousand folders", many, words=lambda f: ["report", str(f.parent), "--out", str(f / "p.html")]),
-        Case("the page is a folder", lambda _: None, words=lambda f: ["report", str(f), "--out", str(f)]),
+        Case(
+            "four hundred folders deep",
+            deep,
+            words=lambda f: ["report", str(f.parent), "--out", str(f / "p.html")],
+        ),
+        Case(
+            "three thousand folders",
+            many,
+            words=lambda f: ["report", str(f.parent), "--out", str(f / "p.html")],
+        ),
+        Case(
+            "the page is a folder",
+            lambda _: None,
+            words=lambda f: ["report", str(f), "--out", str(f)],
+        ),
         Case(
             "the page below a file",
             lambda _: None,
@@ -225,15 +246,37 @@ def _links() -> list[Case]:
         Case(
             "data is an endless device",
             lambda _: None,
-            words=lambda f: ["train", "char_lm", "--data", "/dev/zero", "--out", str(f.parent / "new")],
+            words=lambda f: [
+                "train",
+                "char_lm",
+                "--data",
+                "/dev/zero",
+                "--out",
+                str(f.parent / "new"),
+            ],
         ),
         Case(
             "--config is an endless device",
             lambda _: None,
-            words=lambda f: ["train", "char_lm", "--config", "/dev/zero", "--out", str(f.parent / "new")],
+            words=lambda f: [
+                "train",
+                "char_lm",
+                "--config",
+                "/dev/zero",
+                "--out",
+                str(f.parent / "new"),
+            ],
         ),
-        Case("--import of a folder", lambda _: None, words=lambda f: ["measure", str(f), "--import", str(f)]),
-        Case("a name longer than the system takes", lambda _: None, words=lambda _: ["measure", "x" * 5000]),
+        Case(
+            "--import of a folder",
+            lambda _: None,
+            words=lambda f: ["measure", str(f), "--import", str(f)],
+        ),
+        Case(
+            "a name longer than the system takes",
+            lambda _: None,
+            words=lambda _: ["measure", "x" * 5000],
+        ),
         Case(
             "--out longer than the system takes",
             lambda _: None,
@@ -248,12 +291,20 @@ def _names(toys: Toys) -> list[Case]:
 
     verbs = ("measure", "report", "resume")
     runs = [
-        Case(f"a run named {name[:20]!r}: {verb}", renamed(name), words=partial(_words_of, toys, name, verb))
+        Case(
+            f"a run named {name[:20]!r}: {verb}",
+            renamed(name),
+            words=partial(_words_of, toys, name, verb),
+        )
         for name in ODD_NAMES
         for verb in verbs
     ]
     return runs + [
-        Case(f"lines from a file named {name[:20]!r}", partial(_lines, name), words=partial(_predicted, name))
+        Case(
+            f"lines from a file named {name[:20]!r}",
+            partial(_lines, name),
+            words=partial(_predicted, name),
+        )
         for name in ODD_NAMES
     ]
 
@@ -267,7 +318,14 @@ def _lines(name: str, folder: Path) -> None:
 
 
 def _predicted(name: str, folder: Path) -> list[str]:
-    return ["predict", str(folder), "--input", str(folder / name), "--output", str(folder / f"{name[:200]}.out")]
+    return [
+        "predict",
+        str(folder),
+        "--input",
+        str(folder / name),
+        "--output",
+        str(folder / f"{name[:200]}.out"),
+    ]
 
 
 def _edit(path: Path, **values: object) -> None:
@@ -286,7 +344,9 @@ class _Runs:
 
 def _code() -> list[Case]:
     def auto_map(folder: Path, file: str, **values: object) -> None:
-        (folder / "final" / "code.py").write_text(f"open({str(folder / 'it-ran')!r}, 'w').close()\nclass C: pass\n")
+        (folder / "final" / "code.py").write_text(
+            f"open({str(folder / 'it-ran')!r}, 'w').close()\nclass C: pass\n"
+        )
         _edit(folder / "final" / file, **values)
 
     def pickled(name: str) -> Callable[[Path], None]:
@@ -310,7 +370,11 @@ def _code() -> list[Case]:
         ),
         Case(
             "auto_map beside a known model",
-            partial(auto_map, file="config.json", auto_map={"AutoModelForSequenceClassification": "code.C"}),
+            partial(
+                auto_map,
+                file="config.json",
+                auto_map={"AutoModelForSequenceClassification": "code.C"},
+            ),
             models,
         ),
         Case(
@@ -325,23 +389,56 @@ def _code() -> list[Case]:
         ),
         Case(
             "auto_map of another repository",
-            partial(auto_map, file="config.json", auto_map={"AutoConfig": "me/else--code.C"}, model_type="unheard_of"),
+            partial(
+                auto_map,
+                file="config.json",
+                auto_map={"AutoConfig": "me/else--code.C"},
+                model_type="unheard_of",
+            ),
             models,
         ),
         Case("a pickle named model.safetensors", pickled("model.safetensors"), models),
         Case("a pickle named pytorch_model.bin", pickled("pytorch_model.bin"), models),
-        Case("a pickle named optimizer.safetensors", lambda f: _unfinished(f, "optimizer.safetensors"), ("resume",)),
-        Case("a pickle named trainer_state.json", lambda f: _unfinished(f, "trainer_state.json"), ("resume",)),
+        Case(
+            "a pickle named optimizer.safetensors",
+            lambda f: _unfinished(f, "optimizer.safetensors"),
+            ("resume",),
+        ),
+        Case(
+            "a pickle named trainer_state.json",
+            lambda f: _unfinished(f, "trainer_state.json"),
+            ("resume",),
+        ),
         Case("imports in config.toml", _imports, ("measure", "resume", "report")),
         Case(
-            "a class name with a path", lambda f: _edit(f / "final/config.json", architectures=["../../x", 7]), models
+            "a class name with a path",
+            lambda f: _edit(f / "final/config.json", architectures=["../../x", 7]),
+            models,
         ),
-        Case("a model type that is a list", lambda f: _edit(f / "final/config.json", model_type=["x"]), models),
-        Case("sizes beyond any memory", lambda f: _edit(f / "final/config.json", hidden_size=1 << 40), models),
-        Case("10^9 layers", lambda f: _edit(f / "final/config.json", num_hidden_layers=10**9), models),
+        Case(
+            "a model type that is a list",
+            lambda f: _edit(f / "final/config.json", model_type=["x"]),
+            models,
+        ),
+        Case(
+            "sizes beyond any memory",
+            lambda f: _edit(f / "final/config.json", hidden_size=1 << 40),
+            models,
+        ),
+        Case(
+            "10^9 layers", lambda f: _edit(f / "final/config.json", num_hidden_layers=10**9), models
+        ),
         Case("a negative width", lambda f: _edit(f / "final/config.json", hidden_size=-8), models),
-        Case("labels that are no labels", lambda f: _edit(f / "final/config.json", id2label={"x": [1]}), models),
-        Case("a vocabulary of 10^9", lambda f: _edit(f / "final/config.json", vocab_size=10**9), models),
+        Case(
+            "labels that are no labels",
+            lambda f: _edit(f / "final/config.json", id2label={"x": [1]}),
+            models,
+        ),
+        Case(
+            "a vocabulary of 10^9",
+            lambda f: _edit(f / "final/config.json", vocab_size=10**9),
+            models,
+        ),
     ]
 
 
@@ -357,8 +454,13 @@ def _true_manifest(folder: Path) -> None:
     """Make the manifest of a checkpoint describe what is there now, as whoever means harm would."""
     from hashlib import sha256
 
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
-    entries = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+    files = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"
+    }
+    entries = {
+        name: {"bytes": len(data), "sha256": sha256(data).hexdigest()}
+        for name, data in files.items()
+    }
     _edit(folder / "manifest.json", files=entries)
 
 
@@ -392,7 +494,9 @@ def _bombs(toys: Toys) -> list[Case]:
 
     def decompressed_header(folder: Path) -> None:
         _safetensors(
-            folder / "final/model.safetensors", {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 1 << 20
+            folder / "final/model.safetensors",
+            {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+            1 << 20,
         )
 
     return [
@@ -402,13 +506,21 @@ def _bombs(toys: Toys) -> list[Case]:
             lambda f: _gzip_bomb(f / "a.txt.gz", b"", b"the north wind "),
             words=trained("char_lm", "a.txt.gz"),
         ),
-        Case("zeros in gzip", lambda f: _gzip_bomb(f / "z.txt.gz", b"", b"\0"), words=trained("char_lm", "z.txt.gz")),
+        Case(
+            "zeros in gzip",
+            lambda f: _gzip_bomb(f / "z.txt.gz", b"", b"\0"),
+            words=trained("char_lm", "z.txt.gz"),
+        ),
         Case(
             "lines to predict in gzip",
             lambda f: _gzip_bomb(f / "l.gz", b"a\n", b"a" * 1000),
             words=lambda f: ["predict", str(f), "--input", str(f / "l.gz")],
         ),
-        Case("images in npz", lambda f: _npz_bomb(f / "train.npz"), words=trained("image", "train.npz")),
+        Case(
+            "images in npz",
+            lambda f: _npz_bomb(f / "train.npz"),
+            words=trained("image", "train.npz"),
+        ),
         Case(
             "word vectors in gzip",
             lambda f: _gzip_bomb(f / "v.gz", b"the 1 2\n", b"x" * 1000),
@@ -431,12 +543,19 @@ def _bombs(toys: Toys) -> list[Case]:
         Case("a header of a megabyte of spaces", decompressed_header, ("measure", "predict")),
         Case("a configuration of 50 MB", lambda f: _long(f / "config.toml", b"# x\n"), READERS),
         Case("a result of 200 MB", lambda f: _long(f / "result.json", b" "), ("report", "resume")),
-        Case("metrics of one line of 200 MB", lambda f: _long(f / "metrics.jsonl", b"9"), ("report", "resume")),
-        Case("a tokenizer of 50 MB", lambda f: _long(f / "final/tokenizer.json", b" "), ("predict",)),
+        Case(
+            "metrics of one line of 200 MB",
+            lambda f: _long(f / "metrics.jsonl", b"9"),
+            ("report", "resume"),
+        ),
+        Case(
+            "a tokenizer of 50 MB", lambda f: _long(f / "final/tokenizer.json", b" "), ("predict",)
+        ),
         Case(
             "a template that repeats",
             lambda f: _edit(
-                f / "final/tokenizer_config.json", chat_template="{% for i in range(9999999) %}x{% endfor %}"
+                f / "final/tokenizer_config.json",
+                chat_template="{% for i in range(9999999) %}x{% endfor %}",
             ),
             ("predict",),
         ),
@@ -476,7 +595,9 @@ def _npz_bomb(path: Path) -> None:
 
 def _png(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
@@ -496,14 +617,30 @@ def _long(path: Path, piece: bytes) -> None:
 def _headers() -> list[Case]:
     huge = {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}
     return [
-        Case(f"weights: {what}", partial(_bad_weights, header=header, length=length), ("measure", "predict"))
+        Case(
+            f"weights: {what}",
+            partial(_bad_weights, header=header, length=length),
+            ("measure", "predict"),
+        )
         for what, header, length in (
             ("four tebibytes promised", {"x": huge}, None),
             ("a header longer than the file", {}, 1 << 62),
             ("a header of no length", {}, 0),
-            ("offsets out of order", {"x": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}, None),
-            ("a shape of 10,000 sizes", {"x": {"dtype": "F32", "shape": [1] * 10_000, "data_offsets": [0, 4]}}, None),
-            ("a negative shape", {"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, None),
+            (
+                "offsets out of order",
+                {"x": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}},
+                None,
+            ),
+            (
+                "a shape of 10,000 sizes",
+                {"x": {"dtype": "F32", "shape": [1] * 10_000, "data_offsets": [0, 4]}},
+                None,
+            ),
+            (
+                "a negative shape",
+                {"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+                None,
+            ),
             ("an unknown type", {"x": {"dtype": "F3", "shape": [1], "data_offsets": [0, 4]}}, None),
             ("no format", {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, None),
             ("metadata that are numbers", {"__metadata__": {"format": 7}}, None),
@@ -515,6 +652,8 @@ def _bad_weights(folder: Path, header: dict[str, object], length: int | None) ->
     _safetensors(folder / "final" / "model.safetensors", header, 0, length)
 
 
-def _safetensors(path: Path, header: dict[str, object], spaces: int, length: int | None = None) -> None:
+def _safetensors(
+    path: Path, header: dict[str, object], spaces: int, length: int | None = None
+) -> None:
     text = json.dumps(header).encode() + b" " * spaces
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(4))

@@ -1,7 +1,9 @@
-"""Signals at random moments of real processes of every command that writes; then the command again, to its end.
+"""Signals at random moments of real processes of every command that writes; then the command again,
+to its end.
 
-Right: the end is bit for bit that of a command which nobody disturbed, nothing half written carries a good name, no
-process is left over, and a signal that asks is answered within seconds and without a traceback.
+Right: the end is bit for bit that of a command which nobody disturbed, nothing half written carries
+a good name, no process is left over, and a signal that asks is answered within seconds and without
+a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from tools.faults.children import orphans, start_command, wait
 from tools.faults.outcome import Fault, Row, chosen
 from tools.faults.toys import Toys, json_of, make, make_folders, timeless
 
-SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGKILL, signal.SIGHUP)
+SIGNALS = (
+    signal.SIGKILL,
+    signal.SIGTERM,
+    signal.SIGKILL,
+    signal.SIGINT,
+    signal.SIGKILL,
+    signal.SIGHUP,
+)
 ANSWER_SECONDS = 60.0
 INTERRUPTED = 130
 
@@ -35,7 +44,8 @@ class Job:
     words: Callable[[Path], list[str]]
     """From an empty folder to the command; it writes in there."""
     leaves: Callable[[Path], dict[str, Any]]
-    """From the folder to everything that two runs must have in common; a file that is not whole raises."""
+    """From the folder to everything that two runs must have in common; a file that is not whole
+    raises."""
     share: int
     """How many of a hundred kills it gets."""
     inputs: tuple[str, ...] = ()
@@ -55,8 +65,12 @@ def jobs(toys: Toys) -> list[Job]:
             8,
         ),
         Job("compare", lambda out: toys.compare(out / "all"), partial(_compare_leaves, toys), 16),
-        Job("sweep", lambda out: toys.sweep(out / "all"), lambda out: _sweep_leaves(out / "all"), 12),
-        Job("reproduce", lambda out: toys.reproduce(out / "all"), lambda out: _files(out / "all"), 6),
+        Job(
+            "sweep", lambda out: toys.sweep(out / "all"), lambda out: _sweep_leaves(out / "all"), 12
+        ),
+        Job(
+            "reproduce", lambda out: toys.reproduce(out / "all"), lambda out: _files(out / "all"), 6
+        ),
         Job(
             "measure",
             lambda out: ["measure", classifier, "--out", str(out / "m")],
@@ -77,7 +91,14 @@ def jobs(toys: Toys) -> list[Job]:
         ),
         Job(
             "predict",
-            lambda out: ["predict", classifier, "--input", lines, "--output", str(out / "lines.txt")],
+            lambda out: [
+                "predict",
+                classifier,
+                "--input",
+                lines,
+                "--output",
+                str(out / "lines.txt"),
+            ],
             _files,
             6,
             ("classifier",),
@@ -113,7 +134,9 @@ def run(toys: Toys, count: int, seed: int, only: str = "") -> Iterator[Row]:
 def shared_out(toys: Toys, count: int, only: str) -> list[tuple[Job, int]]:
     """Return the commands that get any of ``count`` tries, and how many; what they read is made."""
     found = [
-        (job, wanted) for job in jobs(toys) if chosen(job.name, only) and (wanted := round(count * job.share / 100))
+        (job, wanted)
+        for job in jobs(toys)
+        if chosen(job.name, only) and (wanted := round(count * job.share / 100))
     ]
     make_folders(toys, [name for job, _ in found for name in job.inputs])
     return found
@@ -127,7 +150,9 @@ def run_leaves(run: Path) -> dict[str, Any]:
     leaves: dict[str, Any] = {
         "rows": json_of(run / "metrics.jsonl"),
         "results": json_of(run / "result.json")["results"],
-        "names": sorted(path.name for path in run.iterdir() if not path.name.startswith("checkpoint-")),
+        "names": sorted(
+            path.name for path in run.iterdir() if not path.name.startswith("checkpoint-")
+        ),
         "final": (run / "final" / "model.safetensors").read_bytes(),
         "manifest": sorted(json_of(run / "manifest.json")["files"]),
     }
@@ -150,12 +175,22 @@ def check_names(folder: Path) -> list[str]:
 
 def _compare_leaves(toys: Toys, out: Path) -> dict[str, Any]:
     del toys
-    leaves = {str(path.parent.relative_to(out)): run_leaves(path.parent) for path in sorted(out.rglob("config.toml"))}
-    return {**leaves, "order": json_of(out / "all" / "compare.json"), "page": (out / "all" / "report.html").is_file()}
+    leaves = {
+        str(path.parent.relative_to(out)): run_leaves(path.parent)
+        for path in sorted(out.rglob("config.toml"))
+    }
+    return {
+        **leaves,
+        "order": json_of(out / "all" / "compare.json"),
+        "page": (out / "all" / "report.html").is_file(),
+    }
 
 
 def _sweep_leaves(out: Path) -> dict[str, Any]:
-    trials = {str(path.relative_to(out)): _without_cpu(json_of(path)) for path in sorted(out.glob("trials/*/*.json"))}
+    trials = {
+        str(path.relative_to(out)): _without_cpu(json_of(path))
+        for path in sorted(out.glob("trials/*/*.json"))
+    }
     tables = {path.name: path.read_bytes() for path in sorted(out.glob("figure-3.*"))}
     return {**trials, **tables, "page": (out / "results.md").read_text()}
 
@@ -169,12 +204,17 @@ def _files(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(out.rglob("*")):
         if path.is_file() and not path.name.startswith(".tmp-"):
-            found[path.name] = timeless(json.loads(path.read_bytes())) if path.suffix == ".json" else path.read_bytes()
+            found[path.name] = (
+                timeless(json.loads(path.read_bytes()))
+                if path.suffix == ".json"
+                else path.read_bytes()
+            )
     return found
 
 
 def undisturbed(job: Job, out: Path, toys: Toys) -> tuple[dict[str, Any], float]:
-    """Return what a command leaves that nobody disturbs, and the seconds it takes once everything is imported."""
+    """Return what a command leaves that nobody disturbs, and the seconds it takes once everything
+    is imported."""
     seconds = 0.0
     for _ in range(2):
         shutil.rmtree(out, ignore_errors=True)
@@ -222,7 +262,9 @@ def _trial(
     log.unlink(missing_ok=True)
     status = wait(start_command(job.words(out), log), 300)
     if status != 0:
-        row.add(Fault("lost", case, f"the next start: exit status {status}: {log.read_text()[-600:]}"))
+        row.add(
+            Fault("lost", case, f"the next start: exit status {status}: {log.read_text()[-600:]}")
+        )
     else:
         row.add(*difference(job, out, whole, case))
     for name in job.inputs:
@@ -232,7 +274,8 @@ def _trial(
 
 
 def _half_written(job: Job, out: Path, whole: dict[str, Any], case: str) -> list[Fault]:
-    """Look for files that are neither absent nor whole, where a command writes whole files alone."""
+    """Look for files that are neither absent nor whole, where a command writes whole files
+    alone."""
     if job.leaves is not _files and job.name not in ("measure", "certify", "reproduce"):
         return []
     try:
@@ -249,4 +292,8 @@ def difference(job: Job, out: Path, whole: dict[str, Any], case: str) -> list[Fa
     except (OSError, ValueError, KeyError) as error:
         return [Fault("lost", case, f"{type(error).__name__}: {error}")]
     different = [name for name in {**whole, **found} if whole.get(name) != found.get(name)]
-    return [Fault("wrong", case, f"different from undisturbed: {', '.join(different)}")] if different else []
+    return (
+        [Fault("wrong", case, f"different from undisturbed: {', '.join(different)}")]
+        if different
+        else []
+    )

@@ -19,7 +19,8 @@ KINDS = {
 
 
 def chosen(name: str, only: str) -> bool:
-    """Return whether ``name`` holds one of the words of ``only``, between commas; an empty one is in every name."""
+    """Return whether ``name`` holds one of the words of ``only``, between commas; an empty one is
+    in every name."""
     return any(word in name for word in only.split(","))
 
 

@@ -89,7 +89,11 @@ def text(kept: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _section(title: str, entry: Mapping[str, Any]) -> tuple[str, Counter[str]]:
-    lines = [f"\n### {title}\n", f"| what | tried | {' | '.join(KINDS)} |", "|---|---|" + "---|" * len(KINDS)]
+    lines = [
+        f"\n### {title}\n",
+        f"| what | tried | {' | '.join(KINDS)} |",
+        "|---|---|" + "---|" * len(KINDS),
+    ]
     whole = Counter[str]()
     for row in entry["rows"]:
         counts = Counter(fault["kind"] for fault in row["faults"])
@@ -126,7 +130,9 @@ def _versions() -> list[str]:
 def _cpu() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+            names = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
     except OSError:
         return platform.machine()
     return f"{names[0]} ({len(names)} threads)" if names else platform.machine()

@@ -60,8 +60,18 @@ def _tables(place: Path) -> list[Target]:
         return load_labelled(str(path), valid=None, test=None, table=TableOptions())
 
     found = [
-        Target(f"labelled rows, .{suffix}", (text.encode(),), _file(place, f"rows.train.{suffix}", labelled), share)
-        for suffix, text, share in (("tsv", tsv, 9), ("csv", csv, 9), ("jsonl", jsonl, 7), ("json", whole, 7))
+        Target(
+            f"labelled rows, .{suffix}",
+            (text.encode(),),
+            _file(place, f"rows.train.{suffix}", labelled),
+            share,
+        )
+        for suffix, text, share in (
+            ("tsv", tsv, 9),
+            ("csv", csv, 9),
+            ("jsonl", jsonl, 7),
+            ("json", whole, 7),
+        )
     ]
     found.append(
         Target(
@@ -80,17 +90,28 @@ def _tables(place: Path) -> list[Target]:
             ("quora", "sentence1\tsentence2\tis_duplicate", "a\tb\t1.0"),
             ("sts", "sentence1\tsentence2\tsimilarity", "a\tb\t2.5"),
         ):
-            (sets / f"{name}-{split}.csv").write_text(f"\tid\t{head}\n" + "".join(f"{n}\tx\t{row}\n" for n in range(3)))
+            (sets / f"{name}-{split}.csv").write_text(
+                f"\tid\t{head}\n" + "".join(f"{n}\tx\t{row}\n" for n in range(3))
+            )
     sts = (sets / "sts-train.csv").read_bytes()
     found.append(
-        Target("the three sets of a sweep", (sts,), _file(sets, "sts-train.csv", lambda _: read_minbert(sets)), 4)
+        Target(
+            "the three sets of a sweep",
+            (sts,),
+            _file(sets, "sts-train.csv", lambda _: read_minbert(sets)),
+            4,
+        )
     )
-    pairs = b"".join(b"%d.0 doc%d doc%d a text of one\tanother text\n" % (n % 2, n, n + 1) for n in range(24))
+    pairs = b"".join(
+        b"%d.0 doc%d doc%d a text of one\tanother text\n" % (n % 2, n, n + 1) for n in range(24)
+    )
     found.append(
         Target(
             "pairs of documents",
             (pairs,),
-            _file(place, "aan.train.tsv", lambda path: read_pairs(str(path), valid=None, test=None)),
+            _file(
+                place, "aan.train.tsv", lambda path: read_pairs(str(path), valid=None, test=None)
+            ),
             3,
         )
     )
@@ -99,7 +120,11 @@ def _tables(place: Path) -> list[Target]:
         Target(
             "ListOps files",
             (ops,),
-            _file(place, "basic_train.tsv", lambda path: build_task("listops", vars(ListOpsOptions(data=str(path))))),
+            _file(
+                place,
+                "basic_train.tsv",
+                lambda path: build_task("listops", vars(ListOpsOptions(data=str(path)))),
+            ),
             2,
         )
     )
@@ -163,17 +188,33 @@ def _texts(place: Path) -> list[Target]:
         Target(
             "aligned files",
             (german.encode(),),
-            _file(aligned, "train.de", lambda _: load_parallel(str(aligned), Languages("de", "en"))),
+            _file(
+                aligned, "train.de", lambda _: load_parallel(str(aligned), Languages("de", "en"))
+            ),
             4,
         ),
         Target(
             "a table of two languages",
             (b"".join(b"ein Haus\ta house\n" for _ in range(44)),),
-            _file(place, "train.tsv", lambda path: load_parallel(str(path), Languages("de", "en", columns="de,en"))),
+            _file(
+                place,
+                "train.tsv",
+                lambda path: load_parallel(str(path), Languages("de", "en", columns="de,en")),
+            ),
             4,
         ),
-        Target("dialogues", (daily.encode(), persona.encode()), _file(place, "dialogues_train.txt", dialogues), 5),
-        Target("synonyms", (b"car auto automobile\nsun star\n",), _file(place, "syn.txt", read_synonyms), 2),
+        Target(
+            "dialogues",
+            (daily.encode(), persona.encode()),
+            _file(place, "dialogues_train.txt", dialogues),
+            5,
+        ),
+        Target(
+            "synonyms",
+            (b"car auto automobile\nsun star\n",),
+            _file(place, "syn.txt", read_synonyms),
+            2,
+        ),
     ]
 
 
@@ -209,7 +250,10 @@ def _records(place: Path) -> list[Target]:
         "n-samples": {},
         "versions": {},
     }
-    rows = b'{"step": 1, "split": "train", "loss": 1.5}\n{"step": 1, "split": "valid", "loss": 1.25, "best": true}\n'
+    rows = (
+        b'{"step": 1, "split": "train", "loss": 1.5}\n{"step": 1, "split": "valid", "loss": 1.25,'
+        b' "best": true}\n'
+    )
     certified = {
         "format": 1,
         "run_date": "d",
@@ -253,10 +297,25 @@ def _records(place: Path) -> list[Target]:
 
     entry = {"it": {"bytes": 2, "sha256": "0" * 64}}
     return [
-        Target("configuration, TOML", (toml,), _file(place, "config.toml", lambda path: read_config(path.parent)), 2),
-        Target("TOML alone", (toml,), _file(place, "b.toml", lambda path: RunConfig.from_dict(read_toml(path))), 2),
+        Target(
+            "configuration, TOML",
+            (toml,),
+            _file(place, "config.toml", lambda path: read_config(path.parent)),
+            2,
+        ),
+        Target(
+            "TOML alone",
+            (toml,),
+            _file(place, "b.toml", lambda path: RunConfig.from_dict(read_toml(path))),
+            2,
+        ),
         Target("metrics.jsonl at resume", (rows,), _file(place, "metrics.jsonl", truncate), 4),
-        Target("env.json", (b'{"starts": [{"from_step": 0}]}',), _file(place, "env.json", environment), 3),
+        Target(
+            "env.json",
+            (b'{"starts": [{"from_step": 0}]}',),
+            _file(place, "env.json", environment),
+            3,
+        ),
         Target(
             "result.json at resume",
             (json.dumps(result).encode(),),
@@ -294,12 +353,17 @@ def _records(place: Path) -> list[Target]:
             4,
         ),
         Target(
-            "the order of a comparison", (b'{"variants": ["post_ln"]}',), _order(place, ORDER, result, aggregate), 3
+            "the order of a comparison",
+            (b'{"variants": ["post_ln"]}',),
+            _order(place, ORDER, result, aggregate),
+            3,
         ),
     ]
 
 
-def _order(place: Path, name: str, result: dict[str, Any], aggregate: Callable[..., Any]) -> Callable[[bytes], object]:
+def _order(
+    place: Path, name: str, result: dict[str, Any], aggregate: Callable[..., Any]
+) -> Callable[[bytes], object]:
     run = place / "ordered" / "post_ln" / "seed-0"
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.toml").write_text("task = 'char_lm'\n")
@@ -339,7 +403,9 @@ def _arrays(place: Path) -> list[Target]:
         Target("images in npz", (arrays.getvalue(),), _file(place, "a.npz", read_npz), 5),
         Target("image files", tuple(images), _file(place, "image", read_image_file), 5),
         Target("CIFAR, pickled", (batch,), _file(place, "data_batch_1", read_cifar_pickle), 4),
-        Target("CIFAR, binary", (bytes(3073),), _file(place, "data_batch_1.bin", read_cifar_binary), 1),
+        Target(
+            "CIFAR, binary", (bytes(3073),), _file(place, "data_batch_1.bin", read_cifar_binary), 1
+        ),
         Target("weights of a checkpoint", (weights,), _file(folder, "model.safetensors", load), 5),
         Target("state of a checkpoint", (_state(),), _checkpoint_state(folder, weights, layer), 4),
     ]
@@ -397,7 +463,9 @@ def _words() -> list[Target]:
         return RunConfig.from_dict({"task": "listops", "train": _loose(data)})
 
     def task_options(data: bytes) -> object:
-        return build_task("listops", {"train_size": 4, "valid_size": 2, "test_size": 2, **_loose(data)})
+        return build_task(
+            "listops", {"train_size": 4, "valid_size": 2, "test_size": 2, **_loose(data)}
+        )
 
     def named(data: bytes) -> object:
         text = data.decode("utf-8", "replace")
@@ -410,16 +478,28 @@ def _words() -> list[Target]:
         return chosen_cells(text.split(","))
 
     options = json.dumps(vars(TrainOptions(steps=3)))
-    variants = (b"post_ln", b"lipschitz:2", b"oc3:1e-4", b"key:1e-2", b"rezero", b"t_fixup", b"cap:3.5")
+    variants = (
+        b"post_ln",
+        b"lipschitz:2",
+        b"oc3:1e-4",
+        b"key:1e-2",
+        b"rezero",
+        b"t_fixup",
+        b"cap:3.5",
+    )
     train = (
-        b"train char_lm --steps 3 --learning-rate 1e-3 --model.hidden-size 16 --out x --variant oc1:1e-4 --print-config"
+        b"train char_lm --steps 3 --learning-rate 1e-3 --model.hidden-size 16 --out x --variant"
+        b" oc1:1e-4 --print-config"
     )
     sized = (
-        b"compare listops --seeds 2 --variants a,b --train-size 10 --max-length 50 --penalty.key 1e-3 --print-config"
+        b"compare listops --seeds 2 --variants a,b --train-size 10 --max-length 50 --penalty.key"
+        b" 1e-3 --print-config"
     )
     return [
         Target("variants", variants, variant, 16, text=True),
-        Target("patterns of roles", (b"layers.*.self_attn.in_proj_weight", b"*"), roles, 1, text=True),
+        Target(
+            "patterns of roles", (b"layers.*.self_attn.in_proj_weight", b"*"), roles, 1, text=True
+        ),
         Target(
             "patterns of constraints",
             (b"*.linear1", b"*.q_proj,*.linear?", b"layers.0.linear[12]"),
@@ -428,7 +508,12 @@ def _words() -> list[Target]:
             text=True,
         ),
         Target("options of training", (options.encode(),), train_options, 5),
-        Target("options of a task", (b'{"max_depth": 3, "max_arguments": 4, "data": "builtin"}',), task_options, 2),
+        Target(
+            "options of a task",
+            (b'{"max_depth": 3, "max_arguments": 4, "data": "builtin"}',),
+            task_options,
+            2,
+        ),
         Target(
             "names of cells, recipes, presets",
             (b"key:1e-2,value:1e-3", b"kim2021/figure-2", b"me/model"),
@@ -453,7 +538,8 @@ _OTHERS = (
 
 
 def _loose(data: bytes) -> dict[str, Any]:
-    """Return a JSON object as plain values; what is none of that is no input of an options class."""
+    """Return a JSON object as plain values; what is none of that is no input of an options
+    class."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -463,7 +549,9 @@ def _loose(data: bytes) -> dict[str, Any]:
 
 def _command_words(data: bytes) -> object:
     """Run a command whose model or data does not exist, or that prints its configuration."""
-    words = [word for word in data.decode("utf-8", "replace").replace("\x00", "").split(" ") if word]
+    words = [
+        word for word in data.decode("utf-8", "replace").replace("\x00", "").split(" ") if word
+    ]
     if words[:1] in (["train"], ["compare"]):
         words.append("--print-config")
     elif words[:1] == ["doctor"] or any("kim2021" in word for word in words):

@@ -22,7 +22,20 @@ _TINY = (
     *("--model.num-attention-heads", "2", "--eval-batches", "2", "--log-every", "4"),
     *("--checkpoint-every", "3", "--keep-checkpoints", "2", "--quiet"),
 )
-_SWEEP_WORDS = ("good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "where", "old", "new")
+_SWEEP_WORDS = (
+    "good",
+    "bad",
+    "film",
+    "cat",
+    "dog",
+    "sits",
+    "runs",
+    "who",
+    "what",
+    "where",
+    "old",
+    "new",
+)
 _UNTIMED = (
     "seconds",
     "tokens_per_second",
@@ -62,27 +75,111 @@ class Toys:
 
     def train(self, out: Path, *more: str) -> list[str]:
         """Return the words that train a language model with dropout, a penalty and a constraint."""
-        words = ["train", "char_lm", "--data", str(self.text), "--seq-len", "16", *_TINY, "--steps", str(STEPS)]
-        words += ["--eval-every", "4", "--learning-rate", "0.03", "--schedule", "constant", "--model.dropout", "0.2"]
-        words += ["--penalty.attention", "1e-3", "--penalty.every", "2", "--constrain.where", "*.q_proj"]
+        words = [
+            "train",
+            "char_lm",
+            "--data",
+            str(self.text),
+            "--seq-len",
+            "16",
+            *_TINY,
+            "--steps",
+            str(STEPS),
+        ]
+        words += [
+            "--eval-every",
+            "4",
+            "--learning-rate",
+            "0.03",
+            "--schedule",
+            "constant",
+            "--model.dropout",
+            "0.2",
+        ]
+        words += [
+            "--penalty.attention",
+            "1e-3",
+            "--penalty.every",
+            "2",
+            "--constrain.where",
+            "*.q_proj",
+        ]
         return [*words, "--out", str(out), "--resume", "auto", *more]
 
     def classify(self, out: Path, *more: str) -> list[str]:
         """Return the words that train a classifier which can be certified."""
-        words = ["train", "text_classification", "--data", str(self.table), "--max-length", "6", *_TINY]
-        words += ["--steps", "6", "--eval-every", "3", "--variant", "l2_contractive", "--model.norm", "none"]
+        words = [
+            "train",
+            "text_classification",
+            "--data",
+            str(self.table),
+            "--max-length",
+            "6",
+            *_TINY,
+        ]
+        words += [
+            "--steps",
+            "6",
+            "--eval-every",
+            "3",
+            "--variant",
+            "l2_contractive",
+            "--model.norm",
+            "none",
+        ]
         return [*words, "--out", str(out), "--resume", "auto", *more]
 
     def compare(self, out: Path, *more: str) -> list[str]:
         """Return the words that compare two variants."""
-        words = ["compare", "char_lm", "--data", str(self.text), "--seq-len", "16", *_TINY, "--steps", "6"]
-        words += ["--eval-every", "3", "--variants", "post_ln,rezero", "--out", str(out), "--resume", "auto"]
+        words = [
+            "compare",
+            "char_lm",
+            "--data",
+            str(self.text),
+            "--seq-len",
+            "16",
+            *_TINY,
+            "--steps",
+            "6",
+        ]
+        words += [
+            "--eval-every",
+            "3",
+            "--variants",
+            "post_ln,rezero",
+            "--out",
+            str(out),
+            "--resume",
+            "auto",
+        ]
         return [*words, *more]
 
     def sweep(self, out: Path) -> list[str]:
         """Return the words of a sweep of two cells in this process."""
-        words = ["sweep", "mcgrath2024", "--data", str(self.sets), "--scale", "toy", "--seeds", "1", "--quiet"]
-        return [*words, "--steps", "2", "--cells", "key:1e-2", "--jobs", "1", "--out", str(out), "--resume", "auto"]
+        words = [
+            "sweep",
+            "mcgrath2024",
+            "--data",
+            str(self.sets),
+            "--scale",
+            "toy",
+            "--seeds",
+            "1",
+            "--quiet",
+        ]
+        return [
+            *words,
+            "--steps",
+            "2",
+            "--cells",
+            "key:1e-2",
+            "--jobs",
+            "1",
+            "--out",
+            str(out),
+            "--resume",
+            "auto",
+        ]
 
     def reproduce(self, out: Path) -> list[str]:
         """Return the words that make a figure without training."""
@@ -94,8 +191,13 @@ def write_data(root: Path) -> Toys:
     toys = Toys(root)
     toys.sets.mkdir(parents=True)
     draw = random.Random(5)
-    toys.text.write_text(" ".join(draw.choices(["north", "wind", "and", "the", "sun", "were", "disputing"], k=600)))
-    rows = [(label, f"a {word} film {draw.choice('xyz')}") for label, word in (("pos", "good"), ("neg", "bad"))] * 30
+    toys.text.write_text(
+        " ".join(draw.choices(["north", "wind", "and", "the", "sun", "were", "disputing"], k=600))
+    )
+    rows = [
+        (label, f"a {word} film {draw.choice('xyz')}")
+        for label, word in (("pos", "good"), ("neg", "bad"))
+    ] * 30
     toys.table.write_text("label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows))
     (root / "data" / "lines.txt").write_text("".join(f"{text}\n" for _, text in rows))
     _write_sets(toys.sets, draw)
@@ -111,18 +213,25 @@ def _write_sets(folder: Path, draw: random.Random) -> None:
         for index in range(count):
             first, second = words(), words()
             sets["ids-sst"].append(f"{index}\tx\t{first}\t{min(4, first.count('good') * 2)}")
-            sets["quora"].append(f"{index}\tx\t{first}\t{first if index % 2 else second}\t{float(index % 2)}")
+            sets["quora"].append(
+                f"{index}\tx\t{first}\t{first if index % 2 else second}\t{float(index % 2)}"
+            )
             sets["sts"].append(
                 f"{index}\tx\t{first}\t{second}\t{min(5, len({*first.split()} & {*second.split()})):.1f}"
             )
-        for name, label in (("ids-sst", "sentiment"), ("quora", "is_duplicate"), ("sts", "similarity")):
+        for name, label in (
+            ("ids-sst", "sentiment"),
+            ("quora", "is_duplicate"),
+            ("sts", "similarity"),
+        ):
             columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
             lines = [f"\tid\t{columns}\t{label}", *sets[name]]
             (folder / f"{name}-{split}.csv").write_text("\n".join(lines) + "\n")
 
 
 def make(words: Sequence[str], log: Path) -> None:
-    """Run a command in a child, which must succeed; then import here what it imported, for the children to come."""
+    """Run a command in a child, which must succeed; then import here what it imported, for the
+    children to come."""
     imported = log.with_suffix(".imported")
 
     def work() -> int:
@@ -134,10 +243,15 @@ def make(words: Sequence[str], log: Path) -> None:
 
     status = wait(fork(work, log), 300)
     if status != 0:
-        raise BrokenToyError(f"{' '.join(words[:2])}: exit status {status}: {log.read_text(errors='replace')[-2000:]}")
+        raise BrokenToyError(
+            f"{' '.join(words[:2])}: exit status {status}:"
+            f" {log.read_text(errors='replace')[-2000:]}"
+        )
     for name in imported.read_text().split("\n"):
         if name not in sys.modules and not name.startswith("__"):
-            with suppress(Exception):  # some exist only under the name that another module gave them
+            with suppress(
+                Exception
+            ):  # some exist only under the name that another module gave them
                 importlib.import_module(name)
 
 
@@ -194,7 +308,11 @@ def json_of(path: Path) -> Any:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Return the bytes of every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def gzipped(path: Path) -> Path:

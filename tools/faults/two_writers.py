@@ -1,7 +1,7 @@
 """Two or three processes at once on one folder: a run, a comparison, a sweep, a page.
 
-Right: each ends well or is refused in one line that names who has the folder, and what is left is what one alone
-leaves.
+Right: each ends well or is refused in one line that names who has the folder, and what is left is
+what one alone leaves.
 """
 
 from __future__ import annotations
@@ -29,12 +29,20 @@ def run(toys: Toys, count: int, seed: int, only: str = "") -> Iterator[Row]:
         yield row
 
 
-def _trial(job: Job, row: Row, draw: random.Random, duration: float, whole: dict[str, Any], toys: Toys) -> None:
+def _trial(
+    job: Job, row: Row, draw: random.Random, duration: float, whole: dict[str, Any], toys: Toys
+) -> None:
     row.tried += 1
     out = toys.root / "writers" / "shared"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    delays = [0.0, *(round(draw.choice((0.0, draw.uniform(0, duration))), 3) for _ in range(draw.choice((1, 1, 2))))]
+    delays = [
+        0.0,
+        *(
+            round(draw.choice((0.0, draw.uniform(0, duration))), 3)
+            for _ in range(draw.choice((1, 1, 2)))
+        ),
+    ]
     case = f"{job.name}: starts {delays} s apart"
     logs = [toys.root / f"writer-{number}.log" for number in range(len(delays))]
     children = []
@@ -59,6 +67,8 @@ def _trial(job: Job, row: Row, draw: random.Random, duration: float, whole: dict
     log.unlink(missing_ok=True)
     status = wait(start_command(job.words(out), log), 300)
     if status != 0:
-        row.add(Fault("lost", case, f"the next start: exit status {status}: {log.read_text()[-500:]}"))
+        row.add(
+            Fault("lost", case, f"the next start: exit status {status}: {log.read_text()[-500:]}")
+        )
     else:
         row.add(*difference(job, out, whole, case))

@@ -1,7 +1,8 @@
-"""The changes made to a file, one at a time: comparisons, arithmetic, constants, conditions, results, statements.
+"""The changes made to a file, one at a time: comparisons, arithmetic, constants, conditions,
+results, statements.
 
-Left alone, as text or types and not behaviour: docstrings and all other strings, f-strings, what `raise` and `warn`
-say, `__repr__`, annotations, decorators, `__all__`, blocks for type checkers.
+Left alone, as text or types and not behaviour: docstrings and all other strings, f-strings, what
+`raise` and `warn` say, `__repr__`, annotations, decorators, `__all__`, blocks for type checkers.
 """
 
 from __future__ import annotations
@@ -33,9 +34,28 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.Mult,
     ast.Pow: ast.Mult,
 }
-SWAPPED = {"max": "min", "amax": "amin", "all": "any", "sum": "mean", "floor": "ceil", "clamp_min": "clamp_max"}
+SWAPPED = {
+    "max": "min",
+    "amax": "amin",
+    "all": "any",
+    "sum": "mean",
+    "floor": "ceil",
+    "clamp_min": "clamp_max",
+}
 SWAPPED |= {after: before for before, after in SWAPPED.items()}
-REMOVED = {"abs", "sqrt", "rsqrt", "square", "clamp", "exp", "log", "nextafter", "masked_fill", "detach", "clone"}
+REMOVED = {
+    "abs",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "clamp",
+    "exp",
+    "log",
+    "nextafter",
+    "masked_fill",
+    "detach",
+    "clone",
+}
 TRANSPOSED = {"T", "mT", "H", "mH"}
 TEXT_CALLS = {"warn"}
 TEXT_METHODS = {"__repr__", "__str__"}
@@ -44,7 +64,8 @@ UNMUTATED_FIELDS = {"annotation", "returns", "decorator_list", "type_params"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the `number`-th of its file. Tests that run a line from `first` to `last` can see it."""
+    """One change: the `number`-th of its file. Tests that run a line from `first` to `last` can see
+    it."""
 
     module: str
     file: Path
@@ -63,17 +84,24 @@ def short(node: ast.AST) -> str:
 
 
 def is_number(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    )
 
 
 def changed_call(call: ast.Call) -> Iterator[ast.AST]:
-    """Yield a call of another function in place of `max`, `all`, ...; the argument in place of `abs(argument)`."""
+    """Yield a call of another function in place of `max`, `all`, ...; the argument in place of
+    `abs(argument)`."""
     match call.func:
         case ast.Name(id=name) | ast.Attribute(attr=name) if name in SWAPPED:
             other = copy.deepcopy(call)
             setattr(other.func, "id" if isinstance(call.func, ast.Name) else "attr", SWAPPED[name])
             yield other
-        case ast.Attribute(value=ast.Name(id="torch" | "math"), attr=name) | ast.Name(id=name) if name in REMOVED:
+        case ast.Attribute(value=ast.Name(id="torch" | "math"), attr=name) | ast.Name(id=name) if (
+            name in REMOVED
+        ):
             yield call.args[0]
         case ast.Attribute(value=value, attr=name) if name in REMOVED:
             yield value
@@ -115,7 +143,9 @@ def changed_statement(node: ast.stmt) -> Iterator[ast.AST]:
             yield ast.Pass()
             if type(operator) in ARITHMETIC:
                 yield ast.AugAssign(target, ARITHMETIC[type(operator)](), value)
-        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+        case ast.Return(value=ast.expr() as value) if not (
+            isinstance(value, ast.Constant) and value.value is None
+        ):
             yield ast.Return(ast.Constant(None))
         case ast.Expr(value=ast.Call()) | ast.Raise() | ast.Continue() | ast.Break():
             yield ast.Pass()
@@ -140,30 +170,45 @@ def children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
     """Yield the field, the position in it and the child, of those children that may change."""
     if isinstance(node, ast.Raise) or (isinstance(node, ast.UnaryOp) and is_number(node.operand)):
         return
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_CALLS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in TEXT_CALLS
+    ):
         return
     for field, value in ast.iter_fields(node):
         if field not in UNMUTATED_FIELDS:
             items = enumerate(value) if isinstance(value, list) else [(None, value)]
-            yield from ((field, position, item) for position, item in items if isinstance(item, ast.AST))
+            yield from (
+                (field, position, item) for position, item in items if isinstance(item, ast.AST)
+            )
 
 
-def seen_from(statement: ast.stmt | None, function: ast.AST | None, inside: ast.AST) -> tuple[int, int]:
+def seen_from(
+    statement: ast.stmt | None, function: ast.AST | None, inside: ast.AST
+) -> tuple[int, int]:
     """Return the lines of which a test must run one, in a function, to see a change in a statement.
 
-    A statement at the top of a module or class, and the defaults of a function, run at import: any line of the module,
-    class or function will do.
+    A statement at the top of a module or class, and the defaults of a function, run at import: any
+    line of the module, class or function will do.
     """
     if statement is None or function is None:
-        return (inside.lineno, inside.end_lineno) if isinstance(inside, ast.ClassDef) else (1, 10**9)
+        return (
+            (inside.lineno, inside.end_lineno) if isinstance(inside, ast.ClassDef) else (1, 10**9)
+        )
     if isinstance(statement, ast.FunctionDef):
         return statement.body[0].lineno, statement.end_lineno or 0
     body = getattr(statement, "body", None)
-    return statement.lineno, max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno or 0
+    return statement.lineno, max(
+        statement.lineno, body[0].lineno - 1
+    ) if body else statement.end_lineno or 0
 
 
-def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None, ast.AST, ast.AST, tuple[int, int]]]:
-    """Yield every change of a file in a fixed order: parent, field, position, node, what replaces it, lines to run."""
+def sites(
+    tree: ast.Module,
+) -> Iterator[tuple[ast.AST, str, int | None, ast.AST, ast.AST, tuple[int, int]]]:
+    """Yield every change of a file in a fixed order: parent, field, position, node, what replaces
+    it, lines to run."""
 
     def visit(node: ast.AST, statement: ast.stmt | None, function: ast.AST | None, inside: ast.AST):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -177,7 +222,9 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None, ast.AST,
             lines = seen_from(within, function, inside)
             replacements = changed_statement if isinstance(child, ast.stmt) else changed_expression
             if isinstance(child, ast.stmt | ast.expr):
-                yield from ((node, field, position, child, other, lines) for other in replacements(child))
+                yield from (
+                    (node, field, position, child, other, lines) for other in replacements(child)
+                )
             yield from visit(child, within, function, inside)
 
     yield from visit(tree, None, None, tree)
@@ -186,8 +233,12 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None, ast.AST,
 def mutants(file: Path, module: str) -> list[Mutant]:
     """Return every change of a file."""
     found = []
-    for number, (_, _, _, node, other, (first, last)) in enumerate(sites(ast.parse(file.read_text(encoding="utf-8")))):
-        found.append(Mutant(module, file, number, node.lineno, first, last, short(node), short(other)))
+    for number, (_, _, _, node, other, (first, last)) in enumerate(
+        sites(ast.parse(file.read_text(encoding="utf-8")))
+    ):
+        found.append(
+            Mutant(module, file, number, node.lineno, first, last, short(node), short(other))
+        )
     return found
 
 
@@ -202,4 +253,6 @@ def mutated(mutant: Mutant) -> ast.Module:
             else:
                 getattr(parent, field)[position] = other
             return ast.fix_missing_locations(tree)
-    raise LookupError(f"{mutant.file} has no change {mutant.number}: it was edited since its mutants were listed")
+    raise LookupError(
+        f"{mutant.file} has no change {mutant.number}: it was edited since its mutants were listed"
+    )

@@ -1,4 +1,5 @@
-"""Work in forked children: what the parent has imported costs them nothing, and what they break stays theirs."""
+"""Work in forked children: what the parent has imported costs them nothing, and what they break
+stays theirs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MEMORY = 16 * 2**30
-# Processor time decides, so that a busy machine changes no verdict; who sleeps ends after this many times as long.
+# Processor time decides, so that a busy machine changes no verdict; who sleeps ends after this many
+# times as long.
 PATIENCE = 10
 
 
@@ -32,7 +34,8 @@ def in_child(work: Callable[[Any], Any], job: Any, allowed: float, answer: Conne
 def forked(
     work: Callable[[Any], Any], jobs: Iterable[tuple[Any, float]], workers: int
 ) -> Iterator[tuple[Any, Any, float]]:
-    """Yield (job, what `work` returned, seconds) for (job, seconds of processor time allowed), as they end.
+    """Yield (job, what `work` returned, seconds) for (job, seconds of processor time allowed), as
+    they end.
 
     The answer of a child that outlives its time or dies is None.
     """

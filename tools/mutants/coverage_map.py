@@ -1,4 +1,5 @@
-"""Which test runs which line of the packages, and how long: made once a test file, kept until something changes."""
+"""Which test runs which line of the packages, and how long: made once a test file, kept until
+something changes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tools.mutants.children import forked
 
 FILE_LIMIT = 600.0
 QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
-# The parent has imported the plugins before pytest could prepare them; their assertions are not ours.
+# The parent has imported the plugins before pytest could prepare them; their assertions are not
+# ours.
 QUIET += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 
@@ -63,7 +65,9 @@ class Recorder:
             seconds = time.process_time() - start
             if not self.failed:
                 lines = {file: sorted(found) for file, found in self.lines.items()}
-                name = f"{item.path}::{item.nodeid.partition('::')[2]}"  # no matter from where it is run again
+                name = (  # no matter from where it is run again
+                    f"{item.path}::{item.nodeid.partition('::')[2]}"
+                )
                 self.tests[name] = {"seconds": round(seconds, 4), "lines": lines}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -95,7 +99,8 @@ def imported(tests: Sequence[Path]) -> list[str]:
 
 
 def preload(names: Iterable[str], own: frozenset[str]) -> None:
-    """Import once what the children would each import: everything but what is changed or lies in the test folders."""
+    """Import once what the children would each import: everything but what is changed or lies in
+    the test folders."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -129,7 +134,9 @@ def coverage_map(
     files = known["files"]
     digests = {str(file): digest([file]) for file in tests}
     stale = [file for file in tests if files.get(str(file), {}).get("digest") != digests[str(file)]]
-    for (_, file), answer, seconds in forked(recorded, [((source, file), FILE_LIMIT) for file in stale], workers):
+    for (_, file), answer, seconds in forked(
+        recorded, [((source, file), FILE_LIMIT) for file in stale], workers
+    ):
         files[str(file)] = {"digest": digests[str(file)], "tests": answer or {}}
         sys.stderr.write(f"mapped {file}: {len(answer or {})} tests in {seconds:.0f} s\n")
         kept.parent.mkdir(parents=True, exist_ok=True)

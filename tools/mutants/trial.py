@@ -1,4 +1,5 @@
-"""One trial: a package with one change, imported afresh in a child, against the tests that run the changed lines."""
+"""One trial: a package with one change, imported afresh in a child, against the tests that run the
+changed lines."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ALL_PASSED = 0
 
 @dataclass(frozen=True)
 class Trial:
-    """A mutant, or an unchanged control, the tests by file (quickest file first), and the seconds they took before."""
+    """A mutant, or an unchanged control, the tests by file (quickest file first), and the seconds
+    they took before."""
 
     mutant: Mutant
     groups: tuple[tuple[str, ...], ...]
@@ -55,7 +57,8 @@ class ChangedFinder(importlib.abc.MetaPathFinder):
 
 
 def planned(mutant: Mutant, mapped: Mapping[str, Mapping[str, Any]], budget: float) -> Trial:
-    """Choose the tests that run the mutant's lines, quickest first, as many as take at most `budget` seconds."""
+    """Choose the tests that run the mutant's lines, quickest first, as many as take at most
+    `budget` seconds."""
     lines = range(mutant.first, mutant.last + 1)
     file = str(mutant.file)
     covering = [
@@ -73,14 +76,18 @@ def planned(mutant: Mutant, mapped: Mapping[str, Mapping[str, Any]], budget: flo
         spent += seconds
         groups[name.partition("::")[0]].append(name)
         costs[name.partition("::")[0]] += seconds
-    return Trial(mutant, tuple(tuple(groups[name]) for name in sorted(groups, key=costs.__getitem__)), spent)
+    return Trial(
+        mutant, tuple(tuple(groups[name]) for name in sorted(groups, key=costs.__getitem__)), spent
+    )
 
 
 def attempt(trial: Trial) -> str:
     """Run a trial, in a child: return the first test file that fails, or nothing."""
     if not trial.is_control:
         sys.meta_path.insert(0, ChangedFinder(trial.mutant))
-        importlib.import_module(trial.mutant.module)  # before pytest, which loads a file of examples by itself
+        importlib.import_module(
+            trial.mutant.module
+        )  # before pytest, which loads a file of examples by itself
     use_fixed_examples()
     for group in trial.groups:
         if pytest.main([*QUIET, "-x", *group]) != ALL_PASSED:

@@ -1,4 +1,5 @@
-"""Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break them."""
+"""Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break
+them."""
 
 # Every file with rules is named, since a rule exists only once its file is imported.
 from wellposed.certification import (  # noqa: F401
@@ -27,7 +28,9 @@ from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
 from wellposed.certification._cosine import cosine_attention_bound as cosine_attention_bound
-from wellposed.certification._cosine import cosine_cross_attention_bounds as cosine_cross_attention_bounds
+from wellposed.certification._cosine import (
+    cosine_cross_attention_bounds as cosine_cross_attention_bounds,
+)
 from wellposed.certification._directions import perturbation_size as perturbation_size
 from wellposed.certification._directions import steepest_direction as steepest_direction
 from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
@@ -42,7 +45,9 @@ from wellposed.certification._transformer import mean_pooling as mean_pooling
 from wellposed.certification._transformer import of_one_vector as of_one_vector
 from wellposed.certification._transformer import one_token as one_token
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds
-from wellposed.certification.theory import affinity_perturbation_bound as affinity_perturbation_bound
+from wellposed.certification.theory import (
+    affinity_perturbation_bound as affinity_perturbation_bound,
+)
 from wellposed.certification.theory import inverse_d_attention_bound as inverse_d_attention_bound
 from wellposed.certification.theory import kim2021_mixing as kim2021_mixing
 from wellposed.certification.theory import local_dot_product_bound as local_dot_product_bound

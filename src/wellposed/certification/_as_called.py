@@ -1,7 +1,9 @@
-"""Whether a call of a module computes what its class and its weights say: the one list that every certificate goes by.
+"""Whether a call of a module computes what its class and its weights say: the one list that every
+certificate goes by.
 
-A rule bounds the `forward` of one class from the weights of a module. A call may run something else: hooks, a replaced
-`forward`, an adapter of another class in place of a projection, weights that live elsewhere. `deviation` names it.
+A rule bounds the `forward` of one class from the weights of a module. A call may run something
+else: hooks, a replaced `forward`, an adapter of another class in place of a projection, weights
+that live elsewhere. `deviation` names it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _RECORDERS = "transformers.utils.output_capturing"
 
 
 def class_called(module: nn.Module) -> type[nn.Module]:
-    """Return the class whose `forward` runs; parametrised weights put a class of their own in front of it.
+    """Return the class whose `forward` runs; parametrised weights put a class of their own in front
+    of it.
 
     >>> class_called(torch.nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))).__name__
     'Linear'
@@ -40,7 +43,10 @@ def is_class(kind: type, module: str, name: str) -> bool:
 
 def without_compiler(module: nn.Module) -> nn.Module:
     """Return the module inside the wrapper of `torch.compile`, which computes the same function."""
-    while (type(module).__module__, type(module).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule"):
+    while (type(module).__module__, type(module).__name__) == (
+        "torch._dynamo.eval_frame",
+        "OptimizedModule",
+    ):
         if _hooks(module):
             break
         module = module._orig_mod  # pyright: ignore[reportAssignmentType]
@@ -48,35 +54,40 @@ def without_compiler(module: nn.Module) -> nn.Module:
 
 
 def deviation(module: nn.Module) -> str | None:
-    """Say in what a call of ``module`` differs from its class's `forward` on the weights it shows; None: in nothing.
+    """Say in what a call of ``module`` differs from its class's `forward` on the weights it shows;
+    None: in nothing.
 
-    Its children are not looked at: each passes here by itself. Hooks that mark themselves ``observes_only`` return
-    nothing and change nothing.
+    Its children are not looked at: each passes here by itself. Hooks that mark themselves
+    ``observes_only`` return nothing and change nothing.
     """
     hooks = _hooks(module)
     if hooks:
         return (
-            f"it runs {', '.join(hooks)}, which may change what it computes; remove the hook and certify again "
-            "(old-style weight_norm, spectral_norm and prune are hooks: torch.nn.utils.remove_weight_norm, "
-            "remove_spectral_norm and prune.remove make their weights permanent)"
+            f"it runs {', '.join(hooks)}, which may change what it computes; remove the hook and"
+            " certify again (old-style weight_norm, spectral_norm and prune are hooks:"
+            " torch.nn.utils.remove_weight_norm, remove_spectral_norm and prune.remove make their"
+            " weights permanent)"
         )
     replaced = _replaced(module)
     if replaced is not None:
         return (
-            f"its {replaced} was replaced, so what it computes is not known from its class and weights; take the "
-            "replacement off (accelerate: accelerator.unwrap_model, or load without offloading) and certify again"
+            f"its {replaced} was replaced, so what it computes is not known from its class and"
+            " weights; take the replacement off (accelerate: accelerator.unwrap_model, or load"
+            " without offloading) and certify again"
         )
     return _unusual_tensors(module)
 
 
 def first_deviation(module: nn.Module) -> str | None:
-    """Say in what a call of ``module``, or of the first such part of it, differs; None: in nothing."""
+    """Say in what a call of ``module``, or of the first such part of it, differs; None: in
+    nothing."""
     parts = [module, *(part for _, part in parts_not_reached(module, ()))]
     return next((reason for part in parts if (reason := deviation(part)) is not None), None)
 
 
 def unknown_class(module: nn.Module) -> str | None:
-    """Say that a part which a rule reads by itself is of a class whose `forward` that rule cannot know."""
+    """Say that a part which a rule reads by itself is of a class whose `forward` that rule cannot
+    know."""
     kind = class_called(module)
     if kind.__module__.startswith(_LIBRARIES):
         return None
@@ -85,18 +96,26 @@ def unknown_class(module: nn.Module) -> str | None:
 
 
 def advice(module: nn.Module) -> str:
-    """Return what to do about a module of a class without a rule, where it is a known kind of wrapper."""
+    """Return what to do about a module of a class without a rule, where it is a known kind of
+    wrapper."""
     if any(base.__module__.startswith("peft.") for base in type(module).__mro__):
-        return "; merge adapters into the weights (peft: model.merge_and_unload()) and certify the plain model"
+        return (
+            "; merge adapters into the weights (peft: model.merge_and_unload()) and certify the"
+            " plain model"
+        )
     if isinstance(getattr(module, "module", None), nn.Module):
         return "; it wraps another module: certify what it wraps, `.module`"
     return ""
 
 
-def parts_not_reached(module: nn.Module, reached: Container[int], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of ``module`` that a rule did not hand on, so that it must have read them by itself."""
+def parts_not_reached(
+    module: nn.Module, reached: Container[int], path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of ``module`` that a rule did not hand on, so that it must have read them by
+    itself."""
     for name, child in module._modules.items():
-        # What makes a parametrised weight is called whenever the weight is read, so the value read is the one used.
+        # What makes a parametrised weight is called whenever the weight is read, so the value read
+        # is the one used.
         if (
             child is None
             or id(child) in reached
@@ -119,12 +138,14 @@ def _hooks(module: nn.Module) -> list[str]:
         f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
         for place, hooks in places
         for hook in hooks.values()
-        if getattr(hook, "observes_only", False) is not True and getattr(hook, "__module__", None) != _RECORDERS
+        if getattr(hook, "observes_only", False) is not True
+        and getattr(hook, "__module__", None) != _RECORDERS
     ]
 
 
 def _replaced(module: nn.Module) -> str | None:
-    """The first method that is not the class's own: put on the object, or put on the class by somebody else."""
+    """The first method that is not the class's own: put on the object, or put on the class by
+    somebody else."""
     kind = type(module)
     for name in vars(module):
         original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
@@ -139,28 +160,37 @@ def _replaced(module: nn.Module) -> str | None:
         f"{owner.__qualname__}.forward",
     ):
         return None
-    return f"class's forward ({forward.__module__}.{forward.__qualname__} stands in {owner.__qualname__})"
+    return (
+        f"class's forward ({forward.__module__}.{forward.__qualname__} stands in"
+        f" {owner.__qualname__})"
+    )
 
 
 def _unusual_tensors(module: nn.Module) -> str | None:
     tensors = {**module._parameters, **module._buffers}
-    for name in getattr(module, "parametrizations", {}) if class_called(module) is not type(module) else ():
+    for name in (
+        getattr(module, "parametrizations", {}) if class_called(module) is not type(module) else ()
+    ):
         tensors[name] = getattr(module, name)
         if not tensors[name].is_meta and not torch.equal(tensors[name], getattr(module, name)):
             return (
-                f"its {name} changes each time it is read (a parametrisation in train mode, as the power iteration of "
-                "spectral_norm); call eval() and certify again"
+                f"its {name} changes each time it is read (a parametrisation in train mode, as the"
+                " power iteration of spectral_norm); call eval() and certify again"
             )
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if type(tensor) not in _ORDINARY:
             return (
-                f"its {name} is a {type(tensor).__module__}.{type(tensor).__qualname__} (quantised, sharded or not yet "
-                "initialised), whose products are its own; certify the plain model it came from"
+                f"its {name} is a {type(tensor).__module__}.{type(tensor).__qualname__} (quantised,"
+                " sharded or not yet initialised), whose products are its own; certify the plain"
+                " model it came from"
             )
         if tensor.is_meta:
-            return f"its {name} is on the meta device and holds no values; load the weights and certify again"
+            return (
+                f"its {name} is on the meta device and holds no values; load the weights and"
+                " certify again"
+            )
         if tensor.is_complex():
             return f"its {name} is complex, and no bound is proved for complex maps"
         if tensor.is_quantized:

@@ -1,4 +1,5 @@
-"""Lower bounds of a Lipschitz constant by attack: find an input and a direction that stretch the most."""
+"""Lower bounds of a Lipschitz constant by attack: find an input and a direction that stretch the
+most."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ Bounder = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class LowerBound:
-    """``value``: the Lipschitz constant is at least this. `found_by` says how far that can be trusted."""
+    """``value``: the Lipschitz constant is at least this. `found_by` says how far that can be
+    trusted."""
 
     value: float
-    """`jacobian` where a ``dtype`` was asked for, `slope` where the module was attacked in its own."""
+    """`jacobian` where a ``dtype`` was asked for, `slope` where the module was attacked in its
+    own."""
     norm: Norm
     input: Tensor = field(repr=False)
     """The input found, ``shape``."""
@@ -39,13 +42,15 @@ class LowerBound:
     module: Any = field(default=None, repr=False)
     """The attacked copy, where weights were ascended as well."""
     found_by: Literal["jacobian", "difference"] = "jacobian"
-    """``"jacobian"``: ``|J(input) direction|`` by automatic differentiation, no lower bound where a backward is wrong
-    (custom autograd functions, straight-through estimators); ``"difference"``: measured between two inputs."""
+    """``"jacobian"``: ``|J(input) direction|`` by automatic differentiation, no lower bound where a
+    backward is wrong (custom autograd functions, straight-through estimators); ``"difference"``:
+    measured between two inputs."""
     jacobian: float = 0.0
     """Largest ``|J(x) v| / |v|`` of the ascent."""
     slope: float = 0.0
-    """Largest ``|f(x) - f(y)| / |x - y|`` measured, a lower bound whatever the gradients say: 8 eps of
-    ``|f(x)| + |f(y)|`` are taken off, more than a forward pass rounds unless it cancels large numbers."""
+    """Largest ``|f(x) - f(y)| / |x - y|`` measured, a lower bound whatever the gradients say: 8 eps
+    of ``|f(x)| + |f(y)|`` are taken off, more than a forward pass rounds unless it cancels large
+    numbers."""
     pair: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """The x and y of `slope`, in `dtype`."""
     dtype: torch.dtype = torch.float64
@@ -58,8 +63,16 @@ class LowerBound:
             ConfigError: the certificate is in another norm.
         """
         if certificate.norm != self.norm:
-            raise ConfigError(f"the attack is in norm {self.norm!r}, the certificate in norm {certificate.norm!r}")
-        return self.value / certificate.total if certificate.total > 0 else math.inf if self.value > 0 else 0.0
+            raise ConfigError(
+                f"the attack is in norm {self.norm!r}, the certificate in norm {certificate.norm!r}"
+            )
+        return (
+            self.value / certificate.total
+            if certificate.total > 0
+            else math.inf
+            if self.value > 0
+            else 0.0
+        )
 
 
 def lipschitz_lower_bound(
@@ -81,41 +94,51 @@ def lipschitz_lower_bound(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> LowerBound:
-    """Return a lower bound of ``sup |f(X) - f(Y)| / |X - Y|``: the Jacobian norm at the worst input an ascent finds.
+    """Return a lower bound of ``sup |f(X) - f(Y)| / |X - Y|``: the Jacobian norm at the worst input
+    an ascent finds.
 
-    Status: a true lower bound up to rounding, whatever the ascent does, where automatic differentiation gives the true
-    derivative; no upper bound of anything. Under custom gradients (an autograd function with another backward, a
-    straight-through estimator) ``value`` is no bound; `LowerBound.slope`, measured at ``x`` and ``x + t v`` without
-    any gradient, is one always. The copy in float64 does not see what the module's own dtype does to it (underflow,
-    absorbed terms): ``dtype=None`` attacks the module as it runs. In each step the worst direction is found by
-    alternating between input and output (power iteration in norm 2, sign and row updates in "inf", per-token
-    normalisation in "tok") from vector-Jacobian products alone, and the input climbs the gradient of that norm by Adam;
-    the idea of Kim, Papamakarios, Mnih (2021), Appendix I, for any module and norm.
+    Status: a true lower bound up to rounding, whatever the ascent does, where automatic
+    differentiation gives the true derivative; no upper bound of anything. Under custom gradients
+    (an autograd function with another backward, a straight-through estimator) ``value`` is no
+    bound; `LowerBound.slope`, measured at ``x`` and ``x + t v`` without any gradient, is one
+    always. The copy in float64 does not see what the module's own dtype does to it (underflow,
+    absorbed terms): ``dtype=None`` attacks the module as it runs. In each step the worst direction
+    is found by alternating between input and output (power iteration in norm 2, sign and row
+    updates in "inf", per-token normalisation in "tok") from vector-Jacobian products alone, and the
+    input climbs the gradient of that norm by Adam; the idea of Kim, Papamakarios, Mnih (2021),
+    Appendix I, for any module and norm.
 
     Args:
-        module: a module or function of ``(restarts, *shape)``; the first tensor of its output counts. A Hugging Face
-            model is called with ``inputs_embeds``. Modules are copied, cast to ``dtype`` and put in eval mode.
+        module: a module or function of ``(restarts, *shape)``; the first tensor of its output
+            counts. A Hugging Face model is called with ``inputs_embeds``. Modules are copied, cast
+            to ``dtype`` and put in eval mode.
         shape: of one input, ``(tokens, width)``.
-        norm: ``"tok"``, ``2`` or ``"inf"``. In "tok" the last dimension is the token; outputs without a token dimension
-            count as one token. In "tok" and "inf" without ``exact`` the direction found may be a local maximum.
+        norm: ``"tok"``, ``2`` or ``"inf"``. In "tok" the last dimension is the token; outputs
+            without a token dimension count as one token. In "tok" and "inf" without ``exact`` the
+            direction found may be a local maximum.
         restarts: independent inputs, ascended in one batch.
         steps: Adam steps.
         inner: alternations per step (the direction is kept from step to step).
         learning_rate: of Adam, relative to the input's scale.
         scales: inputs start from normal numbers times a scale, log-spaced over the restarts.
         radius: tokens are kept within this 2-norm, where the certificate holds on a ball.
-        forward_kwargs: passed on (masks, ``is_causal``); tensors with a leading 1 are expanded to the restarts.
-        perturbed: bool ``(tokens,)``, tokens that may move; all where not given. Keep padding out of it.
-        exact: build the whole Jacobian (out x in) in each step: exact in 2 and "inf", better in "tok"; for tiny inputs.
-        ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The attack then ascends
-            ``log(value / bound)`` over the module's parameters too, and returns the module it ended with.
+        forward_kwargs: passed on (masks, ``is_causal``); tensors with a leading 1 are expanded to
+        the restarts.
+        perturbed: bool ``(tokens,)``, tokens that may move; all where not given. Keep padding out
+        of it.
+        exact: build the whole Jacobian (out x in) in each step: exact in 2 and "inf", better in
+        "tok"; for tiny inputs.
+        ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The
+            attack then ascends ``log(value / bound)`` over the module's parameters too, and returns
+            the module it ended with.
         start: ``(restarts, *shape)`` first inputs.
-        dtype: of the attacked copy; ``value`` is then its Jacobian's, or, where torch cannot differentiate a backward
-            again (`ReversibleSequential`, nn.Hardsigmoid), the largest slope measured between two inputs. None: the
-            module's own (of its first parameter; else of ``start``). Gradients in low precision may be useless, so
-            ``value`` is then the largest slope measured in that dtype: along the directions an ascent in float64 finds,
-            along random ones, from start to start, and after ``steps`` of ascent of both inputs. Steps are large:
-            ``|x - y| / |x|`` from 1 down to the cube root of the rounding unit.
+        dtype: of the attacked copy; ``value`` is then its Jacobian's, or, where torch cannot
+            differentiate a backward again (`ReversibleSequential`, nn.Hardsigmoid), the largest
+            slope measured between two inputs. None: the module's own (of its first parameter; else
+            of ``start``). Gradients in low precision may be useless, so ``value`` is then the
+            largest slope measured in that dtype: along the directions an ascent in float64 finds,
+            along random ones, from start to start, and after ``steps`` of ascent of both inputs.
+            Steps are large: ``|x - y| / |x|`` from 1 down to the cube root of the rounding unit.
         seed: the attack is deterministic.
 
     Raises:
@@ -123,8 +146,9 @@ def lipschitz_lower_bound(
         ConfigError: unknown norm, or ``ascend_weights`` for something that is not a module.
         ConvergenceError: every restart met NaN or infinity.
 
-    Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x (N D) matrix unless
-    ``exact``; ``dtype=None`` adds two forward and backward passes per step. When not to use: to certify anything.
+    Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x
+    (N D) matrix unless ``exact``; ``dtype=None`` adds two forward and backward passes per step.
+    When not to use: to certify anything.
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
     >>> _ = linear.weight.data.copy_(torch.diag(torch.tensor([1.0, 3.0])))
@@ -138,7 +162,9 @@ def lipschitz_lower_bound(
     if start is None:
         begin = _random_start(shape, restarts, scales, moving, generator)
     elif tuple(start.shape) != (restarts, *shape):
-        raise ShapeError(f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}")
+        raise ShapeError(
+            f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}"
+        )
     else:
         begin = start.detach()
     begin = begin.to(_device_of(target), moving)
@@ -173,7 +199,13 @@ def lipschitz_lower_bound(
 
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         differentiable = _completes(climb)
-    attacked = _as_it_runs(module, state.module) if dtype is None else target if state.module is None else state.module
+    attacked = (
+        _as_it_runs(module, state.module)
+        if dtype is None
+        else target
+        if state.module is None
+        else state.module
+    )
     own = _own_dtype(attacked, start) if dtype is None else dtype
     meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
     if dtype is not None and differentiable:
@@ -185,7 +217,8 @@ def lipschitz_lower_bound(
     return state.measured(steps, pairs, own, attacked)
 
 
-# What torch says where a backward has no derivative of its own: a function with a custom backward, some activations.
+# What torch says where a backward has no derivative of its own: a function with a custom backward,
+# some activations.
 _NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented")
 
 
@@ -259,7 +292,8 @@ class _Best:
             slope,
             self.norm,
             x,
-            apart / perturbation_size(apart[None], self.norm).clamp_min(torch.finfo(torch.float64).tiny),
+            apart
+            / perturbation_size(apart[None], self.norm).clamp_min(torch.finfo(torch.float64).tiny),
             pairs.slopes,
             steps,
             None if self.module is None else attacked,
@@ -274,7 +308,8 @@ class _Best:
 def _check_any_finite(scores: Tensor, what: str) -> None:
     if not bool(torch.isfinite(scores).any()):
         raise ConvergenceError(
-            f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower scales"
+            f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower"
+            " scales"
         )
 
 
@@ -297,7 +332,10 @@ def _own_dtype(module: Any, start: Tensor | None) -> torch.dtype:
 def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: bool) -> Any:
     if not isinstance(module, nn.Module):
         if keep_gradients:
-            raise ConfigError(f"ascend_weights needs a torch module whose parameters can move, received {module!r}")
+            raise ConfigError(
+                "ascend_weights needs a torch module whose parameters can move, received"
+                f" {module!r}"
+            )
         return module
     copied = copy.deepcopy(module).to(dtype).eval()
     return copied.requires_grad_(keep_gradients)
@@ -309,16 +347,24 @@ def _device_of(target: Any) -> torch.device:
 
 
 def _random_start(
-    shape: Sequence[int], restarts: int, scales: tuple[float, float], dtype: torch.dtype, generator: torch.Generator
+    shape: Sequence[int],
+    restarts: int,
+    scales: tuple[float, float],
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> Tensor:
     if len(shape) != 2 or restarts < 1:
-        raise ShapeError(f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)}, {restarts}")
+        raise ShapeError(
+            f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)},"
+            f" {restarts}"
+        )
     scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=dtype)
     return torch.randn(restarts, *shape, dtype=dtype, generator=generator) * scale[:, None, None]
 
 
 def _as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
-    """Split inputs into a log scale and a direction of entries about 1, so that one learning rate fits every scale."""
+    """Split inputs into a log scale and a direction of entries about 1, so that one learning rate
+    fits every scale."""
     size = start.flatten(1).square().mean(-1).sqrt().clamp_min(1e-12)[:, None, None]
     return size.log().requires_grad_(), (start / size).requires_grad_()
 
@@ -328,7 +374,8 @@ def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: tor
         return torch.ones(shape[0], 1, dtype=dtype)
     if tuple(perturbed.shape) != (shape[0],):
         raise ShapeError(
-            f"attack: perturbed must be ({shape[0]},), one flag per token; received {tuple(perturbed.shape)}"
+            f"attack: perturbed must be ({shape[0]},), one flag per token; received"
+            f" {tuple(perturbed.shape)}"
         )
     return perturbed.to(dtype).unsqueeze(-1)
 

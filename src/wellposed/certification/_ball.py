@@ -1,4 +1,5 @@
-"""Ball attention, the projection it is made with, and the parts that go with it (theory note B12)."""
+"""Ball attention, the projection it is made with, and the parts that go with it (theory note
+B12)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from wellposed.certification._heads import AttentionWeights, join_heads, product
 from wellposed.certification._rules import Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound
-from wellposed.nn import BallAttention, BallCrossAttention, BallProjection, MaxMin, MaxMinFeedForward, UnitEmbedding
+from wellposed.nn import (
+    BallAttention,
+    BallCrossAttention,
+    BallProjection,
+    MaxMin,
+    MaxMinFeedForward,
+    UnitEmbedding,
+)
 
 
 @register_rule(BallProjection)
@@ -34,15 +42,18 @@ def _maxmin(module: MaxMin, site: Site) -> LayerBound:
 
 @register_rule(MaxMinFeedForward)
 def _maxmin_feedforward(module: MaxMinFeedForward, site: Site) -> LayerBound:
-    return site.chain((name, getattr(module, name)) for name in ("up_proj", "activation", "down_proj"))
+    return site.chain(
+        (name, getattr(module, name)) for name in ("up_proj", "activation", "down_proj")
+    )
 
 
 @register_rule(UnitEmbedding)
 def _unit_embedding(module: UnitEmbedding, site: Site) -> LayerBound:
     del module
     return site.refuse(
-        "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with radius=1, since "
-        "every token vector has norm 1 and a word exchanged for another moves one token by 2 at most"
+        "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with"
+        " radius=1, since every token vector has norm 1 and a word exchanged for another moves one"
+        " token by 2 at most"
     )
 
 
@@ -50,7 +61,10 @@ def _unit_embedding(module: UnitEmbedding, site: Site) -> LayerBound:
 def _ball_attention(module: BallAttention, site: Site) -> LayerBound:
     weights = site.remember(module, "ball_weights", lambda: _ball_weights(module))
     return on_the_ball(
-        partial(dot_product_ball_bound, weights), weights, site.at_radius(min(1.0, site.radius)), module.embed_dim
+        partial(dot_product_ball_bound, weights),
+        weights,
+        site.at_radius(min(1.0, site.radius)),
+        module.embed_dim,
     )
 
 
@@ -58,19 +72,22 @@ def _ball_attention(module: BallAttention, site: Site) -> LayerBound:
 def _ball_cross_attention(module: BallCrossAttention, site: Site) -> LayerBound:
     del module
     return site.refuse(
-        "cross-attention has two inputs; bound them with wellposed.certification.ball_cross_attention_bounds"
+        "cross-attention has two inputs; bound them with"
+        " wellposed.certification.ball_cross_attention_bounds"
     )
 
 
 def ball_cross_attention_bounds(
     module: BallCrossAttention, *, num_queries: int, norm: Literal["tok", 2] = "tok"
 ) -> tuple[Bound, Bound]:
-    """Return the bounds of ball cross-attention with respect to the queries' sequence and to the memory (B12).
+    """Return the bounds of ball cross-attention with respect to the queries' sequence and to the
+    memory (B12).
 
-    Certified on the whole space for any mask that leaves no row empty, any length of the memory, and the weights as
-    they are. Per head and unit of ``w |W_o W_v|``, with ``a = t |W_k^T W_q|``, ``beta = t |W_k^T b_q|``: tok ``a`` and
-    ``1 + a + beta``; norm 2 ``a`` and ``sqrt(Nq) + sqrt(Nq/2) (a + beta)``. Moving both: their sum in tok, the root of
-    the sum of squares in norm 2.
+    Certified on the whole space for any mask that leaves no row empty, any length of the memory,
+    and the weights as they are. Per head and unit of ``w |W_o W_v|``, with ``a = t |W_k^T W_q|``,
+    ``beta = t |W_k^T b_q|``: tok ``a`` and ``1 + a + beta``; norm 2 ``a`` and ``sqrt(Nq) +
+    sqrt(Nq/2) (a + beta)``. Moving both: their sum in tok, the root of the sum of squares in norm
+    2.
 
     Args:
         module: its projections are measured; hooks on it are not seen.
@@ -86,15 +103,17 @@ def ball_cross_attention_bounds(
     """
     if norm not in ("tok", 2) or num_queries < 1:
         raise ConfigError(
-            f"ball_cross_attention_bounds: norm={norm!r}, num_queries={num_queries}; expected norm 'tok' or 2, and at "
-            "least one query"
+            f"ball_cross_attention_bounds: norm={norm!r}, num_queries={num_queries}; expected norm"
+            " 'tok' or 2, and at least one query"
         )
     weights = _ball_weights(module)
     root = math.sqrt(weights.head_dim)
     by_query = product_norms(weights.key, weights.query) / root
     shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root
     # All queries may attend to one token of the memory.
-    mass, key_mass = (math.sqrt(num_queries), math.sqrt(num_queries / 2)) if norm == 2 else (1.0, 1.0)
+    mass, key_mass = (
+        (math.sqrt(num_queries), math.sqrt(num_queries / 2)) if norm == 2 else (1.0, 1.0)
+    )
     by_key = min(mass, key_mass) * (by_query + shift) * (1 + 1e-12)
     return join_heads(by_query, weights, f"queries, {norm} (B12)"), join_heads(
         mass + by_key, weights, f"memory, {norm} (B12)"
@@ -102,11 +121,16 @@ def ball_cross_attention_bounds(
 
 
 def _ball_weights(module: BallAttention | BallCrossAttention) -> AttentionWeights:
-    """Weights as of dot-product attention: the queries carry ``t sqrt d``, the output ``w`` of their head."""
-    weights = AttentionWeights.of(module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads)
+    """Weights as of dot-product attention: the queries carry ``t sqrt d``, the output ``w`` of
+    their head."""
+    weights = AttentionWeights.of(
+        module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads
+    )
     dtype = module.mix_logit.dtype
     # Both scales are made in float32 at least and rounded once.
-    slack = 1 + torch.finfo(dtype).eps + 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    slack = (
+        1 + torch.finfo(dtype).eps + 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    )
     temperature, mix = (slack * scale.detach() for scale in module.head_scales(torch.float64))
     stretch = (math.sqrt(weights.head_dim) * temperature)[:, None]
     return replace(

@@ -1,4 +1,5 @@
-"""Rules for token-wise building blocks: linear maps, activations, norms, dropout, containers (theory note B9)."""
+"""Rules for token-wise building blocks: linear maps, activations, norms, dropout, containers
+(theory note B9)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from wellposed.certification._rules import Site, register_rule
 from wellposed.linalg import Norm
 from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm, unit_gelu
 
-# sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'', rounded up).
+# sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'',
+# rounded up).
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
 SELU = 1.7580993408473768
 # SiLU and quick-GELU are x sigmoid(a x); their slope is at most this for every a.
@@ -30,32 +32,47 @@ _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
 _NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
 
 
-def function_bound(activation: Callable[..., Tensor], site: Site, name: str = "activation") -> LayerBound:
-    """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest slope."""
+def function_bound(
+    activation: Callable[..., Tensor], site: Site, name: str = "activation"
+) -> LayerBound:
+    """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest
+    slope."""
     if isinstance(activation, nn.Module):
         return site.child(activation, name)
     slope = _FUNCTION_SLOPES.get(activation)
     if slope is None:
         name = getattr(activation, "__name__", repr(activation))
-        return site.refuse(f"the largest slope of the activation {name} is not known; use a torch.nn activation module")
+        return site.refuse(
+            f"the largest slope of the activation {name} is not known; use a torch.nn activation"
+            " module"
+        )
     radius = math.inf if activation in _NOT_ZERO_AT_ZERO else slope * site.radius
     return LayerBound(slope, "largest slope", "exact", out_radius=radius)
 
 
 def layer_norm_bound(
-    gain: float, eps: float, width: int, *, norm: Norm = "tok", min_std: float = 0.0, centred: bool = True
+    gain: float,
+    eps: float,
+    width: int,
+    *,
+    norm: Norm = "tok",
+    min_std: float = 0.0,
+    centred: bool = True,
 ) -> float:
-    """Return the Lipschitz bound ``gain / sqrt(min_std^2 + eps)`` of LayerNorm or RMSNorm over ``width`` features.
+    """Return the Lipschitz bound ``gain / sqrt(min_std^2 + eps)`` of LayerNorm or RMSNorm over
+    ``width`` features.
 
-    Certified, and attained at a constant input (B9): the Jacobian is ``diag(gamma)/s`` times two projections-like
-    factors of norm at most 1, ``s^2 = var + eps``. In norm "inf" the factor ``2 - 2/D + (1 + sqrt D)/2`` is added.
+    Certified, and attained at a constant input (B9): the Jacobian is ``diag(gamma)/s`` times two
+    projections-like factors of norm at most 1, ``s^2 = var + eps``. In norm "inf" the factor ``2 -
+    2/D + (1 + sqrt D)/2`` is added.
 
     Args:
         gain: ``max |gamma|``.
         eps: added to the variance; 0 gives an infinite bound unless ``min_std > 0``.
         width: number of features D.
         norm: ``"tok"``, ``2`` (the same) or ``"inf"``.
-        min_std: the standard deviation (RMS for RMSNorm) is known to be at least this on the domain.
+        min_std: the standard deviation (RMS for RMSNorm) is known to be at least this on the
+        domain.
         centred: LayerNorm; False for RMSNorm, whose inf factor is ``1 + (1 + sqrt D)/2``.
 
     >>> round(layer_norm_bound(1.0, 1e-4, 64), 6)
@@ -80,14 +97,20 @@ def gated_feedforward_bound(
     up_bias: float = 0.0,
     gate_bias: float = 0.0,
 ) -> float:
-    """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball: ``|W_d| (l |W_g| max|u| + max|g| |W_u|)``; none globally (B9).
+    """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball: ``|W_d| (l |W_g| max|u| + max|g| |W_u|)``;
+    none globally (B9).
 
-    ``g`` has largest slope ``slope`` and ``|g(t)| <= |t|`` (SiLU, GELU, ReLU). ``*_bias``: largest entry of each bias.
+    ``g`` has largest slope ``slope`` and ``|g(t)| <= |t|`` (SiLU, GELU, ReLU). ``*_bias``: largest
+    entry of each bias.
     """
-    rows_up, rows_gate = (float(w.detach().double().square().sum(-1).amax().sqrt()) for w in (up, gate))
+    rows_up, rows_gate = (
+        float(w.detach().double().square().sum(-1).amax().sqrt()) for w in (up, gate)
+    )
     largest_up = times(rows_up, site.radius) + up_bias
     largest_gate = times(rows_gate, site.radius) + gate_bias
-    inner = times(slope * site.operator_norm(gate), largest_up) + times(site.operator_norm(up), largest_gate)
+    inner = times(slope * site.operator_norm(gate), largest_up) + times(
+        site.operator_norm(up), largest_gate
+    )
     return times(site.operator_norm(down), inner) * (1 + 1e-12)
 
 
@@ -100,7 +123,8 @@ def _linear(module: nn.Linear, site: Site) -> LayerBound:
 def linear_bound(weight: Tensor, bias: Tensor | None, site: Site) -> LayerBound:
     """Bound ``x -> weight @ x + bias`` for each token."""
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
-    # On the whole space the radius is not needed, and in the inf-norm it would cost a factorisation.
+    # On the whole space the radius is not needed, and in the inf-norm it would cost a
+    # factorisation.
     spread = site.spectral_norm(weight) if math.isfinite(site.radius) else math.inf
     radius = times(spread, site.radius) + shift
     form = "largest absolute row sum" if site.norm == "inf" else "largest singular value"
@@ -111,7 +135,9 @@ def linear_bound(weight: Tensor, bias: Tensor | None, site: Site) -> LayerBound:
 @register_rule(nn.Flatten)
 def _identity(module: nn.Module, site: Site) -> LayerBound:
     if isinstance(module, nn.Flatten):
-        return site.refuse("flattening mixes tokens into one vector, for which the token norms are not defined")
+        return site.refuse(
+            "flattening mixes tokens into one vector, for which the token norms are not defined"
+        )
     return LayerBound(1.0, "identity", "exact", out_radius=site.radius)
 
 
@@ -120,11 +146,16 @@ def _dropout(module: nn.Dropout, site: Site) -> LayerBound:
     if not module.training or module.p == 0.0:
         return LayerBound(1.0, "identity in eval mode", "exact", out_radius=site.radius)
     scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
-    return LayerBound(scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, site.radius))
+    return LayerBound(
+        scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, site.radius)
+    )
 
 
 def slope_rule(
-    module_type: type[nn.Module] | str, slope: float | Callable[[nn.Module], float], *, zero_at_zero: bool = True
+    module_type: type[nn.Module] | str,
+    slope: float | Callable[[nn.Module], float],
+    *,
+    zero_at_zero: bool = True,
 ) -> None:
     """Register the rule of a scalar nonlinearity by its largest slope."""
 
@@ -133,7 +164,8 @@ def slope_rule(
         largest = slope(module) if callable(slope) else slope
         if getattr(module, "inplace", False) and not (largest <= 1 and zero_at_zero):
             return site.refuse(
-                "inplace=True also changes the tensor that a residual around it adds; build it with inplace=False"
+                "inplace=True also changes the tensor that a residual around it adds; build it with"
+                " inplace=False"
             )
         radius = times(largest, site.radius) if zero_at_zero else math.inf
         return LayerBound(largest, "largest slope", "exact", out_radius=radius)
@@ -152,7 +184,9 @@ for _type, _largest in (
     (nn.Sigmoid, 0.25), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
 ):  # fmt: skip
     slope_rule(_type, _largest, zero_at_zero=False)
-slope_rule(nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU)
+slope_rule(
+    nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU
+)
 slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
 slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
 slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).detach().abs().max())))
@@ -160,12 +194,14 @@ slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).det
 
 @register_rule(nn.Softplus)
 def _softplus(module: nn.Softplus, site: Site) -> LayerBound:
-    """torch returns x itself where ``beta x > threshold``: a jump by ``log(1 + e^-threshold) / beta``."""
+    """torch returns x itself where ``beta x > threshold``: a jump by ``log(1 + e^-threshold) /
+    beta``."""
     threshold = float(module.threshold)
     if threshold <= 0 or math.log1p(math.exp(-threshold)) > threshold * torch.finfo(site.dtype).eps:
         return site.refuse(
-            f"it jumps where beta x passes threshold={threshold:g}, by more than {site.dtype} rounds away, so it has "
-            "no Lipschitz constant; build it with threshold=40, where the jump is below the rounding of every dtype"
+            f"it jumps where beta x passes threshold={threshold:g}, by more than {site.dtype}"
+            " rounds away, so it has no Lipschitz constant; build it with threshold=40, where the"
+            " jump is below the rounding of every dtype"
         )
     return LayerBound(1.0, "largest slope")
 
@@ -179,8 +215,13 @@ def _layer_norm(module: nn.LayerNorm, site: Site) -> LayerBound:
 
 @register_rule(nn.RMSNorm)
 def _rms_norm(module: nn.RMSNorm, site: Site) -> LayerBound:
-    # torch takes the rounding unit of the input's dtype where eps is not given, of float32 for half precision.
-    eps = module.eps if module.eps is not None else torch.finfo(torch.promote_types(site.dtype, torch.float32)).eps
+    # torch takes the rounding unit of the input's dtype where eps is not given, of float32 for half
+    # precision.
+    eps = (
+        module.eps
+        if module.eps is not None
+        else torch.finfo(torch.promote_types(site.dtype, torch.float32)).eps
+    )
     return _norm_rule(module, site, eps=float(eps), bias=None, centred=False)
 
 
@@ -189,20 +230,28 @@ def _norm_rule(
 ) -> LayerBound:
     if len(module.normalized_shape) != 1:
         return site.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
-    return norm_bound(module.weight, bias, site, eps=eps, width=module.normalized_shape[0], centred=centred)
+    return norm_bound(
+        module.weight, bias, site, eps=eps, width=module.normalized_shape[0], centred=centred
+    )
 
 
 def norm_bound(
     weight: Tensor | None, bias: Tensor | None, site: Site, *, eps: float, width: int, centred: bool
 ) -> LayerBound:
-    """Bound LayerNorm (``centred``) or RMSNorm of each token; out of the whole space comes a ball."""
+    """Bound LayerNorm (``centred``) or RMSNorm of each token; out of the whole space comes a
+    ball."""
     if eps < 0:
-        return site.refuse(f"eps={eps:g} is negative, so the norm has a pole; build it with eps > 0")
+        return site.refuse(
+            f"eps={eps:g} is negative, so the norm has a pole; build it with eps > 0"
+        )
     gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     bound = layer_norm_bound(gain, eps, width, norm=site.norm, centred=centred)
     # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
-    radius = min(gain * math.sqrt(width), times(gain / math.sqrt(eps) if eps else math.inf, site.radius)) + shift
+    radius = (
+        min(gain * math.sqrt(width), times(gain / math.sqrt(eps) if eps else math.inf, site.radius))
+        + shift
+    )
     return LayerBound(bound, NORM_FORM, out_radius=radius * (1 + 1e-6))
 
 

@@ -1,4 +1,5 @@
-"""What a certificate says: the bound, layer by layer, the norm, the domain, and how far it can be trusted."""
+"""What a certificate says: the bound, layer by layer, the norm, the domain, and how far it can be
+trusted."""
 
 from __future__ import annotations
 
@@ -19,11 +20,24 @@ _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that are plain values.
-_PLAIN = ("total", "label", "norm", "tokens", "min_tokens", "mask", "domain", "ball", "dtype", "cross_check", "reason")
+_PLAIN = (
+    "total",
+    "label",
+    "norm",
+    "tokens",
+    "min_tokens",
+    "mask",
+    "domain",
+    "ball",
+    "dtype",
+    "cross_check",
+    "reason",
+)
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
-    """Return the least trustworthy of several labels; a composition of more than one map is never exact."""
+    """Return the least trustworthy of several labels; a composition of more than one map is never
+    exact."""
     worst: Label = "exact"
     for label in _ORDER:
         worst = label if label in labels else worst
@@ -32,7 +46,8 @@ def worst_label(labels: Sequence[Label]) -> Label:
 
 @dataclass(frozen=True)
 class CertifiedLayer:
-    """One module of a certificate: ``|f(x) - f(y)| <= lipschitz |x - y|`` for input tokens within ``radius``."""
+    """One module of a certificate: ``|f(x) - f(y)| <= lipschitz |x - y|`` for input tokens within
+    ``radius``."""
 
     path: str
     """Dotted module path; empty for the module itself."""
@@ -46,7 +61,8 @@ class CertifiedLayer:
     reason: str
     """Why there is no bound, or what the bound assumes."""
     radius: float
-    """Largest 2-norm of a token entering this module in the domain; infinite where the bound is global."""
+    """Largest 2-norm of a token entering this module in the domain; infinite where the bound is
+    global."""
 
 
 def leaves(layers: Sequence[CertifiedLayer]) -> Iterator[CertifiedLayer]:
@@ -54,7 +70,8 @@ def leaves(layers: Sequence[CertifiedLayer]) -> Iterator[CertifiedLayer]:
     return (
         layer
         for layer in layers
-        if layer.path and not any(_inside(other.path, layer.path) for other in layers if other is not layer)
+        if layer.path
+        and not any(_inside(other.path, layer.path) for other in layers if other is not layer)
     )
 
 
@@ -62,10 +79,11 @@ def leaves(layers: Sequence[CertifiedLayer]) -> Iterator[CertifiedLayer]:
 class Certificate:
     """``|f(X) - f(Y)| <= total |X - Y|`` for all X, Y of the domain, with the layers it is made of.
 
-    Status: ``label``. ``exact``: equal to the Lipschitz constant up to ``1e-4``; ``certified``: a proved upper bound,
-    in exact arithmetic for the weights as stored, with the rounding of the bound's own computation included;
-    ``empirical``: a rule of yours said so; ``uncertified``: some module has no bound, ``total`` is infinite, and
-    `uncertified` names it. Rounding of the *forward pass* is not covered; in half precision it is not small.
+    Status: ``label``. ``exact``: equal to the Lipschitz constant up to ``1e-4``; ``certified``: a
+    proved upper bound, in exact arithmetic for the weights as stored, with the rounding of the
+    bound's own computation included; ``empirical``: a rule of yours said so; ``uncertified``: some
+    module has no bound, ``total`` is infinite, and `uncertified` names it. Rounding of the *forward
+    pass* is not covered; in half precision it is not small.
     """
 
     total: float
@@ -84,11 +102,13 @@ class Certificate:
     """The r of ``domain``: no input token may have a larger 2-norm; infinite on all inputs."""
     notes: tuple[str, ...] = ()
     head: tuple[Tensor, float] | None = field(default=None, repr=False, compare=False)
-    """Weight of the last linear map and the bound of everything before it, where known: sharpens `radius`."""
+    """Weight of the last linear map and the bound of everything before it, where known: sharpens
+    `radius`."""
     cross_check: str = "not run"
     """What came of trying the bounds out by a few forward passes."""
     reason: str = ""
-    """Where the total is of no use: which parts make it so, what it would be without them, and what to change."""
+    """Where the total is of no use: which parts make it so, what it would be without them, and what
+    to change."""
 
     @property
     def uncertified(self) -> tuple[CertifiedLayer, ...]:
@@ -101,9 +121,11 @@ class Certificate:
         )
 
     def losses(self) -> list[CertifiedLayer]:
-        """Return the innermost modules with a factor above 1, largest first: where the certificate loses."""
+        """Return the innermost modules with a factor above 1, largest first: where the certificate
+        loses."""
         return sorted(
-            (layer for layer in leaves(self.layers) if layer.lipschitz > 1), key=lambda layer: -layer.lipschitz
+            (layer for layer in leaves(self.layers) if layer.lipschitz > 1),
+            key=lambda layer: -layer.lipschitz,
         )
 
     def require(self) -> Certificate:
@@ -115,9 +137,12 @@ class Certificate:
         if math.isfinite(self.total):
             return self
         offenders = [
-            f"{layer.path or '(the module itself)'} ({layer.module}): {layer.reason}" for layer in self.uncertified
+            f"{layer.path or '(the module itself)'} ({layer.module}): {layer.reason}"
+            for layer in self.uncertified
         ]
-        raise NotLipschitzError("no Lipschitz bound is known for:\n" + listed(offenders or ["the product overflows"]))
+        raise NotLipschitzError(
+            "no Lipschitz bound is known for:\n" + listed(offenders or ["the product overflows"])
+        )
 
     def radius(
         self,
@@ -128,50 +153,70 @@ class Certificate:
         largest_token: float | Tensor | None = None,
         width: int | None = None,
     ) -> Tensor:
-        """Return r such that no input perturbation with ``|delta| < r`` (in ``norm``) changes the decision.
+        """Return r such that no input perturbation with ``|delta| < r`` (in ``norm``) changes the
+        decision.
 
-        Certified: ``min_k (f_y - f_k) / (|w_y - w_k| L_body)`` where the last linear map is known, and at least
-        ``margin / (sqrt(2) total)``, since ``|(e_y - e_k) . df| <= sqrt(2) |df|``; ``margin / (2 total)`` for
-        ``norm="inf"``. The perturbation acts on the embedded input; in ``tok`` every token may move by r at once.
-        A bound that holds on a ball says nothing outside it, so r is at most the room left: ``ball - max_i |x_i|``,
-        divided by ``sqrt(width)`` for ``norm="inf"``, where a token moves by up to ``sqrt(width) r`` in 2-norm.
+        Certified: ``min_k (f_y - f_k) / (|w_y - w_k| L_body)`` where the last linear map is known,
+        and at least ``margin / (sqrt(2) total)``, since ``|(e_y - e_k) . df| <= sqrt(2) |df|``;
+        ``margin / (2 total)`` for ``norm="inf"``. The perturbation acts on the embedded input; in
+        ``tok`` every token may move by r at once.
+        A bound that holds on a ball says nothing outside it, so r is at most the room left: ``ball
+        - max_i |x_i|``, divided by ``sqrt(width)`` for ``norm="inf"``, where a token moves by up to
+          ``sqrt(width) r`` in 2-norm.
 
         Args:
             logits: ``(..., classes)`` of the clean input, from the certified module in eval mode.
-            labels: ``(...)`` true classes; a wrong prediction has radius 0. The predicted class where not given.
-            tokens: number of real tokens, one for all inputs or ``(...)``; needed where ``min_tokens > 1``.
-            largest_token: ``max_i |x_i|``, the largest 2-norm of a real token, one for all inputs or ``(...)``; needed
-                where the certificate is on a ball. An input outside the ball has radius 0.
+            labels: ``(...)`` true classes; a wrong prediction has radius 0. The predicted class
+            where not given.
+            tokens: number of real tokens, one for all inputs or ``(...)``; needed where
+            ``min_tokens > 1``.
+            largest_token: ``max_i |x_i|``, the largest 2-norm of a real token, one for all inputs
+                or ``(...)``; needed where the certificate is on a ball. An input outside the ball
+                has radius 0.
             width: entries of an input token; needed for ``norm="inf"`` on a ball.
 
         Returns:
-            ``(...)`` float64 radii >= 0; zero throughout where there is no bound, and where logits are not finite.
+            ``(...)`` float64 radii >= 0; zero throughout where there is no bound, and where logits
+            are not finite.
 
         Raises:
-            ShapeError: fewer than two classes; an input longer or shorter than the certificate covers, or of unknown
-                length where ``min_tokens > 1``; ``labels``, ``tokens`` or ``largest_token`` not one per input.
-            ConfigError: a certificate on a ball without ``largest_token`` (>= 0), or without ``width`` (>= 1) for
-                ``norm="inf"``.
+            ShapeError: fewer than two classes; an input longer or shorter than the certificate
+                covers, or of unknown length where ``min_tokens > 1``; ``labels``, ``tokens`` or
+                ``largest_token`` not one per input.
+            ConfigError: a certificate on a ball without ``largest_token`` (>= 0), or without
+                ``width`` (>= 1) for ``norm="inf"``.
 
-        Cost: O(classes) per row, O(classes^2) once for the head. Says nothing about rounding of the forward pass.
+        Cost: O(classes) per row, O(classes^2) once for the head. Says nothing about rounding of the
+        forward pass.
         """
         if logits.ndim < 1 or logits.shape[-1] < 2:
-            raise ShapeError(f"radius: expected logits (..., classes >= 2), received {tuple(logits.shape)}")
+            raise ShapeError(
+                f"radius: expected logits (..., classes >= 2), received {tuple(logits.shape)}"
+            )
         inputs = logits.shape[:-1]
         if labels is not None and labels.shape != inputs:
-            raise ShapeError(f"radius: expected labels {tuple(inputs)}, received {tuple(labels.shape)}")
+            raise ShapeError(
+                f"radius: expected labels {tuple(inputs)}, received {tuple(labels.shape)}"
+            )
         self._check_lengths(tokens, inputs)
         room = self._room(largest_token, width, inputs).to(logits.device)
         scores = logits.detach().to(torch.float64)
         if self.label == "uncertified" or not 0 <= self.total < math.inf:
             return torch.zeros_like(room)
-        chosen = scores.argmax(-1, keepdim=True) if labels is None else labels.to(scores.device).unsqueeze(-1)
+        chosen = (
+            scores.argmax(-1, keepdim=True)
+            if labels is None
+            else labels.to(scores.device).unsqueeze(-1)
+        )
         margins = scores.gather(-1, chosen) - scores
         others = torch.ones_like(scores, dtype=torch.bool).scatter(-1, chosen, value=False)
-        slopes = torch.full_like(scores, (2.0 if self.norm == "inf" else math.sqrt(2.0)) * self.total)
+        slopes = torch.full_like(
+            scores, (2.0 if self.norm == "inf" else math.sqrt(2.0)) * self.total
+        )
         if self.head is not None:
             slopes = torch.minimum(slopes, self._head_slopes(chosen[..., 0]))
-        # A slope of zero is a constant function: a margin above zero divided by it is infinite, and rightly so.
+        # A slope of zero is a constant function: a margin above zero divided by it is infinite, and
+        # rightly so.
         radii = torch.where(others, margins / slopes, math.inf).amin(-1)
         radii = torch.where(scores.isfinite().all(-1), torch.minimum(radii, room), 0.0)
         return radii.clamp_min(0).nan_to_num(nan=0.0, posinf=math.inf)
@@ -180,8 +225,9 @@ class Certificate:
         if tokens is None:
             if self.min_tokens > 1:
                 raise ShapeError(
-                    f"radius: the certificate holds for inputs of at least {self.min_tokens} real tokens, received "
-                    "none of their lengths; give tokens=, the real tokens of each input, or certify with min_tokens=1"
+                    f"radius: the certificate holds for inputs of at least {self.min_tokens} real"
+                    " tokens, received none of their lengths; give tokens=, the real tokens of"
+                    " each input, or certify with min_tokens=1"
                 )
             return
         lengths = _per_input("tokens", tokens, inputs)
@@ -190,21 +236,29 @@ class Certificate:
         if (long := ~(lengths <= self.tokens)).any():
             worst = f"{float(lengths[long].max()):g}"
             problems.append(
-                f"the certificate holds for at most {self.tokens} tokens, received {worst} ({int(long.sum())} of "
-                f"{lengths.numel()} inputs are longer); certify again with seq_len={worst}"
+                f"the certificate holds for at most {self.tokens} tokens, received {worst}"
+                f" ({int(long.sum())} of {lengths.numel()} inputs are longer); certify again with"
+                f" seq_len={worst}"
             )
         if (short := lengths < self.min_tokens).any():
             least = float(lengths[short].min())
-            advice = f"certify again with min_tokens={least:g}" if least >= 1 else "leave inputs without a token out"
+            advice = (
+                f"certify again with min_tokens={least:g}"
+                if least >= 1
+                else "leave inputs without a token out"
+            )
             problems.append(
-                f"the certificate holds for at least {self.min_tokens} real tokens, received {least:g} "
-                f"({int(short.sum())} of {lengths.numel()} inputs are shorter); {advice}"
+                f"the certificate holds for at least {self.min_tokens} real tokens, received"
+                f" {least:g} ({int(short.sum())} of {lengths.numel()} inputs are shorter); {advice}"
             )
         if problems:
             raise ShapeError("radius: " + "\n".join(problems))
 
-    def _room(self, largest_token: float | Tensor | None, width: int | None, inputs: torch.Size) -> Tensor:
-        """How far each input may move, in the certificate's norm, with every token still inside the ball."""
+    def _room(
+        self, largest_token: float | Tensor | None, width: int | None, inputs: torch.Size
+    ) -> Tensor:
+        """How far each input may move, in the certificate's norm, with every token still inside the
+        ball."""
         if self.ball == math.inf:
             return torch.full(inputs, math.inf, dtype=torch.float64)
         problems = []
@@ -213,14 +267,18 @@ class Certificate:
         elif bool((torch.as_tensor(largest_token) < 0).any()):
             problems.append("largest_token is a 2-norm, so it must be >= 0")
         if self.norm == "inf" and (width is None or width < 1):
-            problems.append(f"give width= >= 1, the entries of a token (norm inf); received {width}")
+            problems.append(
+                f"give width= >= 1, the entries of a token (norm inf); received {width}"
+            )
         if problems or largest_token is None:
             raise ConfigError(
-                f"radius: the certificate holds for {self.domain} only, so how far an input may move depends on where "
-                "it stands:\n" + listed(problems)
+                f"radius: the certificate holds for {self.domain} only, so how far an input may"
+                " move depends on where it stands:\n" + listed(problems)
             )
         spread = math.sqrt(width) if self.norm == "inf" and width is not None else 1.0
-        return ((self.ball - _per_input("largest_token", largest_token, inputs)) / spread).clamp_min(0)
+        return (
+            (self.ball - _per_input("largest_token", largest_token, inputs)) / spread
+        ).clamp_min(0)
 
     def _head_slopes(self, chosen: Tensor) -> Tensor:
         """``|w_y - w_k| L_body`` from above: what is not zero stays so, however small."""
@@ -231,13 +289,16 @@ class Certificate:
         largest = differences.abs().amax(-1)
         # Scaled, as squares of small differences would be rounded to zero.
         scaled = differences / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
-        size = largest * (scaled.abs().sum(-1) if self.norm == "inf" else scaled.square().sum(-1).sqrt())
+        size = largest * (
+            scaled.abs().sum(-1) if self.norm == "inf" else scaled.square().sum(-1).sqrt()
+        )
         size = torch.where(largest > 0, size.clamp_min(_SMALLEST), size)
         slopes = size * body * (1 + 1e-9)
         return torch.where((size > 0) & (body > 0), slopes.clamp_min(_SMALLEST), slopes)
 
     def table(self) -> str:
-        """Return the layers as plain text: bound, label, form (or why there is none), path, the total, `reason`."""
+        """Return the layers as plain text: bound, label, form (or why there is none), path, the
+        total, `reason`."""
         rows = [("bound", "label", "radius", "module", "form or reason")]
         rows += [
             (
@@ -245,11 +306,17 @@ class Certificate:
                 layer.label,
                 _number(layer.radius),
                 f"{layer.path or '.'} ({layer.module})",
-                layer.reason if layer.label == "uncertified" else "; ".join(filter(None, (layer.form, layer.reason))),
+                (
+                    layer.reason
+                    if layer.label == "uncertified"
+                    else "; ".join(filter(None, (layer.form, layer.reason)))
+                ),
             )
             for layer in self.layers
         ]
-        rows.append((_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope()))
+        rows.append(
+            (_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope())
+        )
         table = aligned(rows, "l")
         return f"{table}\n{self.reason}" if self.reason else table
 
@@ -261,7 +328,11 @@ class Certificate:
         return _json_safe(plain)
 
     def _scope(self) -> str:
-        tokens = f"<= {self.tokens} tokens" if self.min_tokens == 1 else f"{self.min_tokens} to {self.tokens} tokens"
+        tokens = (
+            f"<= {self.tokens} tokens"
+            if self.min_tokens == 1
+            else f"{self.min_tokens} to {self.tokens} tokens"
+        )
         scope = f"{tokens}, mask {self.mask}, {self.domain}, {self.dtype}"
         return "; ".join((scope, *self.notes))
 
@@ -270,11 +341,13 @@ class Certificate:
 
 
 def _per_input(name: str, value: float | Tensor, inputs: torch.Size) -> Tensor:
-    """Return one float64 number per input; the shape is never broadcast, so that no input gets another one's."""
+    """Return one float64 number per input; the shape is never broadcast, so that no input gets
+    another one's."""
     values = torch.as_tensor(value).detach().cpu().to(torch.float64)
     if values.ndim and values.shape != inputs:
         raise ShapeError(
-            f"radius: expected {name} as one number or {tuple(inputs)}, one per input; received {tuple(values.shape)}"
+            f"radius: expected {name} as one number or {tuple(inputs)}, one per input; received"
+            f" {tuple(values.shape)}"
         )
     return values.expand(inputs)
 

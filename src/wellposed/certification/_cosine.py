@@ -1,4 +1,5 @@
-"""Scaled cosine attention with normalised values: Lipschitz everywhere, for any mask and across sequences (B6)."""
+"""Scaled cosine attention with normalised values: Lipschitz everywhere, for any mask and across
+sequences (B6)."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ def cosine_attention_bound(
     mask: MaskKind = "any",
     output_norm: Tensor | None = None,
 ) -> Bound:
-    """Return ``L >= Lip(nu softmax(tau n(x W_Q) . n(x W_K)) n(x W_V) W_O)``, where ``n(a) = a/sqrt(|a|^2 + eps)``.
+    """Return ``L >= Lip(nu softmax(tau n(x W_Q) . n(x W_K)) n(x W_V) W_O)``, where ``n(a) =
+    a/sqrt(|a|^2 + eps)``.
 
-    Certified on the whole space, for any mask that leaves no row empty (B6; after Qi et al., 2023, LipsFormer). tok:
-    ``nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|)``; norm 2: ``nu eps^-1/2 (kP |W_V| + tau |W_Q| + tau kK |W_K|)`` with
-    ``kP <= min(sqrt N, e^tau)`` under the full mask; inf: ``sqrt D`` times tok. Biases inside ``n`` are free.
+    Certified on the whole space, for any mask that leaves no row empty (B6; after Qi et al., 2023,
+    LipsFormer). tok: ``nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|)``; norm 2: ``nu eps^-1/2 (kP
+    |W_V| + tau |W_Q| + tau kK |W_K|)`` with ``kP <= min(sqrt N, e^tau)`` under the full mask; inf:
+    ``sqrt D`` times tok. Biases inside ``n`` are free.
 
     Args:
         query, key, value: ``(H, D, d)``, row convention ``x @ W_h``.
@@ -64,7 +67,11 @@ def cosine_attention_bound(
         query, key, value, eps=eps, temperature=temperature, value_scale=value_scale
     ).scaled(norm, seq_len, mask)
     best = _joined(by_query + by_key + by_value, output, norm, output_norm)
-    return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})") if norm == "inf" else best
+    return (
+        Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})")
+        if norm == "inf"
+        else best
+    )
 
 
 def cosine_cross_attention_bounds(
@@ -79,14 +86,17 @@ def cosine_cross_attention_bounds(
     num_queries: int,
     norm: Literal["tok", 2] = "tok",
 ) -> tuple[Bound, Bound]:
-    """Return the bounds of cosine cross-attention with respect to the queries' sequence and to the memory (B6).
+    """Return the bounds of cosine cross-attention with respect to the queries' sequence and to the
+    memory (B6).
 
-    Certified on the whole space for any mask that leaves no row empty. tok: ``nu eps^-1/2 tau |W_Q|`` and
-    ``nu eps^-1/2 (|W_V| + tau |W_K|)``; norm 2: the second has ``sqrt(Nq) |W_V|`` and ``sqrt(Nq/2) tau |W_K|``. Moving
+    Certified on the whole space for any mask that leaves no row empty. tok: ``nu eps^-1/2 tau
+    |W_Q|`` and ``nu eps^-1/2 (|W_V| + tau |W_K|)``; norm 2: the second has ``sqrt(Nq) |W_V|`` and
+    ``sqrt(Nq/2) tau |W_K|``. Moving
     both: their sum in tok, the root of the sum of squares in norm 2.
 
     Args:
-        query: ``(H, D, d)``; ``key`` and ``value`` ``(H, E, d)`` act on the memory; ``output`` as there.
+        query: ``(H, D, d)``; ``key`` and ``value`` ``(H, E, d)`` act on the memory; ``output`` as
+        there.
         num_queries: at most this many tokens of the queries' sequence; matters in norm 2.
 
     >>> w = torch.eye(2).reshape(1, 2, 2)
@@ -95,7 +105,8 @@ def cosine_cross_attention_bounds(
     [3.0, 4.0]
     """
     terms = _terms(query, key, value, eps=eps, temperature=temperature, value_scale=value_scale)
-    # The number of memory tokens is free, so a row may attend to one token alone: the columns' bound is sqrt(Nq).
+    # The number of memory tokens is free, so a row may attend to one token alone: the columns'
+    # bound is sqrt(Nq).
     by_query, by_key, by_value = terms.scaled(norm, num_queries, "any")
     return _joined(by_query, output, norm), _joined(by_key + by_value, output, norm)
 
@@ -117,21 +128,36 @@ class _Terms:
 
 
 def _terms(
-    query: Tensor, key: Tensor, value: Tensor, *, eps: float, temperature: Tensor | float, value_scale: Tensor | float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    eps: float,
+    temperature: Tensor | float,
+    value_scale: Tensor | float,
 ) -> _Terms:
     if not eps > 0:
-        raise ConfigError(f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}")
+        raise ConfigError(
+            f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}"
+        )
     tau = torch.as_tensor(temperature, dtype=torch.float64).detach().abs()
     scale = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs() / math.sqrt(eps)
-    return _Terms(scale * tau * norms(query), scale * tau * norms(key), scale * norms(value), float(tau.max()))
+    return _Terms(
+        scale * tau * norms(query), scale * tau * norms(key), scale * norms(value), float(tau.max())
+    )
 
 
-def _joined(per_head: Tensor, output: Tensor, norm: Norm, through_output: Tensor | None = None) -> Bound:
+def _joined(
+    per_head: Tensor, output: Tensor, norm: Norm, through_output: Tensor | None = None
+) -> Bound:
     if through_output is None:
         through_output = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
     return least(
         [
-            Bound(through_output * per_head.square().sum().sqrt(), f"|W_O| sqrt(sum L_h^2), {norm} (B6)"),
+            Bound(
+                through_output * per_head.square().sum().sqrt(),
+                f"|W_O| sqrt(sum L_h^2), {norm} (B6)",
+            ),
             Bound((per_head * norms(output)).sum(), f"sum L_h |W_O,h|, {norm} (B6)"),
         ]
     )
@@ -142,7 +168,8 @@ def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBoun
     if module.training and module.dropout > 0:
         return site.refuse(TRAINING_DROPOUT)
     weights = weights_of(module, site)
-    # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the last place.
+    # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the
+    # last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
     nu = module.nu.detach().double()
     bound = partial(
@@ -161,12 +188,15 @@ def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBoun
     # Each head's output is an average of vectors shorter than nu, whatever comes in.
     spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
     out_radius = float(spread + weights.output_bias.norm())
-    return in_norm(bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius)
+    return in_norm(
+        bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius
+    )
 
 
 @register_rule(CosineCrossAttention)
 def _cosine_cross_attention(module: CosineCrossAttention, site: Site) -> LayerBound:
     del module
     return site.refuse(
-        "cross-attention has two inputs; bound them with wellposed.certification.cosine_cross_attention_bounds"
+        "cross-attention has two inputs; bound them with"
+        " wellposed.certification.cosine_cross_attention_bounds"
     )

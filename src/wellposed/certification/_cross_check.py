@@ -1,7 +1,8 @@
-"""A certificate tries itself out: a few forward passes in the module's own dtype, along random and ascended directions.
+"""A certificate tries itself out: a few forward passes in the module's own dtype, along random and
+ascended directions.
 
-That proves nothing. It finds a rule that does not describe the class it is registered for, and a forward pass whose
-rounding has nothing to do with the real map any more.
+That proves nothing. It finds a rule that does not describe the class it is registered for, and a
+forward pass whose rounding has nothing to do with the real map any more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from wellposed.watch import quiet_run
 # Sizes of the inputs, as shares of the ball; each is one example of the batch.
 _SCALES = (1.0, 0.1)
 TRIED_TOKENS = 4
-# Allowance for the rounding of a forward pass, in units of the last place of what goes in and what comes out.
+# Allowance for the rounding of a forward pass, in units of the last place of what goes in and what
+# comes out.
 _ULPS = 64
 # Where no part says how wide its input is, any width will do.
 _ANY_WIDTH = 8
@@ -35,7 +37,8 @@ _ANY_WIDTH = 8
 
 @dataclass(frozen=True)
 class Claim:
-    """What is tried out: bounds of a module and of its parts in one norm, for tokens of 2-norm at most ``radius``."""
+    """What is tried out: bounds of a module and of its parts in one norm, for tokens of 2-norm at
+    most ``radius``."""
 
     module: nn.Module
     total: float
@@ -62,7 +65,9 @@ class _Pair:
     def rounding(self, bound: float, norm: Norm, dtype: torch.dtype) -> Tensor:
         """What rounding in ``dtype`` may add to the slope of a map with this bound."""
         (x, aside), (first, other) = self.inputs, self.outputs
-        total = _size(first, norm) + _size(other, norm) + bound * (_size(x, norm) + _size(aside, norm))
+        total = (
+            _size(first, norm) + _size(other, norm) + bound * (_size(x, norm) + _size(aside, norm))
+        )
         return self._ratio(_ULPS * torch.finfo(dtype).eps * total, norm)
 
     def _ratio(self, change: Tensor, norm: Norm) -> Tensor:
@@ -84,8 +89,12 @@ def try_out(claim: Claim) -> str:
         try:
             by_part = _run(claim, candidate)
         except (NotLipschitzError, NotContractiveError) as error:
-            raise NotLipschitzError(f"certify: bounded by {claim.total:.4g}, but it does not run: {error}") from error
-        except Exception as error:  # whatever a module of somebody else's raises at an input it is not made for
+            raise NotLipschitzError(
+                f"certify: bounded by {claim.total:.4g}, but it does not run: {error}"
+            ) from error
+        except (
+            Exception
+        ) as error:  # whatever a module of somebody else's raises at an input it is not made for
             reason = f"{type(error).__name__} at an input (batch, tokens, {candidate})"
             continue
         return _judge(claim, by_part)
@@ -93,7 +102,8 @@ def try_out(claim: Claim) -> str:
 
 
 def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
-    """Return the pairs that each part saw, by its id; those of the module itself are found without any hook on it."""
+    """Return the pairs that each part saw, by its id; those of the module itself are found without
+    any hook on it."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
     call = _as_function(claim.module, claim.is_causal, device)
     x, aside, cotangent = _random_inputs(claim, width, device)
@@ -103,41 +113,62 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
         far = [aside] if ascended is None else [aside, x + _placed(ascended, claim, width)]
         first, *others = _outputs(call, [x, *far], claim.module)
         seen = _seen_by_parts(claim, call, (x, far[-1]))
-    seen[id(claim.module)] = [_Pair((x, y), (first, other)) for y, other in zip(far, others, strict=True)]
+    seen[id(claim.module)] = [
+        _Pair((x, y), (first, other)) for y, other in zip(far, others, strict=True)
+    ]
     return seen
 
 
 def _random_inputs(claim: Claim, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, an input aside of it, and noise of the same shape."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(3, len(_SCALES), claim.tokens, width, generator=generator, dtype=torch.float64).to(device)
+    noise = torch.randn(
+        3, len(_SCALES), claim.tokens, width, generator=generator, dtype=torch.float64
+    ).to(device)
     x = _placed(noise[0], claim, width)
     return x, x + _placed(noise[1], claim, width), noise[2]
 
 
 def _placed(direction: Tensor, claim: Claim, width: int) -> Tensor:
-    """Scale each example to its share of half of the ball: the other half is for what is added to it."""
+    """Scale each example to its share of half of the ball: the other half is for what is added to
+    it."""
     radius = min(width**0.5, math.inf if claim.radius is None else claim.radius)
-    reach = (0.5 - 1e-3) * radius * torch.tensor(_SCALES, dtype=torch.float64, device=direction.device)
+    reach = (
+        (0.5 - 1e-3) * radius * torch.tensor(_SCALES, dtype=torch.float64, device=direction.device)
+    )
     longest = perturbation_size(direction, "tok")
     scale = torch.where(longest > 0, reach / longest, 0.0)
     return (direction * scale[:, None, None]).to(claim.dtype)
 
 
-def _ascended(call: Callable[[Tensor], Tensor], x: Tensor, cotangent: Tensor, norm: Norm) -> Tensor | None:
-    """The direction that moves a random functional of the output most; None where the output does not depend on x."""
+def _ascended(
+    call: Callable[[Tensor], Tensor], x: Tensor, cotangent: Tensor, norm: Norm
+) -> Tensor | None:
+    """The direction that moves a random functional of the output most; None where the output does
+    not depend on x."""
     start = x.detach().requires_grad_()
     with torch.enable_grad():
         y = call(start)
     if not y.requires_grad:
         return None
-    noise = cotangent.flatten()[: y.numel()] if y.numel() <= cotangent.numel() else y.detach().double().flatten()
+    noise = (
+        cotangent.flatten()[: y.numel()]
+        if y.numel() <= cotangent.numel()
+        else y.detach().double().flatten()
+    )
     (pulled,) = torch.autograd.grad(y, start, noise.view_as(y).to(y.dtype), allow_unused=True)
-    return None if pulled is None or not bool(pulled.isfinite().all()) else steepest_direction(pulled.double(), norm)
+    return (
+        None
+        if pulled is None or not bool(pulled.isfinite().all())
+        else steepest_direction(pulled.double(), norm)
+    )
 
 
-def _outputs(call: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
-    """One pass for all inputs; one for each where random numbers are drawn, which would differ within a batch."""
+def _outputs(
+    call: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], module: nn.Module
+) -> Sequence[Tensor]:
+    """One pass for all inputs; one for each where random numbers are drawn, which would differ
+    within a batch."""
     if any(part.training for part in module.modules()):
         return [call(x) for x in inputs]
     return call(torch.cat(list(inputs))).chunk(len(inputs))
@@ -168,10 +199,13 @@ def _seen_by_parts(
 
 
 def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
-    """Match what a part saw of the first input with what it saw of the second: in one batch, or in two calls."""
+    """Match what a part saw of the first input with what it saw of the second: in one batch, or in
+    two calls."""
     if all(len(x) == len(y) == 2 * batch for x, y in noted):
         halves = [(x.chunk(2), y.chunk(2)) for x, y in noted]
-        return [_Pair((x[0], x[1]), (y[0], y[1])) for x, y in halves if x[0].ndim > 1 and y[0].ndim > 1]
+        return [
+            _Pair((x[0], x[1]), (y[0], y[1])) for x, y in halves if x[0].ndim > 1 and y[0].ndim > 1
+        ]
     if len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
         return []  # a part that is called once for several examples, or with something else
     half = len(noted) // 2
@@ -194,7 +228,10 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
         for path, part, bound in bounds.values()
         for pair in by_part.get(id(part), ())
     ]
-    return f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound {max(shares):.3f}"
+    return (
+        f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
+        f" {max(shares):.3f}"
+    )
 
 
 def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
@@ -203,20 +240,26 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
     if not bool(slope.isfinite().all()):
         size = float(pair.inputs[0].norm(dim=-1).max())
         raise NotLipschitzError(
-            f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g}, so a bound for "
-            "exact arithmetic says nothing of it; scale the weights down or use a wider dtype"
+            f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g},"
+            " so a bound for exact arithmetic says nothing of it; scale the weights down or use a"
+            " wider dtype"
         )
     excess = slope - bound * (1 + 1e-6)
-    if bool((excess > 0).any()) and bool((excess > pair.rounding(bound, claim.norm, claim.dtype)).any()):
+    if bool((excess > 0).any()) and bool(
+        (excess > pair.rounding(bound, claim.norm, claim.dtype)).any()
+    ):
         raise UnsoundBoundError(
-            f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above its bound "
-            f"{bound:.6g}: its rule is wrong for this module. If the rule is yours (register_rule), correct it; if "
-            "it is ours, please report it with the module's options"
+            f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above"
+            f" its bound {bound:.6g}: its rule is wrong for this module. If the rule is yours"
+            " (register_rule), correct it; if it is ours, please report it with the module's"
+            " options"
         )
     return float(slope.max()) / bound if bound > 0 else 0.0
 
 
-def _as_function(module: nn.Module, is_causal: bool, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _as_function(
+    module: nn.Module, is_causal: bool, device: torch.device
+) -> Callable[[Tensor], Tensor]:
     """The module with the same random numbers at each call, since a bound is of one fixed map."""
     causal = is_causal and "is_causal" in inspect.signature(module.forward).parameters
     call = Call(module, {"is_causal": True} if causal else {})
@@ -248,15 +291,23 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Leave the module as it was, and run it in the mode it is in and in its own dtype.
 
-    Autocast, float32 products in less than float32, and inference mode belong to the caller, not to the module.
+    Autocast, float32 products in less than float32, and inference mode belong to the caller, not to
+    the module.
     """
-    device = next((weight.device.type for weight in module.parameters() if not weight.is_meta), "cpu")
-    with quiet_run(module, evaluate=False), torch.autocast(device, enabled=False), full_precision(device):
+    device = next(
+        (weight.device.type for weight in module.parameters() if not weight.is_meta), "cpu"
+    )
+    with (
+        quiet_run(module, evaluate=False),
+        torch.autocast(device, enabled=False),
+        full_precision(device),
+    ):
         yield
 
 
 def _width(module: nn.Module) -> int | None:
-    """How wide the tokens are that a module reads, where it or its first part with a width says so."""
+    """How wide the tokens are that a module reads, where it or its first part with a width says
+    so."""
     grid = patch_grid(module)
     if grid is not None:
         return grid.size

@@ -28,7 +28,8 @@ from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention, InverseDAttention
 
 _NO_GLOBAL_CONSTANT = (
-    "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as L2SelfAttention has"
+    "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as"
+    " L2SelfAttention has"
 )
 
 
@@ -43,10 +44,12 @@ def dot_product_ball_bound(
 ) -> Bound:
     """Return the bound of dot-product self-attention on ``|x_i| <= radius`` in norm tok or 2 (B5).
 
-    Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a R^2 + beta R)``;
-    norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``. Any mask with non-empty rows; key and value biases drop out.
-    Never above the constant of Castin, Ablin, Peyre (2024). With ``rotary``, queries and keys are rotated by their
-    positions: ``a R^2`` is ``|W_Q| (|W_K| R + |b_k|) R/sqrt d``, ``a R^2 + beta R`` so with q and k exchanged.
+    Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a
+    R^2 + beta R)``; norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``. Any mask with non-empty
+    rows; key and value biases drop out. Never above the constant of Castin, Ablin, Peyre (2024).
+    With ``rotary``, queries and keys are rotated by their
+    positions: ``a R^2`` is ``|W_Q| (|W_K| R + |b_k|) R/sqrt d``, ``a R^2 + beta R`` so with q and k
+    exchanged.
     """
     root = math.sqrt(weights.head_dim)
     sizes = _sizes(weights, radius, rotary=rotary)
@@ -57,7 +60,11 @@ def dot_product_ball_bound(
         )
         spreads = sizes[0] * sizes[1] / root * (1 + 1e-12)
     else:
-        shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root * (1 + 1e-12)
+        shift = (
+            torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1)
+            / root
+            * (1 + 1e-12)
+        )
         query = product_norms(weights.key, weights.query) / root * radius**2
         spreads = key = query + shift * radius
     if norm == "tok":
@@ -69,7 +76,8 @@ def dot_product_ball_bound(
 
 
 def _sizes(weights: AttentionWeights, radius: float, *, rotary: bool) -> tuple[Tensor, Tensor]:
-    """Largest 2-norm of a query and of a key, for each head; the bias of keys drops out where they are not rotated."""
+    """Largest 2-norm of a query and of a key, for each head; the bias of keys drops out where they
+    are not rotated."""
     key_bias = weights.key_bias.norm(dim=-1) if rotary else 0.0
     return (
         norms(weights.query) * radius + weights.query_bias.norm(dim=-1),
@@ -78,7 +86,11 @@ def _sizes(weights: AttentionWeights, radius: float, *, rotary: bool) -> tuple[T
 
 
 def _all_heads(
-    weights: AttentionWeights, radius: float, sizes: tuple[Tensor, Tensor], masses: Tensor, key_masses: Tensor
+    weights: AttentionWeights,
+    radius: float,
+    sizes: tuple[Tensor, Tensor],
+    masses: Tensor,
+    key_masses: Tensor,
 ) -> Bound:
     """The multi-head form of B5 in norm 2: every head sees the whole perturbation once."""
     value = weights.value_norms
@@ -106,7 +118,10 @@ class HeadNorm:
     @classmethod
     def of(cls, module: nn.LayerNorm) -> HeadNorm:
         """Read a LayerNorm over the head dimension."""
-        return cls(1.0 if module.weight is None else float(module.weight.detach().abs().max()), float(module.eps))
+        return cls(
+            1.0 if module.weight is None else float(module.weight.detach().abs().max()),
+            float(module.eps),
+        )
 
 
 def qk_norm_ball_bound(
@@ -119,9 +134,11 @@ def qk_norm_ball_bound(
     norm: Literal["tok", 2] = "tok",
     mask: MaskKind = "any",
 ) -> Bound:
-    """Bound with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k l_q + s_q l_k))``.
+    """Bound with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k
+    l_q + s_q l_k))``.
 
-    As B6: ``s = sqrt(d) max|gamma|`` bounds the normalised vector and ``l = |W| max|gamma| / sqrt eps`` its slope.
+    As B6: ``s = sqrt(d) max|gamma|`` bounds the normalised vector and ``l = |W| max|gamma| / sqrt
+    eps`` its slope.
     """
     root = math.sqrt(weights.head_dim)
     size_q, size_k = query_norm.gain * root, key_norm.gain * root
@@ -153,12 +170,18 @@ def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
 def _inverse_d(module: InverseDAttention, site: Site) -> LayerBound:
     """Weights as of dot-product attention: the queries carry ``1/sqrt d``, the output a third."""
     weights = weights_of(module, site)
-    scaled = replace(weights, query=weights.query / math.sqrt(module.head_dim), output=weights.output / 3)
+    scaled = replace(
+        weights, query=weights.query / math.sqrt(module.head_dim), output=weights.output / 3
+    )
     held = site.remember(module, "inverse_d", lambda: scaled)
-    return on_the_ball(partial(dot_product_ball_bound, held, rotary=True), held, site, module.embed_dim)
+    return on_the_ball(
+        partial(dot_product_ball_bound, held, rotary=True), held, site, module.embed_dim
+    )
 
 
-def on_the_ball(bound: Callable[..., Bound], weights: AttentionWeights, site: Site, width: int) -> LayerBound:
+def on_the_ball(
+    bound: Callable[..., Bound], weights: AttentionWeights, site: Site, width: int
+) -> LayerBound:
     """Ask a bound of B5 in the site's norm; ``width`` is that of a token."""
     if math.isinf(site.radius):
         return site.refuse_without_ball(_NO_GLOBAL_CONSTANT)
@@ -167,6 +190,8 @@ def on_the_ball(bound: Callable[..., Bound], weights: AttentionWeights, site: Si
 
     def found() -> LayerBound:
         out_radius = averaged_values_radius(weights, site.radius)
-        return in_norm(bound(norm="tok"), partial(bound, norm=2), site, width, out_radius=out_radius)
+        return in_norm(
+            bound(norm="tok"), partial(bound, norm=2), site, width, out_radius=out_radius
+        )
 
     return site.remember(weights, f"ball, norm {site.norm}, {asked}", found)

@@ -1,4 +1,5 @@
-"""Why a total is of no use: which kind of part makes it so, what it would be without them, and what to change."""
+"""Why a total is of no use: which kind of part makes it so, what it would be without them, and what
+to change."""
 
 from __future__ import annotations
 
@@ -9,22 +10,35 @@ from wellposed.certification._blocks import NORM_FORM
 from wellposed.certification._certificate import CertifiedLayer, leaves
 
 USELESS = 1e3
-"""From this total on a margin of 1 is certified against moves of a thousandth of a token's norm at most."""
+"""From this total on a margin of 1 is certified against moves of a thousandth of a token's norm at
+most."""
 _KINDS = 3
 _ADVICE = {
-    NORM_FORM: "a norm divides by sqrt(eps) where a token is constant: raise eps, or train without norms, see the "
-    "variant lipschitz",
-    "(B5": "dot-product attention grows with the square of its ball: see L2SelfAttention, BallAttention and the "
-    "variant lipschitz",
-    "gated": "a gated feed-forward grows with its ball: MaxMinFeedForward has slope |W_1||W_2| everywhere",
-    "singular value": "hold the weights at norm 1: wellposed.constrain_(model, optimizer, to='spectral')",
+    NORM_FORM: (
+        "a norm divides by sqrt(eps) where a token is constant: raise eps, or train without norms,"
+        " see the variant lipschitz"
+    ),
+    "(B5": (
+        "dot-product attention grows with the square of its ball: see L2SelfAttention,"
+        " BallAttention and the variant lipschitz"
+    ),
+    "gated": (
+        "a gated feed-forward grows with its ball: MaxMinFeedForward has slope |W_1||W_2|"
+        " everywhere"
+    ),
+    "singular value": (
+        "hold the weights at norm 1: wellposed.constrain_(model, optimizer, to='spectral')"
+    ),
 }
 
 
-def explain(total: float, rows: Sequence[CertifiedLayer], without: Callable[[frozenset[str]], float]) -> str:
+def explain(
+    total: float, rows: Sequence[CertifiedLayer], without: Callable[[frozenset[str]], float]
+) -> str:
     """Return one line on a total above `USELESS`, else nothing.
 
-    ``without(classes)`` is the total of the same certificate in which every part of these classes counts as 1 at most.
+    ``without(classes)`` is the total of the same certificate in which every part of these classes
+    counts as 1 at most.
     """
     if not USELESS < total < math.inf:
         return ""
@@ -51,10 +65,16 @@ def explain(total: float, rows: Sequence[CertifiedLayer], without: Callable[[fro
 def _contribution(kind: str, rows: Sequence[CertifiedLayer], left: float, *, first: bool) -> str:
     low, high = min(row.lipschitz for row in rows), max(row.lipschitz for row in rows)
     each = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
-    count = f"{len(rows)} {kind} contribute {each} each" if len(rows) > 1 else f"{kind} contributes {each}"
+    count = (
+        f"{len(rows)} {kind} contribute {each} each"
+        if len(rows) > 1
+        else f"{kind} contributes {each}"
+    )
     return f"{count} (without {'them' if first else 'these too'} {left:.3g})"
 
 
 def _advice(rows: Sequence[CertifiedLayer]) -> str:
     form = max(rows, key=lambda row: row.lipschitz).form
-    return next((text for mark, text in _ADVICE.items() if mark in form), "smaller weights make it smaller")
+    return next(
+        (text for mark, text in _ADVICE.items() if mark in form), "smaller weights make it smaller"
+    )

@@ -1,4 +1,5 @@
-"""Weights of a multi-head attention layer per head, in row convention (``query = x W_h + b_h``), and shared pieces."""
+"""Weights of a multi-head attention layer per head, in row convention (``query = x W_h + b_h``),
+and shared pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, lea
 from wellposed.nn.attention.heads import HeadProjections
 
 TRAINING_DROPOUT = (
-    "dropout on attention weights is on (training mode), for which no bound is proved; call module.eval()"
+    "dropout on attention weights is on (training mode), for which no bound is proved; call"
+    " module.eval()"
 )
 
 
@@ -45,16 +47,26 @@ def slices(weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Sl
 
 
 def split_columns(projection: Affine, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Return ``W_h`` as (H, D, d) and the biases (H, d) of a projection whose outputs are cut into heads, float64."""
+    """Return ``W_h`` as (H, D, d) and the biases (H, d) of a projection whose outputs are cut into
+    heads, float64."""
     weight = projection.weight.detach().double()
-    bias = weight.new_zeros(weight.shape[0]) if projection.bias is None else projection.bias.detach().double()
+    bias = (
+        weight.new_zeros(weight.shape[0])
+        if projection.bias is None
+        else projection.bias.detach().double()
+    )
     return weight.unflatten(0, (num_heads, -1)).mT, bias.unflatten(0, (num_heads, -1))
 
 
 def split_rows(projection: Affine, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Return ``W_O,h`` as (H, d, E) and the bias (E,) of a projection that reads concatenated heads, float64."""
+    """Return ``W_O,h`` as (H, d, E) and the bias (E,) of a projection that reads concatenated
+    heads, float64."""
     weight = projection.weight.detach().double()
-    bias = weight.new_zeros(weight.shape[0]) if projection.bias is None else projection.bias.detach().double()
+    bias = (
+        weight.new_zeros(weight.shape[0])
+        if projection.bias is None
+        else projection.bias.detach().double()
+    )
     return weight.mT.unflatten(0, (num_heads, -1)), bias
 
 
@@ -72,9 +84,13 @@ class AttentionWeights:
     output_bias: Tensor
 
     @classmethod
-    def of(cls, query: Affine, key: Affine, value: Affine, output: Affine, heads: int) -> AttentionWeights:
+    def of(
+        cls, query: Affine, key: Affine, value: Affine, output: Affine, heads: int
+    ) -> AttentionWeights:
         """Cut four projections into heads."""
-        (q, bq), (k, bk), (v, bv) = (split_columns(projection, heads) for projection in (query, key, value))
+        (q, bq), (k, bk), (v, bv) = (
+            split_columns(projection, heads) for projection in (query, key, value)
+        )
         o, bo = split_rows(output, heads)
         return cls(q, k, v, o, bq, bk, bv, bo)
 
@@ -101,7 +117,9 @@ class AttentionWeights:
 def weights_of(module: HeadProjections, site: Site) -> AttentionWeights:
     """The weights of a module, with the norms that they have already needed in this certificate."""
     projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
-    return site.remember(module, "AttentionWeights", lambda: AttentionWeights.of(*projections, module.num_heads))
+    return site.remember(
+        module, "AttentionWeights", lambda: AttentionWeights.of(*projections, module.num_heads)
+    )
 
 
 def norms(weights: Tensor) -> Tensor:
@@ -110,13 +128,15 @@ def norms(weights: Tensor) -> Tensor:
 
 
 def product_norms(left: Tensor, right: Tensor) -> Tensor:
-    """Spectral norms of ``A B^T`` for thin A, B (H, D, d) through their triangular factors, never forming D x D."""
+    """Spectral norms of ``A B^T`` for thin A, B (H, D, d) through their triangular factors, never
+    forming D x D."""
     factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (left, right)]
     return norms(factors[0] @ factors[1].mT)
 
 
 def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
-    """Return ``kP >= |P|_2`` for softmax logits that differ by at most ``2 spread`` within a row (B5).
+    """Return ``kP >= |P|_2`` for softmax logits that differ by at most ``2 spread`` within a row
+    (B5).
 
     ``kP^2 = min(N, sum_i 1/(1 + (n_i - 1) e^(-2 spread)))``, ``n_i`` the keys that query i sees.
     """
@@ -131,7 +151,8 @@ def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
 
 
 def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
-    """Bound ``concat_h(head_h) W_O`` where head h is ``per_head[h]``-Lipschitz *per unit of* ``|W_V,h|`` (L6).
+    """Bound ``concat_h(head_h) W_O`` where head h is ``per_head[h]``-Lipschitz *per unit of*
+    ``|W_V,h|`` (L6).
 
     The least of ``|W_O| sqrt(sum |V_h|^2 L_h^2)`` and ``sum |V_h W_O,h| L_h``, for norms tok and 2.
     """
@@ -145,23 +166,29 @@ def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
 
 
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
-    """2-norm that no output token exceeds when each head averages ``x_j V_h + b_h`` over tokens with ``|x_j| <= R``."""
+    """2-norm that no output token exceeds when each head averages ``x_j V_h + b_h`` over tokens
+    with ``|x_j| <= R``."""
     constant = torch.einsum("hd,hde->e", weights.value_bias, weights.output) + weights.output_bias
     joined = weights.output_norm * weights.value_norms.square().sum().sqrt()
     spread = min(float(weights.path_norms.sum()), float(joined))
     return times(spread, radius) + float(constant.norm())
 
 
-def in_norm(tok: Bound, frobenius: Callable[[], Bound], site: Site, width: int, *, out_radius: float) -> LayerBound:
+def in_norm(
+    tok: Bound, frobenius: Callable[[], Bound], site: Site, width: int, *, out_radius: float
+) -> LayerBound:
     """Turn bounds in tok and norm 2 into one in the site's norm.
 
-    ``|.|_tok <= |.|_2 <= sqrt(N) |.|_tok`` and ``|.|_inf <= |.|_tok <= sqrt(D) |.|_inf`` give the other two routes.
+    ``|.|_tok <= |.|_2 <= sqrt(N) |.|_tok`` and ``|.|_inf <= |.|_tok <= sqrt(D) |.|_inf`` give the
+    other two routes.
     """
     norm: Norm = site.norm
     if norm == "tok":
         choice = tok
     elif norm == 2:
-        choice = least([frobenius(), Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")])
+        choice = least(
+            [frobenius(), Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")]
+        )
     else:
         choice = Bound(tok.value * math.sqrt(width), f"sqrt(D) x ({tok.form})")
     return LayerBound(float(choice.value), choice.form, out_radius=out_radius)

@@ -1,4 +1,5 @@
-"""Rules of BERT, RoBERTa, DistilBERT, the encoder of BART: a LayerNorm on the embeddings and after every sublayer."""
+"""Rules of BERT, RoBERTa, DistilBERT, the encoder of BART: a LayerNorm on the embeddings and after
+every sublayer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from functools import partial
 from typing import Any
 
 from wellposed.certification._bounds import LayerBound
-from wellposed.certification._hf import MODELS, attention, feedforward, linear_head, picked_token, read, shifted
+from wellposed.certification._hf import (
+    MODELS,
+    attention,
+    feedforward,
+    linear_head,
+    picked_token,
+    read,
+    shifted,
+)
 from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
 
@@ -20,7 +29,11 @@ def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBou
 
     @register_rule(f"{source}.{prefix}Layer")
     def _layer(module: Any, site: Site) -> LayerBound:
-        for path, name in (("attention", "Attention"), ("intermediate", "Intermediate"), ("output", "Output")):
+        for path, name in (
+            ("attention", "Attention"),
+            ("intermediate", "Intermediate"),
+            ("output", "Output"),
+        ):
             read(module, path, prefix + name, site)
         if module.add_cross_attention:
             return site.refuse("with cross-attention it maps two sequences")
@@ -36,9 +49,17 @@ def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBou
 
         def fed(at: Site) -> LayerBound:
             activation = "intermediate.intermediate_act_fn"
-            return feedforward(module, at, "intermediate.dense", activation, "output.dense", "output.dropout")
+            return feedforward(
+                module, at, "intermediate.dense", activation, "output.dense", "output.dropout"
+            )
 
-        return normed(module, site, ("attention.output.LayerNorm", mixed), ("output.LayerNorm", fed), before=False)
+        return normed(
+            module,
+            site,
+            ("attention.output.LayerNorm", mixed),
+            ("output.LayerNorm", fed),
+            before=False,
+        )
 
     @register_rule(f"{source}.{prefix}Model")
     def _model(module: Any, site: Site) -> LayerBound:
@@ -63,7 +84,13 @@ def _head(module: Any, site: Site, body: str, between: tuple[str, ...], last: st
 
 def _bert_head(module: Any, site: Site) -> LayerBound:
     read(module, "bert.pooler", "BertPooler", site)
-    return _head(module, site, "bert", ("bert.pooler.dense", "bert.pooler.activation", "dropout"), "classifier")
+    return _head(
+        module,
+        site,
+        "bert",
+        ("bert.pooler.dense", "bert.pooler.activation", "dropout"),
+        "classifier",
+    )
 
 
 def _roberta_head(module: Any, site: Site) -> LayerBound:
@@ -84,7 +111,14 @@ def _distilbert_block(module: Any, site: Site) -> LayerBound:
 
     def mixed(at: Site) -> LayerBound:
         projections = (heads.q_lin, heads.k_lin, heads.v_lin, heads.out_lin)
-        return attention(module, "attention", at, lambda: projections, heads=heads.n_heads, dropout=heads.dropout.p)
+        return attention(
+            module,
+            "attention",
+            at,
+            lambda: projections,
+            heads=heads.n_heads,
+            dropout=heads.dropout.p,
+        )
 
     def fed(at: Site) -> LayerBound:
         return feedforward(module, at, "ffn.lin1", "ffn.activation", "ffn.lin2", "ffn.dropout")
@@ -110,23 +144,35 @@ def _distilbert_classifier(module: Any, site: Site) -> LayerBound:
 
 
 def register_bart(family: str, prefix: str, positions: str, *norms: str) -> None:
-    """Register the encoder of one family; ``norms`` stand on the sum of embeddings and positions."""
+    """Register the encoder of one family; ``norms`` stand on the sum of embeddings and
+    positions."""
     source = f"{MODELS}.{family}.modeling_{family}"
 
     @register_rule(f"{source}.{prefix}EncoderLayer")
     def _layer(module: Any, site: Site) -> LayerBound:
         heads = read(module, "self_attn", f"{prefix}Attention", site)
         if module.training:
-            return site.refuse("its dropout is drawn without a module of its own in train mode; call eval()")
+            return site.refuse(
+                "its dropout is drawn without a module of its own in train mode; call eval()"
+            )
 
         def mixed(at: Site) -> LayerBound:
             projections = (heads.q_proj, heads.k_proj, heads.v_proj, heads.out_proj)
-            return attention(module, "self_attn", at, lambda: projections, heads=heads.num_heads, dropout=heads.dropout)
+            return attention(
+                module,
+                "self_attn",
+                at,
+                lambda: projections,
+                heads=heads.num_heads,
+                dropout=heads.dropout,
+            )
 
         def fed(at: Site) -> LayerBound:
             return feedforward(module, at, "fc1", "activation_fn", "fc2")
 
-        return normed(module, site, ("self_attn_layer_norm", mixed), ("final_layer_norm", fed), before=False)
+        return normed(
+            module, site, ("self_attn_layer_norm", mixed), ("final_layer_norm", fed), before=False
+        )
 
     @register_rule(f"{source}.{prefix}Encoder")
     def _encoder(module: Any, site: Site) -> LayerBound:

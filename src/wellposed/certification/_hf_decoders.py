@@ -1,4 +1,5 @@
-"""Rules of GPT-2, Llama and Phi-3: a norm in front of every sublayer makes a ball (theory note B13)."""
+"""Rules of GPT-2, Llama and Phi-3: a norm in front of every sublayer makes a ball (theory note
+B13)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def _gpt2_block(module: Any, site: Site) -> LayerBound:
 def _gpt2(module: Any, site: Site) -> LayerBound:
     # Token types, where given, are rows of the token embedding.
     site = shifted(site, module.wpe, module.wte)
-    return site.chain(named(module, "drop", *(f"h.{index}" for index in range(len(module.h))), "ln_f"))
+    return site.chain(
+        named(module, "drop", *(f"h.{index}" for index in range(len(module.h))), "ln_f")
+    )
 
 
 def _language_model(module: Any, site: Site, body: str) -> LayerBound:
@@ -73,7 +76,9 @@ for _source, _name, _body in ((GPT2, "GPT2LMHeadModel", "transformer"), (LLAMA, 
 @register_rule(f"{GPT2}.GPT2ForSequenceClassification")
 def _gpt2_classifier(module: Any, site: Site) -> LayerBound:
     # A linear map of every token, of which the last real one is taken.
-    return of_one_vector(lambda at: linear_head(module, "score", at, picked_token(module, "transformer", at)), site)
+    return of_one_vector(
+        lambda at: linear_head(module, "score", at, picked_token(module, "transformer", at)), site
+    )
 
 
 @register_rule(f"{LLAMA}.LlamaDecoderLayer")
@@ -83,7 +88,8 @@ def _llama_layer(module: Any, site: Site) -> LayerBound:
 
     def projections() -> tuple[Any, Slice, Slice, Any]:
         key, value = (
-            _repeated(part, heads.num_key_value_groups, heads.head_dim) for part in (heads.k_proj, heads.v_proj)
+            _repeated(part, heads.num_key_value_groups, heads.head_dim)
+            for part in (heads.k_proj, heads.v_proj)
         )
         return heads.q_proj, key, value, heads.o_proj
 
@@ -102,13 +108,17 @@ def _phi3_layer(module: Any, site: Site) -> LayerBound:
     def projections() -> tuple[Slice, Slice, Slice, Any]:
         groups, size = heads.num_key_value_groups, heads.head_dim
         keys = heads.num_key_value_heads * size
-        query, key, value = slices(heads.qkv_proj.weight, heads.qkv_proj.bias, [groups * keys, keys, keys])
+        query, key, value = slices(
+            heads.qkv_proj.weight, heads.qkv_proj.bias, [groups * keys, keys, keys]
+        )
         return query, _repeated(key, groups, size), _repeated(value, groups, size), heads.o_proj
 
     def fed(at: Site) -> LayerBound:
         fused = parts.gate_up_proj
         gate, up = slices(fused.weight, fused.bias, [fused.weight.shape[0] // 2] * 2)
-        found = at.record(parts, "mlp", gated_feedforward(at, up, gate, parts.down_proj, parts.activation_fn))
+        found = at.record(
+            parts, "mlp", gated_feedforward(at, up, gate, parts.down_proj, parts.activation_fn)
+        )
         rest = at.at_radius(found.out_radius).chain(named(module, "resid_mlp_dropout"))
         return product_of([found, rest], radius=rest.out_radius)
 
@@ -116,7 +126,11 @@ def _phi3_layer(module: Any, site: Site) -> LayerBound:
 
 
 def _rotary_layer(
-    module: Any, site: Site, projections: Callable[[], Any], fed: Callable[[Site], LayerBound], *rest: str
+    module: Any,
+    site: Site,
+    projections: Callable[[], Any],
+    fed: Callable[[Site], LayerBound],
+    *rest: str,
 ) -> LayerBound:
     heads = module.self_attn
 
@@ -126,20 +140,30 @@ def _rotary_layer(
             heads=heads.config.num_attention_heads, dropout=heads.attention_dropout, causal=True, rotary=True,
         )  # fmt: skip
 
-    return normed(module, site, ("input_layernorm", mixed), ("post_attention_layernorm", fed), before=True)
+    return normed(
+        module, site, ("input_layernorm", mixed), ("post_attention_layernorm", fed), before=True
+    )
 
 
 def _repeated(part: Any, groups: int, head_dim: int) -> Slice:
-    """Queries of one group share a head of keys and values: the projection with that head once for each of them."""
-    bias = None if part.bias is None else part.bias.unflatten(0, (-1, head_dim)).repeat_interleave(groups, 0).flatten()
-    return Slice(part.weight.unflatten(0, (-1, head_dim)).repeat_interleave(groups, 0).flatten(0, 1), bias)
+    """Queries of one group share a head of keys and values: the projection with that head once for
+    each of them."""
+    bias = (
+        None
+        if part.bias is None
+        else part.bias.unflatten(0, (-1, head_dim)).repeat_interleave(groups, 0).flatten()
+    )
+    return Slice(
+        part.weight.unflatten(0, (-1, head_dim)).repeat_interleave(groups, 0).flatten(0, 1), bias
+    )
 
 
 def _rotary_model(module: Any, site: Site, *, prefix: str) -> LayerBound:
     turns = read(module, "rotary_emb", f"{prefix}RotaryEmbedding", site)
     if turns.rope_type not in _ROTATIONS or turns.attention_scaling != 1.0:
         return site.refuse(
-            f"its positions are of rope_type {turns.rope_type!r}, which rescales queries and keys; no bound is proved"
+            f"its positions are of rope_type {turns.rope_type!r}, which rescales queries and keys;"
+            " no bound is proved"
         )
     layers = module.layers[: module.config.num_hidden_layers]
     return site.chain(named(module, *(f"layers.{index}" for index in range(len(layers))), "norm"))

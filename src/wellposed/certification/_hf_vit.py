@@ -1,4 +1,5 @@
-"""Rules of ViT: from patches of pixels on, a LayerNorm in front of every sublayer (theory note B13)."""
+"""Rules of ViT: from patches of pixels on, a LayerNorm in front of every sublayer (theory note
+B13)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from typing import Any
 
 from wellposed.certification._blocks import linear_bound
 from wellposed.certification._bounds import LayerBound
-from wellposed.certification._hf import MODELS, attention, feedforward, linear_head, picked_token, read
+from wellposed.certification._hf import (
+    MODELS,
+    attention,
+    feedforward,
+    linear_head,
+    picked_token,
+    read,
+)
 from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
 
@@ -33,14 +41,17 @@ def _layer(module: Any, site: Site) -> LayerBound:
 
 @register_rule(f"{VIT}.ViTModel")
 def _model(module: Any, site: Site) -> LayerBound:
-    """Map patches of pixels, each one token of its channels, rows and columns in this order, to the hidden states."""
+    """Map patches of pixels, each one token of its channels, rows and columns in this order, to the
+    hidden states."""
     embeddings = read(module, "embeddings", "ViTEmbeddings", site)
     patches = read(module, "embeddings.patch_embeddings", "ViTPatchEmbeddings", site)
     if module.pooler is not None:
         read(module, "pooler", "ViTPooler", site)
     cut = patches.projection
     if (cut.stride, cut.padding, cut.dilation, cut.groups) != (cut.kernel_size, (0, 0), (1, 1), 1):
-        return site.refuse("its patches overlap or leave pixels out, so they are no tokens of their own")
+        return site.refuse(
+            "its patches overlap or leave pixels out, so they are no tokens of their own"
+        )
     # The strides are those of the patches, so the convolution is one linear map of each of them.
     weight = site.remember(patches, "weight", lambda: patches.projection.weight.detach().flatten(1))
     embedded = site.record(
@@ -58,4 +69,6 @@ def _model(module: Any, site: Site) -> LayerBound:
 
 @register_rule(f"{VIT}.ViTForImageClassification")
 def _classifier(module: Any, site: Site) -> LayerBound:
-    return of_one_vector(lambda at: linear_head(module, "classifier", at, picked_token(module, "vit", at)), site)
+    return of_one_vector(
+        lambda at: linear_head(module, "classifier", at, picked_token(module, "vit", at)), site
+    )

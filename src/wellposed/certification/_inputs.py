@@ -1,4 +1,5 @@
-"""What a model is called with, where the input of its certificate is not a tensor that ``forward`` takes as it is."""
+"""What a model is called with, where the input of its certificate is not a tensor that ``forward``
+takes as it is."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from wellposed.errors import ShapeError
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """Images as tokens: each patch of ``height`` by ``width`` pixels of every channel is one token of `size` numbers.
+    """Images as tokens: each patch of ``height`` by ``width`` pixels of every channel is one token
+    of `size` numbers.
 
-    The 2-norm of all tokens is that of the image, and the largest entry is its largest pixel: a certificate in norm 2
-    or ``"inf"`` speaks of pixels.
+    The 2-norm of all tokens is that of the image, and the largest entry is its largest pixel: a
+    certificate in norm 2 or ``"inf"`` speaks of pixels.
     """
 
     channels: int
@@ -49,7 +51,12 @@ class PatchGrid:
         [[[[1, 2, 3, 4]]]]
         """
         parts = tokens.unflatten(-1, (self.channels, self.height, self.width))
-        return parts.unflatten(1, (self.rows, self.columns)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+        return (
+            parts.unflatten(1, (self.rows, self.columns))
+            .permute(0, 3, 1, 4, 2, 5)
+            .flatten(4, 5)
+            .flatten(2, 3)
+        )
 
     def tokens_of(self, images: Tensor) -> Tensor:
         """Return the patches of images, the inverse of `image`; exact.
@@ -60,12 +67,15 @@ class PatchGrid:
         >>> bool((grid.image(grid.tokens_of(images)) == images).all())
         True
         """
-        parts = images.unflatten(3, (self.columns, self.width)).unflatten(2, (self.rows, self.height))
+        parts = images.unflatten(3, (self.columns, self.width)).unflatten(
+            2, (self.rows, self.height)
+        )
         return parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def patch_grid(model: Any) -> PatchGrid | None:
-    """Return how a model of pixels cuts images into patches, the tokens of its certificate; None for other models.
+    """Return how a model of pixels cuts images into patches, the tokens of its certificate; None
+    for other models.
 
     >>> import torch
     >>> patch_grid(torch.nn.Linear(2, 2)) is None
@@ -81,14 +91,17 @@ def patch_grid(model: Any) -> PatchGrid | None:
 
 
 def reads_pairs(model: Any) -> bool:
-    """Return whether a model reads two texts, or two vectors: both, one after the other, are what is certified.
+    """Return whether a model reads two texts, or two vectors: both, one after the other, are what
+    is certified.
 
     >>> import torch
     >>> reads_pairs(torch.nn.Linear(2, 2))
     False
     """
     forward = getattr(model, "forward", model)
-    return _reads_two_vectors(model) or "inputs_embeds_pair" in inspect.signature(forward).parameters
+    return (
+        _reads_two_vectors(model) or "inputs_embeds_pair" in inspect.signature(forward).parameters
+    )
 
 
 def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
@@ -101,7 +114,9 @@ def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     """
     half = tokens.shape[1] // 2
     if not half:
-        raise ShapeError("a model of pairs reads two texts: expected the tokens of both, at least 2, received 1")
+        raise ShapeError(
+            "a model of pairs reads two texts: expected the tokens of both, at least 2, received 1"
+        )
     if _reads_two_vectors(model):
         return {"first": tokens[:, 0], "second": tokens[:, -1]}
     return {"inputs_embeds": tokens[:, :half], "inputs_embeds_pair": tokens[:, half:]}

@@ -20,15 +20,22 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
         layers = site.remember(module, "bound_layers", lambda: module.bound_layers("cholesky"))
     reason = module.certificate_refusal(layers)
     if reason is not None:
-        return site.refuse(f"L2 attention of this form, with these weights, has no Lipschitz constant: {reason}")
+        return site.refuse(
+            f"L2 attention of this form, with these weights, has no Lipschitz constant: {reason}"
+        )
     if layers is not None:
         return _contractive(module, site, layers)
     constants = l2_constants(site.seq_len, mask=site.mask)
     layer = site.remember(module, "L2Layer", lambda: module.bound_layers("cholesky")[1])
     bound = layer.bound(constants, norm=site.norm)
-    # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant through.
+    # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant
+    # through.
     spread = layer.bound(l2_constants(1), per_head_only=True).value
-    radius = math.inf if math.isinf(site.radius) else float(spread) * site.radius + _at_zero(module, 1, None)
+    radius = (
+        math.inf
+        if math.isinf(site.radius)
+        else float(spread) * site.radius + _at_zero(module, 1, None)
+    )
     return LayerBound(float(bound.value), bound.form, out_radius=radius)
 
 
@@ -39,7 +46,9 @@ def _contractive(module: L2SelfAttention, site: Site, layers: Layers) -> LayerBo
     if full and sharp and (module.norm, module.max_tokens) == (site.norm, site.seq_len):
         return _contraction(module, site, float(module.contractive or math.inf), layers)
     try:
-        value = float(module.lipschitz_bound(site.seq_len, norm=site.norm, mask=site.mask, layers=layers))
+        value = float(
+            module.lipschitz_bound(site.seq_len, norm=site.norm, mask=site.mask, layers=layers)
+        )
     except WellposedError as error:
         return site.refuse(str(error))
     return _contraction(module, site, value, layers)
@@ -53,8 +62,10 @@ def _contraction(module: L2SelfAttention, site: Site, value: float, layers: Laye
 
 
 def _at_zero(module: L2SelfAttention, seq_len: int, layers: Layers | None) -> float:
-    """Largest token of the output for zero inputs, whose tokens are all alike, at any number of tokens up to this.
+    """Largest token of the output for zero inputs, whose tokens are all alike, at any number of
+    tokens up to this.
 
-    The scale of a contractive layer shrinks with the number of tokens, and the output is affine in it: the ends decide.
+    The scale of a contractive layer shrinks with the number of tokens, and the output is affine in
+    it: the ends decide.
     """
     return max(float(module.at_zero(count, layers).norm()) for count in {1, seq_len}) * (1 + 1e-6)

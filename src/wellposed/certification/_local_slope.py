@@ -36,11 +36,16 @@ class Call:
             count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1
             out = self.target(*[x] * count, **self.kwargs)
         if not isinstance(out, Tensor):
-            named = next((name for name in ("logits", "last_hidden_state") if hasattr(out, name)), None)
+            named = next(
+                (name for name in ("logits", "last_hidden_state") if hasattr(out, name)), None
+            )
             out = out[0] if named is None else getattr(out, named)
         if not isinstance(out, Tensor) or out.ndim < 2 or out.shape[0] != x.shape[0]:
             received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ShapeError(f"attack: expected an output (batch={x.shape[0]}, ..., features), received {received}")
+            raise ShapeError(
+                f"attack: expected an output (batch={x.shape[0]}, ..., features), received"
+                f" {received}"
+            )
         return out.unsqueeze(1) if out.ndim == 2 else out.flatten(1, -2)
 
 
@@ -55,7 +60,8 @@ class LocalSlope:
     exact: bool
 
     def __call__(self, x: Tensor, direction: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-        """Return ``|J(x) v|``, with gradient in x (and weights), and v; the search starts from ``direction``."""
+        """Return ``|J(x) v|``, with gradient in x (and weights), and v; the search starts from
+        ``direction``."""
         y = self.call(x)
         if not y.requires_grad:
             return y.new_zeros(y.shape[0]), direction
@@ -67,8 +73,11 @@ class LocalSlope:
         # At the best pair (u, v) the gradient of the norm is that of u^T J(x) v with u and v held.
         return (pulled * direction).flatten(1).sum(-1), direction
 
-    def _alternate(self, y: Tensor, x: Tensor, direction: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-        """Alternate ``u <- dual(J v)``, ``v <- dual(J^T u)``; J v comes from differentiating the linear u -> J^T u."""
+    def _alternate(
+        self, y: Tensor, x: Tensor, direction: Tensor, inner: int
+    ) -> tuple[Tensor, Tensor]:
+        """Alternate ``u <- dual(J v)``, ``v <- dual(J^T u)``; J v comes from differentiating the
+        linear u -> J^T u."""
         dummy = torch.zeros_like(y, requires_grad=True)
         (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
         direction = steepest_direction(direction * self.allowed, self.norm)
@@ -83,13 +92,22 @@ class LocalSlope:
     def _from_jacobian(self, jacobian: Tensor) -> tuple[Tensor, Tensor]:
         batch, tokens, features = jacobian.shape[:3]
         if self.norm == 2:
-            left, _, right = torch.linalg.svd(jacobian.flatten(1, 2).flatten(2), full_matrices=False)
-            return left[..., 0].unflatten(1, (tokens, features)), right[:, 0].unflatten(1, jacobian.shape[3:])
+            left, _, right = torch.linalg.svd(
+                jacobian.flatten(1, 2).flatten(2), full_matrices=False
+            )
+            return left[..., 0].unflatten(1, (tokens, features)), right[:, 0].unflatten(
+                1, jacobian.shape[3:]
+            )
         if self.norm == "inf":
             sums = jacobian.abs().flatten(3).sum(-1).flatten(1)
-            left = nn.functional.one_hot(sums.argmax(-1), sums.shape[-1]).to(jacobian).reshape(batch, tokens, features)
+            left = (
+                nn.functional.one_hot(sums.argmax(-1), sums.shape[-1])
+                .to(jacobian)
+                .reshape(batch, tokens, features)
+            )
             return left, torch.einsum("btf,btfij->bij", left, jacobian).sign()
-        # Every output token is tried; its direction is found by alternation from the leading singular vector.
+        # Every output token is tried; its direction is found by alternation from the leading
+        # singular vector.
         by_token = pushed = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
         for _ in range(12):
             pulled = torch.einsum("btf,btfij->btij", by_token, jacobian)

@@ -1,4 +1,5 @@
-"""Rules for the invertible blocks: ``x + f(x)``, additive couplings and stacks of them (theory note B9)."""
+"""Rules for the invertible blocks: ``x + f(x)``, additive couplings and stacks of them (theory note
+B9)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def _invertible_residual(module: InvertibleResidual, site: Site) -> LayerBound:
     # What was vouched for is the module without the hooks and adapters that it was given since.
     holds = module.norm == site.norm and first_deviation(module.f) is None
     if given is not None and holds and given < branch.lipschitz:
-        branch = LayerBound(given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius)
+        branch = LayerBound(
+            given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
+        )
     return residual_of(1.0, 1.0, branch, radius=site.radius)
 
 
@@ -28,9 +31,11 @@ def _reversible_sequential(module: ReversibleSequential, site: Site) -> LayerBou
 
 @register_rule(AdditiveCoupling)
 def _additive_coupling(module: AdditiveCoupling, site: Site) -> LayerBound:
-    """Two shears ``(a, b) -> (a + f(b), b)``: norm ``(L + sqrt(L^2 + 4))/2`` in norm 2, ``1 + L`` in tok and inf.
+    """Two shears ``(a, b) -> (a + f(b), b)``: norm ``(L + sqrt(L^2 + 4))/2`` in norm 2, ``1 + L``
+    in tok and inf.
 
-    In tok, f may carry the change of one token's second half to the first half of another, hence no root.
+    In tok, f may carry the change of one token's second half to the first half of another, hence no
+    root.
     """
     first = site.child(module.f, "f")
     middle = site.radius + first.out_radius

@@ -51,12 +51,14 @@ class Shared:
     calm: frozenset[str] = frozenset()
     """Class names whose bounds count as 1 at most: what a total would be without them."""
     dtype: torch.dtype = torch.float64
-    """The widest floating type among the weights of the whole module, which its activations have."""
+    """The widest floating type among the weights of the whole module, which its activations
+    have."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rule stands: the norm, the number of tokens, the mask, the ball of the input, and access to children."""
+    """Where a rule stands: the norm, the number of tokens, the mask, the ball of the input, and
+    access to children."""
 
     path: str
     radius: float
@@ -73,15 +75,17 @@ class Site:
         return mask
 
     def under_mask(self, mask: MaskKind) -> Site:
-        """Return this site with the attention pattern that the module fixes; the caller may only ask for a wider one.
+        """Return this site with the attention pattern that the module fixes; the caller may only
+        ask for a wider one.
 
         Raises:
             ConfigError: the caller named another pattern than the module runs.
         """
         if self.given_mask not in (None, "any", mask):
             raise ConfigError(
-                f"certify: mask={self.given_mask!r}, but {self.path or 'the module'} runs {mask} attention, so the "
-                f"bound would be of another map; leave mask out, or pass {mask!r} or 'any'"
+                f"certify: mask={self.given_mask!r}, but {self.path or 'the module'} runs {mask}"
+                " attention, so the bound would be of another map; leave mask out, or pass"
+                f" {mask!r} or 'any'"
             )
         return replace(self, given_mask=self.given_mask or mask)
 
@@ -101,8 +105,11 @@ class Site:
         return self.shared.min_tokens
 
     def spectral_norm(self, weight: Tensor) -> float:
-        """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and certificate."""
-        return self.remember(weight, "2", lambda: float(certified_spectral_norm(weight.detach(), method="cholesky")))
+        """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and
+        certificate."""
+        return self.remember(
+            weight, "2", lambda: float(certified_spectral_norm(weight.detach(), method="cholesky"))
+        )
 
     def operator_norm(self, weight: Tensor) -> float:
         """Bound of ``x -> weight @ x`` for each token, in the norm of this certificate."""
@@ -111,7 +118,8 @@ class Site:
         return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
 
     def remember(self, owner: object, kind: str, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the norm or route."""
+        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
+        norm or route."""
         key = (id(owner), kind)
         if key not in self.shared.memory:
             # The owner is kept, so that its id is not given to another object during this call.
@@ -119,12 +127,16 @@ class Site:
         return self.shared.memory[key][1]
 
     def child(self, module: nn.Module, name: str, *, radius: float | None = None) -> LayerBound:
-        """Return the bound of a child whose input tokens are within ``radius`` (this site's where not given)."""
+        """Return the bound of a child whose input tokens are within ``radius`` (this site's where
+        not given)."""
         path = f"{self.path}.{name}" if self.path else name
-        return bound_of(module, replace(self, path=path, radius=self.radius if radius is None else radius))
+        return bound_of(
+            module, replace(self, path=path, radius=self.radius if radius is None else radius)
+        )
 
     def chain(self, children: Iterable[tuple[str, nn.Module]]) -> LayerBound:
-        """Return the bound of children applied one after the other; the ball is carried from each to the next."""
+        """Return the bound of children applied one after the other; the ball is carried from each
+        to the next."""
         bounds: list[LayerBound] = []
         radius = self.radius
         for name, module in children:
@@ -137,7 +149,8 @@ class Site:
         return product_of(bounds, radius=bounds[-1].out_radius)
 
     def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:
-        """Write a step that is no module of its own (pooling, a shift) on the certificate and return its bound."""
+        """Write a step that is no module of its own (pooling, a shift) on the certificate and
+        return its bound."""
         path = f"{self.path}.{name}" if self.path else name
         kind = name if name == "pool" else type(module).__name__
         bound = _calmed(bound, kind, self.shared)
@@ -153,7 +166,8 @@ class Site:
         return replace(self, shared=replace(self.shared, seq_len=count))
 
     def in_norm(self, norm: Norm, *, calm: frozenset[str] | None = None) -> Site:
-        """Return this site in another norm, with rows of its own, to compare two routes; see `adopt`."""
+        """Return this site in another norm, with rows of its own, to compare two routes; see
+        `adopt`."""
         here = self.shared
         shared = Shared(
             norm,
@@ -168,15 +182,18 @@ class Site:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest floating type among the weights of the whole module; float64 where it has none."""
+        """The widest floating type among the weights of the whole module; float64 where it has
+        none."""
         return self.shared.dtype
 
     def reads(self, module: nn.Module) -> None:
-        """Say that the rule itself knows what ``module``, a part of any class, computes; hooks are still refused."""
+        """Say that the rule itself knows what ``module``, a part of any class, computes; hooks are
+        still refused."""
         self.shared.vouched.add(id(module))
 
     def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:
-        """Replace this certificate's rows by those of another route, and return its bound under the name ``form``."""
+        """Replace this certificate's rows by those of another route, and return its bound under the
+        name ``form``."""
         # The row of the module itself is still open (None) and stays.
         self.shared.rows[:] = [*self.shared.rows[:1], *other.shared.rows]
         self.shared.passed[:] = []
@@ -185,19 +202,24 @@ class Site:
         return replace(bound, form=form)
 
     def set_head(self, weight: Tensor, body: LayerBound) -> None:
-        """Tell the certificate the last linear map, whose row differences sharpen `Certificate.radius`."""
+        """Tell the certificate the last linear map, whose row differences sharpen
+        `Certificate.radius`."""
         if self.path == "":
             self.shared.head = (weight.detach(), body.lipschitz)
 
     def refuse(self, reason: str) -> LayerBound:
-        """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with the reason."""
+        """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with
+        the reason."""
         self.shared.lost = self.shared.lost or self.path or "the module itself"
         return LayerBound(math.inf, "none", "uncertified", reason)
 
     def refuse_without_ball(self, reason: str) -> LayerBound:
-        """Return the answer for a module that has a bound on a ball alone, where no ball reaches it."""
+        """Return the answer for a module that has a bound on a ball alone, where no ball reaches
+        it."""
         lost = self.shared.lost
-        advice = f"no ball reaches it, as {lost} has no bound" if lost else f"pass radius=, {_RADIUS}"
+        advice = (
+            f"no ball reaches it, as {lost} has no bound" if lost else f"pass radius=, {_RADIUS}"
+        )
         return LayerBound(math.inf, "none", "uncertified", f"{reason}; {advice}")
 
 
@@ -213,27 +235,34 @@ _RULES_BY_NAME: dict[str, Rule] = {}
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes that have a rule; of those registered by name, the ones whose library is imported."""
+    """Return the classes that have a rule; of those registered by name, the ones whose library is
+    imported."""
     named = (_class_named(name) for name in _RULES_BY_NAME)
     return (*_RULES, *(kind for kind in named if kind is not None))
 
 
 def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
-    """Teach `certify` that ``rule(module, site)`` bounds every ``module_type``: ``|f(x) - f(y)| <= lipschitz |x - y|``.
+    """Teach `certify` that ``rule(module, site)`` bounds every ``module_type``: ``|f(x) - f(y)| <=
+    lipschitz |x - y|``.
 
-    Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The rule is for this very
-    class: a subclass may compute something else and has no bound until it is registered too (`inherit_rule`, where it
-    computes the same). A module with hooks, a replaced ``forward`` or unusual weights never reaches its rule, and is
-    named; nor does a part that the rule reads by itself.
+    Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The
+    rule is for this very
+    class: a subclass may compute something else and has no bound until it is registered too
+    (`inherit_rule`, where it computes the same). A module with hooks, a replaced ``forward`` or
+    unusual weights never reaches its rule, and is named; nor does a part that the rule reads by
+    itself.
 
     Args:
-        module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``) where the rule
-            should not import the library: it is for the class that stands under this name when it is met.
+        module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``)
+            where the rule
+            should not import the library: it is for the class that stands under this name when it
+            is met.
 
     Returns:
-        A decorator. The rule gets the module and a `Site`: ``site.norm``, ``site.seq_len``, ``site.radius`` (largest
-        2-norm of an input token), ``site.operator_norm(weight)``, ``site.child(module, name)``, ``site.chain(...)``,
-        ``site.reads(part)``, ``site.refuse(reason)``; and returns a `LayerBound`. ``out_radius`` may be left infinite:
+        A decorator. The rule gets the module and a `Site`: ``site.norm``, ``site.seq_len``,
+        ``site.radius`` (largest 2-norm of an input token), ``site.operator_norm(weight)``,
+        ``site.child(module, name)``, ``site.chain(...)``, ``site.reads(part)``,
+        ``site.refuse(reason)``; and returns a `LayerBound`. ``out_radius`` may be left infinite:
         layers further on that need a ball then have no bound.
 
     Raises:
@@ -248,9 +277,12 @@ def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
     >>> certify(Halve(), seq_len=4).total
     0.5
     """
-    if not isinstance(module_type, str) and not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+    if not isinstance(module_type, str) and not (
+        isinstance(module_type, type) and issubclass(module_type, nn.Module)
+    ):
         raise ConfigError(
-            f"register_rule: expected a subclass of torch.nn.Module or its name, received {module_type!r}"
+            "register_rule: expected a subclass of torch.nn.Module or its name, received"
+            f" {module_type!r}"
         )
 
     def store(rule: R) -> R:
@@ -270,7 +302,11 @@ def _class_named(name: str) -> type[nn.Module] | None:
 
 def _rule_of(kind: type[nn.Module]) -> Rule | None:
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind in _RULES or name not in _RULES_BY_NAME or not is_class(kind, kind.__module__, kind.__qualname__):
+    if (
+        kind in _RULES
+        or name not in _RULES_BY_NAME
+        or not is_class(kind, kind.__module__, kind.__qualname__)
+    ):
         return _RULES.get(kind)
     return _RULES_BY_NAME[name]
 
@@ -280,9 +316,11 @@ def _ancestor_with_rule(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
-    """Vouch that ``module_type`` computes what its nearest ancestor with a rule computes, and return it.
+    """Vouch that ``module_type`` computes what its nearest ancestor with a rule computes, and
+    return it.
 
-    Status: as good as your word; `certify` checks the rest (hooks, patches, weights) as for any module.
+    Status: as good as your word; `certify` checks the rest (hooks, patches, weights) as for any
+    module.
 
     Raises:
         ConfigError: it has a ``forward`` of its own, or no ancestor has a rule.
@@ -296,8 +334,15 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
     ancestor = _ancestor_with_rule(module_type)
     rule = None if ancestor is None else _rule_of(ancestor)
     if ancestor is None or rule is None or module_type.forward is not ancestor.forward:
-        found = "none of its ancestors has a rule" if ancestor is None else f"its forward is not {ancestor.__name__}'s"
-        raise ConfigError(f"inherit_rule: {module_type.__qualname__}: {found}; write a rule for it with register_rule")
+        found = (
+            "none of its ancestors has a rule"
+            if ancestor is None
+            else f"its forward is not {ancestor.__name__}'s"
+        )
+        raise ConfigError(
+            f"inherit_rule: {module_type.__qualname__}: {found}; write a rule for it with"
+            " register_rule"
+        )
     _RULES[module_type] = rule
     return module_type
 
@@ -305,8 +350,8 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
 def bound_of(module: nn.Module, site: Site) -> LayerBound:
     """Apply the rule of the module's exact class and record the answer as a row of the certificate.
 
-    Every module of a certificate passes here. It is refused where a call of it differs from its class, and so is a rule
-    that read a part by itself which differs.
+    Every module of a certificate passes here. It is refused where a call of it differs from its
+    class, and so is a rule that read a part by itself which differs.
     """
     module = without_compiler(module)
     rows, reached = site.shared.rows, site.shared.reached
@@ -314,15 +359,21 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     place = len(rows) - 1
     bound = _calmed(_as_called(module, site, reached), class_called(module).__name__, site.shared)
     reached.append(id(module))
-    inner = next((row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"), None)
+    inner = next(
+        (row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"),
+        None,
+    )
     reason = f"see {inner}" if bound.label == "uncertified" and inner is not None else bound.reason
-    rows[place] = _row(site.path, class_called(module).__name__, replace(bound, reason=reason), site.radius)
+    rows[place] = _row(
+        site.path, class_called(module).__name__, replace(bound, reason=reason), site.radius
+    )
     site.shared.passed.append((site.path, module, bound.lipschitz))
     return bound
 
 
 def refuse_deviations(module: nn.Module, caller: str) -> None:
-    """Raise `NotLipschitzError` where a call of the module or of a part differs from its class; all are named."""
+    """Raise `NotLipschitzError` where a call of the module or of a part differs from its class; all
+    are named."""
     offenders = [
         f"{path or '(the module itself)'}: {reason}"
         for path, part in [("", module), *parts_not_reached(module, ())]
@@ -330,7 +381,8 @@ def refuse_deviations(module: nn.Module, caller: str) -> None:
     ]
     if offenders:
         raise NotLipschitzError(
-            f"{caller}: what these parts compute is not known from their weights:\n{listed(offenders)}"
+            f"{caller}: what these parts compute is not known from their"
+            f" weights:\n{listed(offenders)}"
         )
 
 
@@ -345,14 +397,20 @@ def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
     try:
         bound = rule(module, site)
     except Exception as error:
-        # A rule may stumble over a part that is not what it should be: without values, or of another class.
+        # A rule may stumble over a part that is not what it should be: without values, or of
+        # another class.
         differs = _differing_part(module, site, reached[before:])
         if differs is None and isinstance(error, AttributeError):
-            differs = f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own part back"
+            differs = (
+                f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own"
+                " part back"
+            )
         if differs is None:
             raise
         return site.refuse(differs)
-    differs = None if bound.label == "uncertified" else _differing_part(module, site, reached[before:])
+    differs = (
+        None if bound.label == "uncertified" else _differing_part(module, site, reached[before:])
+    )
     return bound if differs is None else site.refuse(differs)
 
 
@@ -372,10 +430,14 @@ def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     ancestor = _ancestor_with_rule(kind)
     if ancestor is None:
-        return f"no rule for {name}; add one with wellposed.certification.register_rule{advice(module)}"
+        return (
+            f"no rule for {name}; add one with"
+            f" wellposed.certification.register_rule{advice(module)}"
+        )
     return (
-        f"{name} is a subclass of {ancestor.__name__} and may compute something else; if it does not, say so with "
-        f"wellposed.certification.inherit_rule, else add a rule with register_rule{advice(module)}"
+        f"{name} is a subclass of {ancestor.__name__} and may compute something else; if it does"
+        " not, say so with wellposed.certification.inherit_rule, else add a rule with"
+        f" register_rule{advice(module)}"
     )
 
 
@@ -384,4 +446,6 @@ def _calmed(bound: LayerBound, kind: str, shared: Shared) -> LayerBound:
 
 
 def _row(path: str, module: str, bound: LayerBound, radius: float) -> CertifiedLayer:
-    return CertifiedLayer(path, module, bound.lipschitz, bound.form, bound.label, bound.reason, radius)
+    return CertifiedLayer(
+        path, module, bound.lipschitz, bound.form, bound.label, bound.reason, radius
+    )

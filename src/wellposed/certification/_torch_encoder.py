@@ -14,7 +14,8 @@ from wellposed.certification._heads import TRAINING_DROPOUT, AttentionWeights, s
 from wellposed.certification._rules import Site, register_rule
 from wellposed.certification._transformer import named, normed
 
-# In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its activation.
+# In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its
+# activation.
 _FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
 
 
@@ -25,15 +26,22 @@ def _multihead(module: nn.MultiheadAttention, site: Site) -> LayerBound:
         return site.refuse(TRAINING_DROPOUT)
     if not module.batch_first:
         return site.refuse(
-            "its inputs are (tokens, batch, width), and a certificate speaks of (batch, tokens, width); set "
-            "batch_first = True on it, which changes no weight, and call it with (batch, tokens, width)"
+            "its inputs are (tokens, batch, width), and a certificate speaks of (batch, tokens,"
+            " width); set batch_first = True on it, which changes no weight, and call it with"
+            " (batch, tokens, width)"
         )
     if module.in_proj_weight is None:
-        return site.refuse("its keys or values have a width of their own (kdim, vdim), so it is no self-attention")
+        return site.refuse(
+            "its keys or values have a width of their own (kdim, vdim), so it is no self-attention"
+        )
     if module.bias_k is not None or module.add_zero_attn:
-        return site.refuse("add_bias_kv and add_zero_attn put in a token of their own, for which no bound is proved")
+        return site.refuse(
+            "add_bias_kv and add_zero_attn put in a token of their own, for which no bound is"
+            " proved"
+        )
     weights = site.remember(module, "AttentionWeights", lambda: _weights(module))
-    # A padded query attends to real tokens, so a pattern holds only where the caller says that nothing is padded.
+    # A padded query attends to real tokens, so a pattern holds only where the caller says that
+    # nothing is padded.
     return on_the_ball(partial(dot_product_ball_bound, weights), weights, site, module.embed_dim)
 
 
@@ -67,4 +75,6 @@ def _feedforward(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
 @register_rule(nn.TransformerEncoder)
 def _encoder(module: nn.TransformerEncoder, site: Site) -> LayerBound:
     norm = [] if module.norm is None else [("norm", module.norm)]
-    return site.chain([*((f"layers.{index}", layer) for index, layer in enumerate(module.layers)), *norm])
+    return site.chain(
+        [*((f"layers.{index}", layer) for index, layer in enumerate(module.layers)), *norm]
+    )

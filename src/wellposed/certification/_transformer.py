@@ -9,21 +9,34 @@ from torch import nn
 from wellposed.certification._blocks import function_bound
 from wellposed.certification._bounds import LayerBound, product_of, residual_of
 from wellposed.certification._rules import Site, register_rule
-from wellposed.nn import MLP, Block, NoNorm, PlainResidual, PostNorm, PreNorm, ReZeroResidual, TransformerStack
+from wellposed.nn import (
+    MLP,
+    Block,
+    NoNorm,
+    PlainResidual,
+    PostNorm,
+    PreNorm,
+    ReZeroResidual,
+    TransformerStack,
+)
 
 
 @register_rule(MLP)
 def _mlp(module: MLP, site: Site) -> LayerBound:
     up = site.child(module.up_proj, "up_proj")
-    inner = function_bound(module.activation, Site(site.path, up.out_radius, site.shared, site.given_mask))
+    inner = function_bound(
+        module.activation, Site(site.path, up.out_radius, site.shared, site.given_mask)
+    )
     down = site.child(module.down_proj, "down_proj", radius=inner.out_radius)
     return product_of([up, inner, down], radius=down.out_radius)
 
 
 def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float] | None:
-    """Return (a, b) where the residual joins ``a x + b f(x)``, or None where it is of an unknown kind.
+    """Return (a, b) where the residual joins ``a x + b f(x)``, or None where it is of an unknown
+    kind.
 
-    A residual of another class takes part by a method ``coefficients() -> (a, b)`` beside its ``forward``.
+    A residual of another class takes part by a method ``coefficients() -> (a, b)`` beside its
+    ``forward``.
     """
     if type(residual) is PlainResidual:
         return 1.0, 1.0
@@ -39,7 +52,9 @@ def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float
 @register_rule(Block)
 def _block(module: Block, site: Site) -> LayerBound:
     first = _sublayer(module, "attention", site)
-    second = _sublayer(module, "feedforward", Site(site.path, first.out_radius, site.shared, site.given_mask))
+    second = _sublayer(
+        module, "feedforward", Site(site.path, first.out_radius, site.shared, site.given_mask)
+    )
     return product_of([first, second], radius=second.out_radius)
 
 
@@ -53,7 +68,9 @@ def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
             "whose class does not define coefficients() -> (a, b) beside its forward"
         )
     if not isinstance(norm, (PreNorm, PostNorm, NoNorm)):
-        return site.refuse(f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm")
+        return site.refuse(
+            f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm"
+        )
     return sublayer(
         site,
         lambda inner: inner.chain([(name, getattr(module, name)), ("dropout", module.dropout)]),
@@ -75,9 +92,12 @@ def sublayer(
     after: Named | None = None,
     coefficients: tuple[float, float] = (1.0, 1.0),
 ) -> LayerBound:
-    """Bound ``x -> N_after(a x + b f(N_before(x)))``; the branch stands where its norm, if any, leaves it."""
+    """Bound ``x -> N_after(a x + b f(N_before(x)))``; the branch stands where its norm, if any,
+    leaves it."""
     inside = site.chain([before] if before else [])
-    inner = product_of([inside, found := branch(site.at_radius(inside.out_radius))], radius=found.out_radius)
+    inner = product_of(
+        [inside, found := branch(site.at_radius(inside.out_radius))], radius=found.out_radius
+    )
     joined = residual_of(*coefficients, inner, radius=site.radius)
     if after is None:
         return joined
@@ -91,11 +111,14 @@ def named(owner: nn.Module, *paths: str) -> list[Named]:
 
 
 def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> LayerBound:
-    """Bound sublayers with residuals, each with the path of its norm, which stands before it or after the residual."""
+    """Bound sublayers with residuals, each with the path of its norm, which stands before it or
+    after the residual."""
     bounds: list[LayerBound] = []
     for path, branch in branches:
         norm = named(owner, path)[0]
-        bounds.append(sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm))
+        bounds.append(
+            sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm)
+        )
         site = site.at_radius(bounds[-1].out_radius)
     return product_of(bounds, radius=site.radius)
 
@@ -108,7 +131,8 @@ def _stack(module: TransformerStack, site: Site) -> LayerBound:
 
 
 def mean_pooling(site: Site) -> LayerBound:
-    """Mean over the real tokens: ``1/sqrt(n)`` in norm 2 with n >= ``min_tokens``, 1 in tok and inf (B9)."""
+    """Mean over the real tokens: ``1/sqrt(n)`` in norm 2 with n >= ``min_tokens``, 1 in tok and inf
+    (B9)."""
     bound = site.min_tokens**-0.5 if site.norm == 2 else 1.0
     return LayerBound(bound, "mean over real tokens", "exact", out_radius=site.radius)
 
@@ -119,10 +143,15 @@ def one_token(site: Site) -> LayerBound:
 
 
 def of_one_vector(route: Callable[[Site], LayerBound], site: Site) -> LayerBound:
-    """Bound a map to one vector: as ``|delta|_tok <= |delta|_2``, its tok bound is a bound in norm 2 as well."""
+    """Bound a map to one vector: as ``|delta|_tok <= |delta|_2``, its tok bound is a bound in norm
+    2 as well."""
     bound = route(site)
     if site.norm != 2:
         return bound
     other = site.in_norm("tok")
     by_token = route(other)
-    return site.adopt(other, by_token, "norm 2 by the tok route") if by_token.lipschitz < bound.lipschitz else bound
+    return (
+        site.adopt(other, by_token, "norm 2 by the tok route")
+        if by_token.lipschitz < bound.lipschitz
+        else bound
+    )

@@ -1,4 +1,5 @@
-"""TransJect: bounds of the whole map, and of distances between the tokens of one sequence (theory note B8)."""
+"""TransJect: bounds of the whole map, and of distances between the tokens of one sequence (theory
+note B8)."""
 
 from __future__ import annotations
 
@@ -13,23 +14,33 @@ from wellposed.certification._bounds import LayerBound
 from wellposed.certification._rules import Site, refuse_deviations, register_rule
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
-from wellposed.nn import GramAttention, GramSpectrum, LearnedSpectrum, OrthogonalFeedForward, TransJectBlock
+from wellposed.nn import (
+    GramAttention,
+    GramSpectrum,
+    LearnedSpectrum,
+    OrthogonalFeedForward,
+    TransJectBlock,
+)
 from wellposed.nn import TransJectStack as Stack
 
 _PADDING = (
-    "outputs of the stack at padded positions are left out: real tokens move sigma or gates, and these move the output "
-    "of a padded token, however large it is"
+    "outputs of the stack at padded positions are left out: real tokens move sigma or gates, and"
+    " these move the output of a padded token, however large it is"
 )
 
 
 @torch.no_grad()
 def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
-    """Return (lower, upper) after each layer with `lower |x_i - x_j| <= |x_i^l - x_j^l| <= upper |x_i - x_j|`.
+    """Return (lower, upper) after each layer with
+    `lower |x_i - x_j| <= |x_i^l - x_j^l| <= upper |x_i - x_j|`.
 
-    Certified for any two tokens of one sequence in eval mode (causal: of one sigma and gates), in exact arithmetic with
-    these weights: `prod (1 -+ |r_l| |U||V|)(1 -+ |r_l| |W1||W2|)`, `r_l = alpha_l/L`, since given sigma and gates both
-    go through the same map, whatever sigma and gates depend on. For orthogonal weights that is `prod (1 -+ |r_l|)^2`.
-    Source: theory note B8, statement A; sharper than `e^6` of Sengupta et al. (2023), Theorem 2, and without `L >= 3`.
+    Certified for any two tokens of one sequence in eval mode (causal: of one sigma and gates), in
+    exact arithmetic with
+    these weights: `prod (1 -+ |r_l| |U||V|)(1 -+ |r_l| |W1||W2|)`, `r_l = alpha_l/L`, since given
+    sigma and gates both go through the same map, whatever sigma and gates depend on. For orthogonal
+    weights that is `prod (1 -+ |r_l|)^2`.
+    Source: theory note B8, statement A; sharper than `e^6` of Sengupta et al. (2023), Theorem 2,
+    and without `L >= 3`.
 
     Args:
         stack: from width d to itself.
@@ -38,7 +49,8 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
         One pair for each layer. A lower bound of 0 says that injectivity is not certified.
 
     Raises:
-        NotLipschitzError: hooks, adapters or patches make a call differ from the weights; all are named.
+        NotLipschitzError: hooks, adapters or patches make a call differ from the weights; all are
+        named.
 
     Cost: a factorisation of each weight in float64.
 
@@ -52,7 +64,10 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
     bounds: list[tuple[float, float]] = []
     for layer in stack.layers:
         parts = _constants(cast(TransJectBlock, layer), certified_spectral_norm, _largest(stack))
-        for change in (parts.scale * parts.attention * parts.sigma, parts.scale * parts.feedforward):
+        for change in (
+            parts.scale * parts.attention * parts.sigma,
+            parts.scale * parts.feedforward,
+        ):
             lower, upper = lower * max(0.0, 1 - change), upper * (1 + change)
         bounds.append((lower, upper))
     return bounds
@@ -73,7 +88,8 @@ class _Constants:
 
 @dataclass(frozen=True)
 class _State:
-    """`|X^l|_F <= growth |X^0|_F`; `|dX^l| <= frobenius |dX^0|_F` and, in norm tok, `<= tok |dX^0|_tok`."""
+    """`|X^l|_F <= growth |X^0|_F`; `|dX^l| <= frobenius |dX^0|_F` and, in norm tok,
+    `<= tok |dX^0|_tok`."""
 
     growth: float = 1.0
     frobenius: float = 1.0
@@ -98,7 +114,11 @@ def _constants(layer: TransJectBlock, norm: object, sigma: float) -> _Constants:
 
 def _largest(stack: Stack) -> float:
     spectrum = stack.spectrum
-    return float(spectrum.weight.double().tanh().abs().max()) if isinstance(spectrum, LearnedSpectrum) else 1.0
+    return (
+        float(spectrum.weight.double().tanh().abs().max())
+        if isinstance(spectrum, LearnedSpectrum)
+        else 1.0
+    )
 
 
 @register_rule(OrthogonalFeedForward)
@@ -110,7 +130,8 @@ def _feedforward(module: OrthogonalFeedForward, site: Site) -> LayerBound:
 
 @register_rule(Stack)
 def _stack(module: Stack, site: Site) -> LayerBound:
-    """The recursion of statement B, and of C where sigma and gates both follow the input; see `_after_attention`."""
+    """The recursion of statement B, and of C where sigma and gates both follow the input; see
+    `_after_attention`."""
     reason = _refusal(module, site)
     if reason is not None:
         return site.refuse(reason)
@@ -122,14 +143,17 @@ def _stack(module: Stack, site: Site) -> LayerBound:
         before = _value(state, site)
         state = _after_feedforward(_after_attention(state, parts, spread, tokens), parts)
         ratio = _value(state, site) / before
-        site.record(layer, f"layers.{index}", LayerBound(ratio, "layer's factor in the recursion of B8"))
+        site.record(
+            layer, f"layers.{index}", LayerBound(ratio, "layer's factor in the recursion of B8")
+        )
     _note_padding(module, site)
     form = _form(module, spread)
     return LayerBound(_value(state, site) * (1 + 1e-9), form, out_radius=state.growth * site.radius)
 
 
 def _note_padding(module: Stack, site: Site) -> None:
-    """Write on the certificate what it leaves out: sigma and gates do not see a padded token, which may be any size."""
+    """Write on the certificate what it leaves out: sigma and gates do not see a padded token, which
+    may be any size."""
     if _follows_input(module) and _PADDING not in site.shared.notes:
         site.shared.notes.append(_PADDING)
 
@@ -147,21 +171,26 @@ def _refusal(module: Stack, site: Site) -> str | None:
     mixtures = [layer.attention for layer in layers]
     if any(mixture.num_experts > 1 and mixture.gating == "pooled" for mixture in mixtures):
         return (
-            "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any size; build the "
-            "stack with gating='normalized' or 'fixed', or one expert (distances within a sequence are bounded all the "
-            "same, see wellposed.certification.token_distance_bounds)"
+            "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any"
+            " size; build the stack with gating='normalized' or 'fixed', or one expert (distances"
+            " within a sequence are bounded all the same, see"
+            " wellposed.certification.token_distance_bounds)"
         )
     if module.training and any(layer.feedforward.dropout > 0 for layer in layers):
         return "dropout is active; call eval()"
     if site.norm == "inf":
         return "orthogonal maps are bounded in norms 2 and tok, not in inf; certify in norm 'tok'"
     if module.is_causal and _follows_input(module):
-        return "no bound is proved for a causal spectrum or causal gates, which differ from token to token"
+        return (
+            "no bound is proved for a causal spectrum or causal gates, which differ from token to"
+            " token"
+        )
     return None
 
 
 def _spectrum_spread(module: Stack) -> float:
-    """Return k with `|X^0|_F |d sigma|_inf <= k |dX^0|_F`: 0 learnt, 1 by the trace, `2 sqrt(2d)` by the maximum.
+    """Return k with `|X^0|_F |d sigma|_inf <= k |dX^0|_F`: 0 learnt, 1 by the trace, `2 sqrt(2d)`
+    by the maximum.
 
     An inexact basis multiplies it by its condition number: `g = |X u|^2` is exact in `Z = X U0`.
     """
@@ -169,22 +198,28 @@ def _spectrum_spread(module: Stack) -> float:
     if not isinstance(spectrum, GramSpectrum):
         return 0.0
     basis = spectrum.basis.weight.detach().double()
-    defect = float(certified_spectral_norm(basis.mT @ basis - torch.eye(len(basis), dtype=basis.dtype)))
+    defect = float(
+        certified_spectral_norm(basis.mT @ basis - torch.eye(len(basis), dtype=basis.dtype))
+    )
     if defect >= 1:
         raise NotLipschitzError(
-            f"certify: the basis of the Gram spectrum is off orthogonality by {defect:.3g} (|U0^T U0 - I|_2); expected "
-            "below 1; hold it with constrain_(model, optimizer, where='*.basis')"
+            f"certify: the basis of the Gram spectrum is off orthogonality by {defect:.3g} (|U0^T"
+            " U0 - I|_2); expected below 1; hold it with constrain_(model, optimizer,"
+            " where='*.basis')"
         )
     condition = math.sqrt((1 + defect) / (1 - defect))
-    return condition * (1.0 if spectrum.normalization == "trace" else 2 * math.sqrt(2 * module.embed_dim))
+    return condition * (
+        1.0 if spectrum.normalization == "trace" else 2 * math.sqrt(2 * module.embed_dim)
+    )
 
 
 def _after_attention(state: _State, parts: _Constants, spread: float, tokens: float) -> _State:
     """`x + r sum_e lambda_e F_e(x, sigma)`.
 
-    With `b = |U||V|`, `s >= |sigma|`: `|dF_e| <= b (s |dX| + |X||d sigma|)`, `|X||d sigma| <= k A`. Logits
-    `w . pool(X_e) / sqrt(eps + |X|^2)` move by `|w| (2 (1 + r b s)|dX| + r b |X||d sigma|) / |X|` and softmax gates by
-    no more, summed (L5); that times `|F_e| <= b s |X|`. In norm tok the terms that all tokens share pay sqrt N.
+    With `b = |U||V|`, `s >= |sigma|`: `|dF_e| <= b (s |dX| + |X||d sigma|)`, `|X||d sigma| <= k A`.
+    Logits `w . pool(X_e) / sqrt(eps + |X|^2)` move by
+    `|w| (2 (1 + r b s)|dX| + r b |X||d sigma|) / |X|` and softmax gates by no more, summed (L5);
+    that times `|F_e| <= b s |X|`. In norm tok the terms that all tokens share pay sqrt N.
     """
     step = parts.scale * parts.attention * parts.sigma
     moved = parts.scale * parts.attention * spread * state.growth

@@ -1,7 +1,9 @@
-"""Bounds of the papers and of the theory that no rule of `certify` uses, to compare against and to look at models with.
+"""Bounds of the papers and of the theory that no rule of `certify` uses, to compare against and to
+look at models with.
 
-The value map of Kim et al. (2021) (B1 to B4; `wellposed.linalg` has their bound), what a dot-product head does at one
-input (B5), logits scaled by 1/d (B7), and how far one row of softmax attention can move (B10, B11).
+The value map of Kim et al. (2021) (B1 to B4; `wellposed.linalg` has their bound), what a
+dot-product head does at one input (B5), logits scaled by 1/d (B7), and how far one row of softmax
+attention can move (B10, B11).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from wellposed.linalg import certified_spectral_norm
 
 
 def kim2021_mixing(projection: Tensor, value: Tensor) -> Tensor:
-    """Return ``R_h = W_h^T W_V,h / sqrt d``, the paper's value map in terms of ``z = x W_h``: ``(H, d, d)``.
+    """Return ``R_h = W_h^T W_V,h / sqrt d``, the paper's value map in terms of ``z = x W_h``: ``(H,
+    d, d)``.
 
     >>> import torch
     >>> kim2021_mixing(torch.eye(4).reshape(1, 4, 4), torch.eye(4).reshape(1, 4, 4))[0, 0, 0]
@@ -34,10 +37,12 @@ def local_dot_product_bound(
     query_bias: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Return ``|W_V| (|P|_2 + max_i |Cov_i A|_2 + |S|_2) >= |D f(X)|_2`` for one head at one input (B5).
+    """Return ``|W_V| (|P|_2 + max_i |Cov_i A|_2 + |S|_2) >= |D f(X)|_2`` for one head at one input
+    (B5).
 
-    A *pointwise* bound of the Jacobian in norm 2, with ``S_ij = P_ij |x_j - xbar_i| |A x_i|``: a diagnostic or a
-    regulariser, **not** a certificate around X (that would need its supremum over a ball).
+    A *pointwise* bound of the Jacobian in norm 2, with ``S_ij = P_ij |x_j - xbar_i| |A x_i|``: a
+    diagnostic or a regulariser, **not** a certificate around X (that would need its supremum over a
+    ball).
 
     Args:
         x: ``(N, D)`` input.
@@ -57,14 +62,25 @@ def local_dot_product_bound(
     >>> round(float(local_dot_product_bound(x, w, w, w)), 4)
     1.0
     """
-    if x.ndim != 2 or query.shape != key.shape or query.shape[0] != x.shape[1] or value.shape[0] != x.shape[1]:
+    if (
+        x.ndim != 2
+        or query.shape != key.shape
+        or query.shape[0] != x.shape[1]
+        or value.shape[0] != x.shape[1]
+    ):
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, query, key, value))
-        raise ShapeError(f"local bound: expected x (N, D) and query, key, value (D, d); received {shapes}")
-    pull = (x @ query + (0 if query_bias is None else query_bias)) @ key.mT / math.sqrt(query.shape[1])
+        raise ShapeError(
+            f"local bound: expected x (N, D) and query, key, value (D, d); received {shapes}"
+        )
+    pull = (
+        (x @ query + (0 if query_bias is None else query_bias)) @ key.mT / math.sqrt(query.shape[1])
+    )
     logits = pull @ x.mT
     if allowed is not None:
         if not bool(allowed.any(-1).all()):
-            raise ShapeError("local bound: a row of the mask allows no key; let each token attend to itself")
+            raise ShapeError(
+                "local bound: a row of the mask allows no key; let each token attend to itself"
+            )
         logits = logits.masked_fill(~allowed, -math.inf)
     weights = logits.softmax(-1)
     deviation = x[None] - (weights @ x)[:, None]
@@ -81,10 +97,11 @@ def inverse_d_attention_bound(
 ) -> float:
     """Return ``|W_O|/3 (1 + 2 s a^2)`` for one head, ``|W_O|/3 (sqrt H + 2 s H a^2)`` for H (B7).
 
-    Certified, in the norm "largest root mean square of a token", for ``(1/3) softmax(s q . k / d) v`` per head with the
-    D x D maps of query, key and value of RMS norm at most 1 and tokens of RMS at most ``a``; any mask; rotary positions
-    are fine. Large et al. (2024) and Newhouse et al. (2025) take 1 for every H: that holds for H = 1 only, and the true
-    constant is at least ``(1 + H)/3``. Logits over the model width (``s = 1/H``) give ``(sqrt H + 2 a^2)/3``.
+    Certified, in the norm "largest root mean square of a token", for ``(1/3) softmax(s q . k / d)
+    v`` per head with the D x D maps of query, key and value of RMS norm at most 1 and tokens of RMS
+    at most ``a``; any mask; rotary positions are fine. Large et al. (2024) and Newhouse et al.
+    (2025) take 1 for every H: that holds for H = 1 only, and the true constant is at least ``(1 +
+    H)/3``. Logits over the model width (``s = 1/H``) give ``(sqrt H + 2 a^2)/3``.
 
     Args:
         num_heads: H >= 1.
@@ -99,16 +116,21 @@ def inverse_d_attention_bound(
     (1.0, 3.333)
     """
     if num_heads < 1:
-        raise ConfigError(f"inverse_d_attention_bound: num_heads must be >= 1, received {num_heads}")
-    return output_norm / 3 * (math.sqrt(num_heads) + 2 * abs(logit_scale) * num_heads * input_rms**2)
+        raise ConfigError(
+            f"inverse_d_attention_bound: num_heads must be >= 1, received {num_heads}"
+        )
+    return (
+        output_norm / 3 * (math.sqrt(num_heads) + 2 * abs(logit_scale) * num_heads * input_rms**2)
+    )
 
 
 def softmax_jacobian_bound(probabilities: Tensor) -> Tensor:
-    """Return ``p1 (1 - p1 + p2) >= |diag p - p p^T|_2``, at most 1/2, with ``p1 >= p2`` the two largest entries (B10).
+    """Return ``p1 (1 - p1 + p2) >= |diag p - p p^T|_2``, at most 1/2, with ``p1 >= p2`` the two
+    largest entries (B10).
 
-    Certified for each row, with equality iff every other non-zero entry equals ``p2``; small where attention is
-    saturated, so it shows where gradients die. ``1 - p1`` is taken as the sum of the others: near ``p1 = 1`` the
-    difference would lose all digits.
+    Certified for each row, with equality iff every other non-zero entry equals ``p2``; small where
+    attention is saturated, so it shows where gradients die. ``1 - p1`` is taken as the sum of the
+    others: near ``p1 = 1`` the difference would lose all digits.
 
     Args:
         probabilities: ``(..., n)``, rows summing to 1.
@@ -129,10 +151,12 @@ def softmax_jacobian_bound(probabilities: Tensor) -> Tensor:
 
 
 def affinity_perturbation_bound(key: Tensor, query_change: Tensor, *, scale: float) -> Tensor:
-    """Return ``min(sqrt 2, 1/2 scale |K - 1 kbar^T|_2 |eps|) >= |A'_i - A_i|``: query noise ``eps``, keys fixed (B11).
+    """Return ``min(sqrt 2, 1/2 scale |K - 1 kbar^T|_2 |eps|) >= |A'_i - A_i|``: query noise
+    ``eps``, keys fixed (B11).
 
-    Certified. Zhang et al. (2021), Theorem 2.1, with the constant 1/2 in place of 2 (softmax is 1/2-Lipschitz in the
-    2-norm, Gao and Pavel 2017) and the keys centred (softmax ignores a common shift). Tight for two opposite keys.
+    Certified. Zhang et al. (2021), Theorem 2.1, with the constant 1/2 in place of 2 (softmax is
+    1/2-Lipschitz in the 2-norm, Gao and Pavel 2017) and the keys centred (softmax ignores a common
+    shift). Tight for two opposite keys.
 
     Args:
         key: ``(..., n, d)``.
@@ -140,7 +164,8 @@ def affinity_perturbation_bound(key: Tensor, query_change: Tensor, *, scale: flo
         scale: factor of the logits, usually ``1/sqrt(d)``.
 
     Returns:
-        ``(..., m)``. Only the queries move: in self-attention the keys move too, and no such bound exists off a ball.
+        ``(..., m)``. Only the queries move: in self-attention the keys move too, and no such bound
+        exists off a ball.
 
     >>> float(affinity_perturbation_bound(torch.zeros(3, 2), torch.ones(1, 2), scale=1.0))
     0.0

@@ -1,4 +1,5 @@
-"""The ``wellposed`` command: one file per sub-command, none of which imports torch before its arguments are parsed."""
+"""The ``wellposed`` command: one file per sub-command, none of which imports torch before its
+arguments are parsed."""
 
 from __future__ import annotations
 
@@ -16,14 +17,24 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS: dict[str, str] = {
     "train": "train one model on a task",
-    "compare": "train variants on the same batches and report the differences with their uncertainty",
+    "compare": (
+        "train variants on the same batches and report the differences with their uncertainty"
+    ),
     "reproduce": "make a table or figure of a paper again: CSV, SVG, paper says / we got",
-    "sweep": "run a paper's grid of settings with several seeds; stop, resume, share it between processes",
+    "sweep": (
+        "run a paper's grid of settings with several seeds; stop, resume, share it between"
+        " processes"
+    ),
     "report": "write one offline HTML page about finished runs",
-    "certify": "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an attack",
+    "certify": (
+        "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an"
+        " attack"
+    ),
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
     "predict": "continue a text or label lines with a trained model",
-    "push": "upload the saved model of a finished run, with its model card, to the Hugging Face hub",
+    "push": (
+        "upload the saved model of a finished run, with its model card, to the Hugging Face hub"
+    ),
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",
 }
 """Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""
@@ -32,10 +43,13 @@ TOGETHER = ("train", "compare")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130
+    interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
-    if isinstance(sys.stdout, TextIOWrapper):  # a name that is no text, or that the terminal cannot show, is escaped
+    if isinstance(
+        sys.stdout, TextIOWrapper
+    ):  # a name that is no text, or that the terminal cannot show, is escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     words = [word for word in words if word != "--debug"]
     try:
@@ -79,24 +93,32 @@ def _refuse_several_processes(command: str) -> None:
 
     if is_one_of_several():
         instead = (
-            "; it starts its own with --jobs N, and --resume auto in its folder joins in" if command == "sweep" else ""
+            "; it starts its own with --jobs N, and --resume auto in its folder joins in"
+            if command == "sweep"
+            else ""
         )
         raise ConfigError(
-            f"wellposed {command} runs in one process; start it without torchrun or accelerate launch{instead}"
+            f"wellposed {command} runs in one process; start it without torchrun or accelerate"
+            f" launch{instead}"
         )
 
 
 def _describe(error: Exception) -> str:
     if isinstance(error, FileExistsError):
-        return f"{error.filename}: there is a file of that name, expected a folder; name another one"
+        return (
+            f"{error.filename}: there is a file of that name, expected a folder; name another one"
+        )
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'system'}: {error.strerror}"
     return str(error)
 
 
 def _printable(message: str) -> str:
-    """Return ``message`` with every character escaped that could tell a terminal to do something."""
-    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in message)
+    """Return ``message`` with every character escaped that could tell a terminal to do
+    something."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in message
+    )
 
 
 def usage() -> str:
@@ -104,9 +126,8 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
     return (
-        "usage: wellposed COMMAND [OPTIONS]\n\n"
-        "Well-posed Transformers: train, compare, measure and certify them beside the plain baseline.\n\n"
-        f"{rows}\n\n"
-        "`wellposed COMMAND --help` describes a command; --debug shows tracebacks; --version prints the version.\n"
-        "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
+        "usage: wellposed COMMAND [OPTIONS]\n\nWell-posed Transformers: train, compare, measure"
+        f" and certify them beside the plain baseline.\n\n{rows}\n\n`wellposed COMMAND --help`"
+        " describes a command; --debug shows tracebacks; --version prints the version.\nExit"
+        " status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
     )

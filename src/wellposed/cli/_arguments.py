@@ -1,6 +1,7 @@
 """Turning words into a `RunConfig`: what `train` and `compare` share.
 
-Precedence, lowest first: defaults, ``--preset`` or ``--config``, the variant (``train`` only), the command line.
+Precedence, lowest first: defaults, ``--preset`` or ``--config``, the variant (``train`` only), the
+command line.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class StartArguments(StartOptions):
     """A Hugging Face model to start from."""
 
     model: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random
+    weights)."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,20 @@ class FileArguments:
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
     imports: ImportedFiles = ()
-    """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
+    """Run this Python file first: the tasks, variants and attentions that it registers can then be
+    named."""
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take the task name, the first word that is not an option, from the words of ``train`` or ``compare``."""
+    """Take the task name, the first word that is not an option, from the words of ``train`` or
+    ``compare``."""
     if not words or words[0] in {*HELP, HELP_ALL}:
         return None, list(words)
     if words[0].startswith("-"):
-        raise ConfigError(f"wellposed {command}: expected a task first, received {words[0]!r}; tasks: {_task_names()}")
+        raise ConfigError(
+            f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
+            f" {_task_names()}"
+        )
     if words[0] not in TASKS:
         raise unknown_name("task", words[0], TASKS.names())
     return words[0], list(words[1:])
@@ -83,7 +90,8 @@ def task_usage(command: str) -> str:
 
 
 def base_config(task: str, words: Sequence[str]) -> RunConfig:
-    """Return the configuration named by ``--preset`` and ``--config`` among the words, else the defaults."""
+    """Return the configuration named by ``--preset`` and ``--config`` among the words, else the
+    defaults."""
     config_file, preset = option_value(words, "--config"), option_value(words, "--preset")
     start = option_value(words, "--from")
     if start and (config_file or preset):
@@ -112,12 +120,17 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
 def read_config(path: Path) -> RunConfig:
     """Read a ``config.toml``; a missing file or a syntax error names the file and line."""
     if not path.is_file():
-        raise DataError(f"{path}: no such configuration file; a run folder holds one as config.toml")
+        raise DataError(
+            f"{path}: no such configuration file; a run folder holds one as config.toml"
+        )
     return RunConfig.from_dict(read_toml(path), where=str(path))
 
 
-def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str) -> tuple[RunConfig, Any]:
-    """Parse the options of a task, a run and a command; return the configuration and the ``extra`` options."""
+def parse(
+    command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str
+) -> tuple[RunConfig, Any]:
+    """Parse the options of a task, a run and a command; return the configuration and the ``extra``
+    options."""
     base = _as_long_as_asked(base, words)
     options = TASKS.get(base.task).options
     arguments = dataclasses.make_dataclass(
@@ -146,7 +159,9 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
     )
     for word in words:
         if (meant := OTHER_SPELLINGS.get(word.partition("=")[0])) is not None:
-            raise ConfigError(f"{command} {base.task}: no option {word.partition('=')[0]}; did you mean {meant}?")
+            raise ConfigError(
+                f"{command} {base.task}: no option {word.partition('=')[0]}; did you mean {meant}?"
+            )
     parsed: Any = parse_words(
         arguments,
         words,
@@ -157,19 +172,23 @@ def parse(command: str, base: RunConfig, words: Sequence[str], extra: type, summ
     )
     run = dataclasses.replace(
         base,
-        task_options={item.name: getattr(parsed.task, item.name) for item in dataclasses.fields(options)},
+        task_options={
+            item.name: getattr(parsed.task, item.name) for item in dataclasses.fields(options)
+        },
         train=parsed.train,
         model=parsed.model,
         penalty=parsed.penalty,
         constrain=parsed.constrain,
-        start=StartOptions(**{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}),
+        start=StartOptions(
+            **{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}
+        ),
         imports={**base.imports, **imported_files()},
     )
     if not (run.start.model or TASKS.get(run.task).own_models):
         raise ConfigError(
-            f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face model with --from "
-            "FOLDER, or the config.json of one (docs/howto.md has one for small images); the task image reads pixels "
-            "one by one"
+            f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face"
+            " model with --from FOLDER, or the config.json of one (docs/howto.md has one for small"
+            " images); the task image reads pixels one by one"
         )
     if parsed.files.print_config:
         _print_config(run)
@@ -182,7 +201,9 @@ def _as_long_as_asked(base: RunConfig, words: Sequence[str]) -> RunConfig:
     if steps is None:
         return base
     if epochs not in (None, "None"):
-        raise ConfigError(f"--steps {steps} and --epochs {epochs} both say how long to train; give one of them")
+        raise ConfigError(
+            f"--steps {steps} and --epochs {epochs} both say how long to train; give one of them"
+        )
     return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
@@ -196,13 +217,19 @@ def _task_defaults(options: type, base: RunConfig) -> Any:
     unknown = [name for name in base.task_options if name not in known]
     if unknown:
         raise unknown_name(f"option of task {base.task}", unknown[0], known)
-    required = {item.name: tyro.MISSING for item in dataclasses.fields(options) if item.default is dataclasses.MISSING}
+    required = {
+        item.name: tyro.MISSING
+        for item in dataclasses.fields(options)
+        if item.default is dataclasses.MISSING
+    }
     return options(**{**required, **base.task_options})
 
 
 def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:
     if config.task != task:
-        raise ConfigError(f"{where} is a configuration of task {config.task!r}, the command names {task!r}")
+        raise ConfigError(
+            f"{where} is a configuration of task {config.task!r}, the command names {task!r}"
+        )
     return config
 
 

@@ -1,4 +1,5 @@
-"""``wellposed certify MODEL``: how far the output can move when the input moves, and the accuracy it certifies."""
+"""``wellposed certify MODEL``: how far the output can move when the input moves, and the accuracy
+it certifies."""
 
 from __future__ import annotations
 
@@ -29,26 +30,33 @@ _LOSSES = 6
 
 @dataclass(frozen=True)
 class CertifyArguments:
-    """Certified Lipschitz bound of every layer; for a run that classifies or continues texts, certified accuracy."""
+    """Certified Lipschitz bound of every layer; for a run that classifies or continues texts,
+    certified accuracy."""
 
     model: ModelName
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
+    as --from MODEL."""
     seq_len: int | None = None
-    """The bound covers at most this many tokens; the model's positions, or the patches of an image, where not given."""
+    """The bound covers at most this many tokens; the model's positions, or the patches of an image,
+    where not given."""
     min_tokens: int = 1
-    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
+    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by
+    sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
     """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
     radius: float | None = None
-    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention needs it."""
+    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention
+    needs it."""
     data: str | None = None
     """Data of the run's task, where it is no longer where the run found it."""
     split: Literal["valid", "test"] = "test"
     """Split on which certified accuracy is measured."""
     examples: int = 256
-    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0 leaves it out."""
+    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0
+    leaves it out."""
     radii: str | None = None
-    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not given."""
+    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not
+    given."""
     attack_steps: int = 20
     """Gradient steps of the attack for each size."""
     restarts: int = 1
@@ -58,13 +66,15 @@ class CertifyArguments:
     out: Path | None = None
     """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
     imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
+    """Run this Python file first, where the run was made with it and it has moved, changed or come
+    from elsewhere."""
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the certificate, and for a classifier run its certified accuracy; return the exit status."""
+    """Print the certificate, and for a classifier run its certified accuracy; return the exit
+    status."""
     options = parse_with_model(CertifyArguments, "certify", words, __doc__)
     radii = _radii(options.radii)
 
@@ -99,7 +109,11 @@ def run(words: Sequence[str]) -> int:
 
 
 def _accuracy(
-    model: Any, task: Task, certificate: Certificate, radii: list[float] | None, options: CertifyArguments
+    model: Any,
+    task: Task,
+    certificate: Certificate,
+    radii: list[float] | None,
+    options: CertifyArguments,
 ) -> None:
     from wellposed.training.certified_accuracy import certified_accuracy
     from wellposed.training.certified_file import NAME, TOKEN_SHARES
@@ -116,7 +130,10 @@ def _accuracy(
         attack_steps=options.attack_steps,
         restarts=options.restarts,
     )
-    print(f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded input:")
+    print(
+        f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded"
+        " input:"
+    )
     print(curve.table())
     _print_words(nearest_words(model, task.tokenizer, batches, curve.median_radius), curve)
     if options.out is not None:
@@ -132,7 +149,10 @@ def _print_words(words: Sequence[NearestWord], curve: CertifiedAccuracy) -> None
     """Print what the certified radius means for the words that are read most often."""
     if not words:
         return
-    print(f"\nin words: the most frequent ones and the nearest to each; the median radius is {curve.median_radius:.4g}")
+    print(
+        "\nin words: the most frequent ones and the nearest to each; the median radius is"
+        f" {curve.median_radius:.4g}"
+    )
     rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
     rows += [
         (
@@ -154,7 +174,10 @@ def _print_losses(certificate: Certificate) -> None:
     if not losses:
         print("no module enlarges a change of its input")
         return
-    print(f"modules that enlarge a change, largest first ({len(losses)} of {len(certificate.layers)}):")
+    print(
+        f"modules that enlarge a change, largest first ({len(losses)} of"
+        f" {len(certificate.layers)}):"
+    )
     for layer in losses[:_LOSSES]:
         print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
 
@@ -165,8 +188,9 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     if not config_file.is_file():
         if options.data is not None:
             raise ConfigError(
-                f"--data {options.data}: certified accuracy needs the task of a run, and {options.model} is not a run "
-                "folder (no config.toml); name the folder that `wellposed train --out` wrote"
+                f"--data {options.data}: certified accuracy needs the task of a run, and"
+                f" {options.model} is not a run folder (no config.toml); name the folder that"
+                " `wellposed train --out` wrote"
             )
         return None
     from wellposed.cli._arguments import read_config
@@ -177,8 +201,9 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     if options.examples < 1 or not has_certified_accuracy(model):
         if options.data is not None:
             raise ConfigError(
-                f"--data {options.data}: certified accuracy is for labels and next tokens, with --examples >= 1; "
-                f"{options.model} holds a {type(model).__name__} and --examples is {options.examples}"
+                f"--data {options.data}: certified accuracy is for labels and next tokens, with"
+                f" --examples >= 1; {options.model} holds a {type(model).__name__} and --examples"
+                f" is {options.examples}"
             )
         return None
     from wellposed.tasks import build_task
@@ -195,8 +220,9 @@ def _refuse_other_vocabulary(task: Task, options: CertifyArguments) -> None:
 
     if load_tokenizer(options.model).get_vocab() != task.tokenizer.get_vocab():
         raise ConfigError(
-            f"{options.data or 'the data of the run'}: its vocabulary is not the one the model was trained with, "
-            "so token numbers would mean something else; give --data with the training data of the run"
+            f"{options.data or 'the data of the run'}: its vocabulary is not the one the model was"
+            " trained with, so token numbers would mean something else; give --data with the"
+            " training data of the run"
         )
 
 
@@ -206,7 +232,9 @@ def _positions(model: Any, name: str) -> int:
     grid = patch_grid(model)
     length = grid.tokens if grid else getattr(model.config, "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise ConfigError(f"{name}: the model does not say how many tokens it takes; give --seq-len")
+        raise ConfigError(
+            f"{name}: the model does not say how many tokens it takes; give --seq-len"
+        )
     return length
 
 
@@ -216,10 +244,14 @@ def _radii(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--radii {text!r}: expected comma-separated numbers, for instance 0,0.1,0.2") from None
+        raise ConfigError(
+            f"--radii {text!r}: expected comma-separated numbers, for instance 0,0.1,0.2"
+        ) from None
 
 
-def _say_why(certificate: Certificate, model: Any, ask: Callable[..., Certificate], options: CertifyArguments) -> None:
+def _say_why(
+    certificate: Certificate, model: Any, ask: Callable[..., Certificate], options: CertifyArguments
+) -> None:
     where = ", ".join(layer.path or "." for layer in certificate.uncertified[:5])
     print(f"no bound: {where}", file=sys.stderr)
     if options.radius is not None or getattr(model.get_input_embeddings(), "weight", None) is None:
@@ -230,9 +262,13 @@ def _say_why(certificate: Certificate, model: Any, ask: Callable[..., Certificat
     on_a_ball = ask(radius=1.1 * largest, cross_check=False)
     if math.isfinite(on_a_ball.total):
         advice = (
-            f"on a ball there is one: try --radius {1.1 * largest:.3g}, the longest embedded token is {largest:.4g}"
+            f"on a ball there is one: try --radius {1.1 * largest:.3g}, the longest embedded token"
+            f" is {largest:.4g}"
         )
     else:
         without = on_a_ball.uncertified[0]
-        advice = f"nor is there one on a ball: {without.path or '.'} ({without.module}): {without.reason}"
+        advice = (
+            f"nor is there one on a ball: {without.path or '.'} ({without.module}):"
+            f" {without.reason}"
+        )
     print(advice, file=sys.stderr)

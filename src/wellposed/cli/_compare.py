@@ -1,4 +1,5 @@
-"""``wellposed compare TASK``: variants on the same batches, with standard errors and a paired test."""
+"""``wellposed compare TASK``: variants on the same batches, with standard errors and a paired
+test."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ class CompareArguments:
     """Options of the command itself."""
 
     variants: str | None = None
-    """Comma-separated variants, name:value for one with a number; others are compared with the first. Where not given:
-    post_ln,pre_ln; with --from plain,key:1e-2."""
+    """Comma-separated variants, name:value for one with a number; others are compared with the
+    first. Where not given: post_ln,pre_ln; with --from plain,key:1e-2."""
     seeds: int = 1
-    """Seeds per variant, counted from --seed; two or more give a standard error and a paired test."""
+    """Seeds per variant, counted from --seed; two or more give a standard error and a paired
+    test."""
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
     jobs: int = 1
@@ -36,10 +38,11 @@ class CompareArguments:
     resume: str = "never"
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
     certify: int = 0
-    """Certified and attacked accuracy of each run on so many test examples, for the report; 0: none."""
+    """Certified and attacked accuracy of each run on so many test examples, for the report; 0:
+    none."""
     track: TrackerNames = ()
-    """Also report the runs and what comes of them to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow,
-    ...; may be repeated."""
+    """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
+    tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
     """Print the table only."""
 
@@ -51,7 +54,9 @@ def run(words: Sequence[str]) -> int:
         print(task_usage("compare"))
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
-    config, options = parse("compare", base_config(task, rest), rest, CompareArguments, __doc__ or "")
+    config, options = parse(
+        "compare", base_config(task, rest), rest, CompareArguments, __doc__ or ""
+    )
 
     from wellposed.recipes.compare import compare
     from wellposed.report import aggregate, build_report
@@ -76,7 +81,10 @@ def run(words: Sequence[str]) -> int:
     if not is_first():
         return 130 if runs.cancelled else int(bool(runs.failed))
     if runs.cancelled:
-        print(f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto", file=sys.stderr)
+        print(
+            f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto",
+            file=sys.stderr,
+        )
         return 130
     found = aggregate(runs.folders)
     print(found.table())
@@ -90,12 +98,19 @@ def run(words: Sequence[str]) -> int:
 
 
 def _report_comparison(
-    tracking: Tracking, out: Path, config: Mapping[str, Any], folders: Sequence[Path], found: Comparison
+    tracking: Tracking,
+    out: Path,
+    config: Mapping[str, Any],
+    folders: Sequence[Path],
+    found: Comparison,
 ) -> None:
-    """Leave one more record in each tracker: the means of every variant and the figures of the report on all runs."""
+    """Leave one more record in each tracker: the means of every variant and the figures of the
+    report on all runs."""
     from wellposed.training.tracking import Trackers
 
-    means = {f"{record['metric']},{record['variant']}": record["mean"] for record in found.records()}
+    means = {
+        f"{record['metric']},{record['variant']}": record["mean"] for record in found.records()
+    }
     reported = replace(tracking, figures=lambda _: report_images(*folders))
     with Trackers(reported, out, title=f"{config['task']} compared", config=config) as trackers:
         trackers.end(means, succeeded=True)

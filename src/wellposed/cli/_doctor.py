@@ -50,7 +50,9 @@ def run(words: Sequence[str]) -> int:
         try:
             found = check()
             print(f"ok      {name}: {found}")
-        except Exception as error:  # a broken installation may fail in any way; the doctor reports it and goes on
+        except (
+            Exception
+        ) as error:  # a broken installation may fail in any way; the doctor reports it and goes on
             failures += 1
             print(f"FAILED  {name}: {type(error).__name__}: {error}", file=sys.stderr)
     return 1 if failures else 0
@@ -84,7 +86,12 @@ def _check_training() -> str:
 
     torch.manual_seed(0)
     model = build_model(
-        "wellposed", "causal_lm", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+        "wellposed",
+        "causal_lm",
+        vocab_size=11,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(44).reshape(2, 22) % 11
@@ -97,7 +104,8 @@ def _check_training() -> str:
         losses.append(float(loss.detach()))
     if losses[-1] > 0.7 * losses[0]:
         raise ArithmeticError(
-            f"loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 30 steps, expected a fall of 30 %"
+            f"loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 30 steps, expected a fall of"
+            " 30 %"
         )
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in 30 steps"
 
@@ -109,14 +117,21 @@ def _check_measurement() -> str:
     from wellposed.models import build_model
 
     model = build_model(
-        "wellposed", "causal_lm", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+        "wellposed",
+        "causal_lm",
+        vocab_size=11,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     rows = measure(model).rows
     query = next(row for row in rows if row["role"] == "query")
     weight = model.get_submodule("model.layers.0.attention.q_proj").weight
     expected = float(torch.linalg.matrix_norm(weight.detach().double(), 2))  # type: ignore[union-attr]
     if abs(query["sigma_max"] - expected) > 1e-3 * expected:
-        raise ArithmeticError(f"largest singular value {query['sigma_max']:.6f}, numpy finds {expected:.6f}")
+        raise ArithmeticError(
+            f"largest singular value {query['sigma_max']:.6f}, numpy finds {expected:.6f}"
+        )
     return f"{len(rows)} weights, largest singular value of the query agrees with the SVD"
 
 

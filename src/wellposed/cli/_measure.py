@@ -12,16 +12,19 @@ from wellposed.cli.model_argument import ModelName, parse_with_model
 
 @dataclass(frozen=True)
 class MeasureArguments:
-    """Orthogonality error, singular values, condition number and stable rank of every weight, by role and layer."""
+    """Orthogonality error, singular values, condition number and stable rank of every weight, by
+    role and layer."""
 
     model: ModelName
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
+    as --from MODEL."""
     text: str | None = None
     """Also run the model on this text: activation norms and attention entropy."""
     image: Path | None = None
     """The same for a model of images: run it on this one."""
     imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
+    """Run this Python file first, where the run was made with it and it has moved, changed or come
+    from elsewhere."""
     out: Path | None = None
     """Folder for measurement.csv, measurement.json and measurement.svg."""
 

@@ -1,4 +1,5 @@
-"""``wellposed predict MODEL``: continue a text, label or translate every line of one, or label images."""
+"""``wellposed predict MODEL``: continue a text, label or translate every line of one, or label
+images."""
 
 from __future__ import annotations
 
@@ -24,20 +25,23 @@ TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
 
 @dataclass(frozen=True)
 class PredictArguments:
-    """Continue a text with a language model, label each line with a classifier, translate it, or label images."""
+    """Continue a text with a language model, label each line with a classifier, translate it, or
+    label images."""
 
     model: ModelName
-    """A run folder, a saved Hugging Face model with its tokenizer, or a hub name; also as --from MODEL."""
+    """A run folder, a saved Hugging Face model with its tokenizer, or a hub name; also as --from
+    MODEL."""
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
-    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads standard input. For a
+    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads
+    standard input. For a
     model of images: an image, a folder of them, or a file with the path of one on each line."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
     max_new_tokens: int | None = None
-    """Most tokens to add. A language model adds 200 where not given, and past its positions goes on from the last half
-    of them; a translation has at most 2 x source + 10."""
+    """Most tokens to add. A language model adds 200 where not given, and past its positions goes on
+    from the last half of them; a translation has at most 2 x source + 10."""
     temperature: float = 0.8
     """Sampling temperature of a language model; 0 takes the most probable token."""
     seed: int = 0
@@ -51,11 +55,14 @@ class PredictArguments:
     gnmt: bool = False
     """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
     n_best: int = 1
-    """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
+    """Translations per line; above 1 an output line is: line number, rank, score, text, between
+    tabs."""
     imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it and it has moved, changed or come from elsewhere."""
+    """Run this Python file first, where the run was made with it and it has moved, changed or come
+    from elsewhere."""
     long: Literal["refuse", "truncate", "split"] = "refuse"
-    """What happens to lines longer than the positions of a translation model: an error, their start, or in parts."""
+    """What happens to lines longer than the positions of a translation model: an error, their
+    start, or in parts."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -78,7 +85,11 @@ def run(words: Sequence[str]) -> int:
         from wellposed.cli.prediction.continuation import continue_text
 
         count = options.max_new_tokens or MAX_NEW_TOKENS
-        sampling = {"max_new_tokens": count, "temperature": options.temperature, "seed": options.seed}
+        sampling = {
+            "max_new_tokens": count,
+            "temperature": options.temperature,
+            "seed": options.seed,
+        }
         lines: Iterable[str] = [continue_text(model, tokenizer, _text(options), **sampling)]
     else:
         from wellposed.cli.prediction.labels import label_lines
@@ -102,7 +113,8 @@ def _image_labels(model: PreTrainedModel, options: PredictArguments) -> Iterable
     _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
     if options.input is None:
         raise ConfigError(
-            f"wellposed predict: a {type(model).__name__} reads images; give --input IMAGE, FOLDER or LIST"
+            f"wellposed predict: a {type(model).__name__} reads images; give --input IMAGE, FOLDER"
+            " or LIST"
         )
     images = find_images(options.input)
     return label_images(model, load_image_processor(options.model), images, options.batch_size)
@@ -113,12 +125,18 @@ def _refuse_images(model: PreTrainedModel, options: PredictArguments) -> None:
     path = options.input
     if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
         kind = "a folder" if path.is_dir() else "an image"
-        raise DataError(f"{path}: is {kind}, and a {type(model).__name__} reads texts; give a file of lines of text")
+        raise DataError(
+            f"{path}: is {kind}, and a {type(model).__name__} reads texts; give a file of lines of"
+            " text"
+        )
 
 
 def _check(options: PredictArguments) -> None:
     if (options.text is None) == (options.input is None):
-        raise ConfigError("wellposed predict: give the text with --text, or a file with --input (exactly one of them)")
+        raise ConfigError(
+            "wellposed predict: give the text with --text, or a file with --input (exactly one of"
+            " them)"
+        )
     if options.batch_size < 1 or (options.max_new_tokens or 1) < 1:
         raise ConfigError("wellposed predict: --batch-size and --max-new-tokens must be at least 1")
     if options.input is not None and str(options.input) != "-" and not options.input.exists():
@@ -131,15 +149,21 @@ def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str
     changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        raise ConfigError(f"wellposed predict: {flags} has no effect on this model: {reason}; leave it out")
+        raise ConfigError(
+            f"wellposed predict: {flags} has no effect on this model: {reason}; leave it out"
+        )
 
 
-def _translate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments) -> int:
+def _translate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments
+) -> int:
     from wellposed.cli.prediction.translation import Translator, build_decoding, translate_lines
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
     if options.n_best > 1 and options.long == "split":
-        raise ConfigError("wellposed predict: --long split joins the best text of each part; leave --n-best at 1")
+        raise ConfigError(
+            "wellposed predict: --long split joins the best text of each part; leave --n-best at 1"
+        )
     decoding = build_decoding(
         beams=options.beams,
         length_penalty=options.length_penalty,
@@ -163,7 +187,9 @@ def _text(options: PredictArguments) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; convert it, for example with iconv") from error
+        raise DataError(
+            f"{path}: not UTF-8 at byte {error.start}; convert it, for example with iconv"
+        ) from error
     if not text.strip():
         raise DataError(f"{path}: the file is empty; expected at least one line of text")
     return text

@@ -1,4 +1,5 @@
-"""``wellposed push RUN REPOSITORY``: upload the saved model of a finished run, with its model card, to the hub."""
+"""``wellposed push RUN REPOSITORY``: upload the saved model of a finished run, with its model card,
+to the hub."""
 
 from __future__ import annotations
 
@@ -29,5 +30,9 @@ def run(words: Sequence[str]) -> int:
     from wellposed.training.hub import push_to_hub
 
     final = options.run / "final"
-    print(push_to_hub(final if final.is_dir() else options.run, options.repository, public=options.public))
+    print(
+        push_to_hub(
+            final if final.is_dir() else options.run, options.repository, public=options.public
+        )
+    )
     return 0

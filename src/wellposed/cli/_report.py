@@ -14,15 +14,17 @@ from wellposed.cli.parser import parse_words
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write one HTML page about runs, reproductions and sweeps; nothing beside it is needed to read it."""
+    """Write one HTML page about runs, reproductions and sweeps; nothing beside it is needed to read
+    it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs, reproductions or sweeps, or folders that hold run folders; the first variant is the one others
-    are compared with."""
+    """Folders of runs, reproductions or sweeps, or folders that hold run folders; the first variant
+    is the one others are compared with."""
     out: Path = Path("report.html")
     """Page to write; the data of its tables and figures is inside, as CSV."""
     watch: bool = False
-    """Write the page again whenever a run has logged or ended, until Ctrl-C; an open page follows."""
+    """Write the page again whenever a run has logged or ended, until Ctrl-C; an open page
+    follows."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -34,7 +36,9 @@ def run(words: Sequence[str]) -> int:
     if options.watch:
         watch_report(options.runs, options.out, lambda line: print(line, flush=True))
         return 0
-    page = build_report(options.runs, options.out)  # first, since it reads more files: damage must not follow a table
+    page = build_report(
+        options.runs, options.out
+    )  # first, since it reads more files: damage must not follow a table
     if table := aggregate(options.runs).table():
         print(table)
     print(f"report: {page}")

@@ -1,4 +1,5 @@
-"""``wellposed reproduce NAME``: a table or figure of a paper again, with what the paper says beside what we got."""
+"""``wellposed reproduce NAME``: a table or figure of a paper again, with what the paper says beside
+what we got."""
 
 from __future__ import annotations
 
@@ -24,54 +25,68 @@ class ReproduceArguments:
     """Make tables and figures of the papers: CSV, SVG and a row "paper says / we got" each."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes, each with what it
-    reads of --data, --encoder, --vectors and --languages; and "all" every one: those that are finished in --out, at
-    this scale or a larger one, are kept, and those whose data is missing are named and left out."""
+    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes,
+    each with what it reads of --data, --encoder, --vectors and --languages; and "all" every one:
+    those that are finished in --out, at this scale or a larger one, are kept, and those whose data
+    is missing are named and left out."""
     list: bool = False
     """List every recipe with the minutes it takes, and stop."""
     plan: bool = False
-    """Say what the named recipes would take and could see at --scale: seeds, the smallest difference that would be
-    seen, and what counts as levelled off; and stop."""
+    """Say what the named recipes would take and could see at --scale: seeds, the smallest
+    difference that would be seen, and what counts as levelled off; and stop."""
     scale: Literal["mini", "medium", "paper", "toy"] = "mini"
-    """mini: minutes on two CPU cores; medium: sized so that the claim can be seen or refuted, at most 10 hours on two
-    cores or 45 minutes on one large GPU; paper: the paper's sizes on a large GPU; toy: seconds, shows nothing."""
+    """mini: minutes on two CPU cores; medium: sized so that the claim can be seen or refuted, at
+    most 10 hours on two cores or 45 minutes on one large GPU; paper: the paper's sizes on a large
+    GPU; toy: seconds, shows nothing."""
     out: Path = Path("runs/reproduce")
-    """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
+    """Folder for the files; training recipes keep their runs inside and go on with them when called
+    again."""
     data: str | None = None
-    """Data of recipes that read some: a file, a folder, a folder of data sets in which each recipe finds its own, or
-    hf:name. --plan says which do, and what is read otherwise."""
+    """Data of recipes that read some: a file, a folder, a folder of data sets in which each recipe
+    finds its own, or hf:name. --plan says which do, and what is read otherwise."""
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in place of the one of
-    the scale, or that score replies with it (zhang2021/table-4)."""
+    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in
+    place of the one of the scale, or that score replies with it (zhang2021/table-4)."""
     vectors: str | None = None
-    """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
+    """File of word vectors (GloVe, word2vec), for recipes that score replies with them
+    (zhang2021/table-4)."""
     languages: str | None = None
-    """Source and target, as en,fr, for recipes that translate the data given; in this order they also name the columns
-    of a tsv without a header. Where not given: the recipe's own, or the first two of a folder that has others."""
+    """Source and target, as en,fr, for recipes that translate the data given; in this order they
+    also name the columns of a tsv without a header. Where not given: the recipe's own, or the first
+    two of a folder that has others."""
     jobs: int | None = None
-    """Processes that train independent runs at the same time; one where not given, but as many as there are cores for
-    mcgrath2024."""
+    """Processes that train independent runs at the same time; one where not given, but as many as
+    there are cores for mcgrath2024."""
     page: Path = Path("docs/reproduction.md")
-    """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
+    """The page that "all" writes: what each paper says, what we got, the verdict and how sure it
+    is."""
     quiet: bool = False
     """Print the rows only."""
     strict: bool = False
-    """Exit with status 1 where a paper's claim does not hold; a negative result is a success otherwise."""
+    """Exit with status 1 where a paper's claim does not hold; a negative result is a success
+    otherwise."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not hold."""
-    options = parse_words(ReproduceArguments, words, prog="wellposed reproduce", description=__doc__)
+    """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not
+    hold."""
+    options = parse_words(
+        ReproduceArguments, words, prog="wellposed reproduce", description=__doc__
+    )
     check_jobs(1 if options.jobs is None else options.jobs)
     if options.list:
         print(_listing())
         return 0
     if not options.names:
-        raise ConfigError("name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all")
+        raise ConfigError(
+            "name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all"
+        )
     if "all" in options.names and not options.plan:
         return _run_all(options)
     if options.plan:
-        print("\n".join(_plan(recipe, options) for name in options.names for recipe in _expand(name)))
+        print(
+            "\n".join(_plan(recipe, options) for name in options.names for recipe in _expand(name))
+        )
         return 0
     held = [_make(name, options, given) for name, given in _requested(options)]
     return 0 if all(held) or not options.strict else 1
@@ -79,7 +94,11 @@ def run(words: Sequence[str]) -> int:
 
 def _given(options: ReproduceArguments) -> dict[str, str]:
     """Return what the user gives for recipes to read."""
-    return {option: value for option in get_args(Given) if (value := getattr(options, option)) is not None}
+    return {
+        option: value
+        for option in get_args(Given)
+        if (value := getattr(options, option)) is not None
+    }
 
 
 def _read_by(name: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +106,8 @@ def _read_by(name: str, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
-    """Return the named recipes with what each is given: those of a paper what they read, and another one everything."""
+    """Return the named recipes with what each is given: those of a paper what they read, and
+    another one everything."""
     given = _given(options)
     requested = []
     for name in options.names:
@@ -98,7 +118,9 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
             continue
         some = [(recipe, _read_by(recipe, given)) for recipe in recipes]
         if unread := [option for option in given if not any(option in read for _, read in some)]:
-            raise ConfigError(f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out")
+            raise ConfigError(
+                f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out"
+            )
         requested += some
     return requested
 
@@ -107,7 +129,8 @@ def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
     if any(given is not None for given in (options.encoder, options.vectors, options.languages)):
         raise ConfigError(
-            '--encoder, --vectors or --languages with "all": name the recipes that read it, for instance mcgrath2024'
+            '--encoder, --vectors or --languages with "all": name the recipes that read it, for'
+            " instance mcgrath2024"
         )
     check_data(options.data)
     held = True
@@ -131,7 +154,9 @@ def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> b
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     announce = _ignore if options.quiet else _announce
-    done = reproduce(name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **given)
+    done = reproduce(
+        name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **given
+    )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
     return done.result.holds is not False
@@ -139,9 +164,14 @@ def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> b
 
 def _plan(name: str, options: ReproduceArguments) -> str:
     recipe = RECIPES.get(name)
-    lines = [f"{name} (scale {options.scale}): {recipe.time(options.scale)}", f"  claim:        {recipe.says}"]
+    lines = [
+        f"{name} (scale {options.scale}): {recipe.time(options.scale)}",
+        f"  claim:        {recipe.says}",
+    ]
     if "data" in recipe.takes:
-        lines.append(f"  data:         --data{f', or {recipe.builtin}' if recipe.builtin else ' is needed'}")
+        lines.append(
+            f"  data:         --data{f', or {recipe.builtin}' if recipe.builtin else ' is needed'}"
+        )
     if recipe.power is None:
         return "\n".join([*lines, "  nothing is trained, so no seeds are compared"])
     plan = recipe.power.plan(Request(options.scale, options.out))
@@ -164,8 +194,8 @@ def _listing() -> str:
         mini, medium, paper = (recipe.time(scale) for scale in ("mini", "medium", "paper"))
         lines.append(f"{name:<{width}}  {mini:>8}  {medium:>8}  {paper:>10}  {recipe.summary}")
     lines.append(
-        "measured, or ~ estimated; mini, medium: two CPU cores; paper: one large GPU, the whole hyper-parameter grid; "
-        "--plan says what each could see"
+        "measured, or ~ estimated; mini, medium: two CPU cores; paper: one large GPU, the whole"
+        " hyper-parameter grid; --plan says what each could see"
     )
     return "\n".join(lines)
 

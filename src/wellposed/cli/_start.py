@@ -1,4 +1,5 @@
-"""What ``--from`` means before the other options are parsed: how its texts or images are read, and fine-tuning."""
+"""What ``--from`` means before the other options are parsed: how its texts or images are read, and
+fine-tuning."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FINE_TUNING = TrainOptions(
     adam_beta2=0.999,
     adam_epsilon=1e-8,
 )
-"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix A.3)."""
+"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix
+A.3)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,11 @@ class _Source:
     """Whether its weights are drawn."""
 
 
-def start_config(task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()) -> RunConfig:
-    """Return what a run that starts from the model ``name`` does by default: reads as the model does, and fine-tunes.
+def start_config(
+    task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()
+) -> RunConfig:
+    """Return what a run that starts from the model ``name`` does by default: reads as the model
+    does, and fine-tunes.
 
     ``given`` are those of `READ_BY` that the user says.
     """
@@ -47,9 +52,15 @@ def start_config(task: str, name: str, *, from_scratch: bool, given: Sequence[st
     loaded = start_source(name)
     if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
         check_start(loaded, kind)
-    source = _Source(loaded, Path(name).parent if is_config else Path(loaded), random=from_scratch or is_config)
+    source = _Source(
+        loaded, Path(name).parent if is_config else Path(loaded), random=from_scratch or is_config
+    )
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
-    found = {option: find(source) for option, find in READ_BY.items() if option in known and option not in given}
+    found = {
+        option: find(source)
+        for option, find in READ_BY.items()
+        if option in known and option not in given
+    }
     train = TrainOptions() if source.random else FINE_TUNING
     task_options = {option: value for option, value in found.items() if value}
     start = StartOptions(source.name, from_scratch=from_scratch)
@@ -63,8 +74,9 @@ def _tokenizer(source: _Source) -> str:
     if source.random:
         return ""
     raise ConfigError(
-        f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it there with "
-        "tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or give --from-scratch"
+        f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it"
+        " there with tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or"
+        " give --from-scratch"
     )
 
 
@@ -75,9 +87,10 @@ def _processor(source: _Source) -> str:
     if not folder.is_dir() or has_processor(folder):
         return f"hf:{folder}"
     raise ConfigError(
-        f"{folder}: no {PROCESSOR_FILES[0]}, which says how the images of its weights became numbers; copy it from "
-        "where the model came from, name a folder that has one with --processor hf:FOLDER, or give --processor "
-        f"config:{folder} for its size with mean and deviation of your images"
+        f"{folder}: no {PROCESSOR_FILES[0]}, which says how the images of its weights became"
+        " numbers; copy it from where the model came from, name a folder that has one with"
+        f" --processor hf:FOLDER, or give --processor config:{folder} for its size with mean and"
+        " deviation of your images"
     )
 
 

@@ -1,4 +1,5 @@
-"""``wellposed sweep STUDY``: a paper's grid of settings, each with several seeds, in as many processes as wanted."""
+"""``wellposed sweep STUDY``: a paper's grid of settings, each with several seeds, in as many
+processes as wanted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.plugins import imported_files
 from wellposed.recipes.mcgrath2024.grid import SCALES, chosen_cells, further_cells, grid, options_of
-from wellposed.recipes.mcgrath2024.sweep import SweepSettings, default_jobs, finished_results, open_sweep, run_sweep
+from wellposed.recipes.mcgrath2024.sweep import (
+    SweepSettings,
+    default_jobs,
+    finished_results,
+    open_sweep,
+    run_sweep,
+)
 from wellposed.recipes.mcgrath2024.tracked import track_sweep, track_training
 
 STUDIES = {"mcgrath2024": "orthogonality penalties on key and query weights, three tasks at once"}
@@ -30,26 +37,30 @@ class SweepArguments:
     """Options of a sweep."""
 
     data: Path
-    """Folder of ids-sst-train.csv, quora-train.csv, sts-train.csv and their dev files, plain or gzip."""
+    """Folder of ids-sst-train.csv, quora-train.csv, sts-train.csv and their dev files, plain or
+    gzip."""
     scale: str = "mini"
-    """mini: a small BERT from scratch, under 20 minutes on two cores; medium: a wider one for more steps, hours; paper:
-    BERT base on every row; toy: seconds."""
+    """mini: a small BERT from scratch, under 20 minutes on two cores; medium: a wider one for more
+    steps, hours; paper: BERT base on every row; toy: seconds."""
     out: Path | None = None
     """Folder of the sweep; runs/mcgrath2024-SCALE where not given."""
     resume: str = "never"
-    """never | auto: keep finished trainings of --out and go on; also how a further process joins in."""
+    """never | auto: keep finished trainings of --out and go on; also how a further process joins
+    in."""
     seeds: int = 3
     """Trainings of every cell, seeds 0, 1, ...; more may be added with --resume auto."""
     jobs: int | None = None
     """Processes; by default one for each CPU core at mini and medium scale, else one."""
     cells: str = ""
-    """Only these cells, comma separated (key:1e-2, householder:1e-6, and value or embedding, which are trained where
-    named alone); the baseline is always among them."""
+    """Only these cells, comma separated (key:1e-2, householder:1e-6, and value or embedding, which
+    are trained where named alone); the baseline is always among them."""
     encoder: Annotated[str | None, tyro.conf.arg(name="from", aliases=("--encoder",))] = None
-    """Train this encoder in place of the one of the scale: a folder, a hub name, a finished run, or a config.json
-    (random weights). A pretrained one is fine-tuned at 5e-5, for 200 steps at mini scale and 1000 at medium."""
+    """Train this encoder in place of the one of the scale: a folder, a hub name, a finished run, or
+    a config.json (random weights). A pretrained one is fine-tuned at 5e-5, for 200 steps at mini
+    scale and 1000 at medium."""
     imports: ImportedFiles = ()
-    """Run this Python file first, in every process: model classes and families that it registers can be trained."""
+    """Run this Python file first, in every process: model classes and families that it registers
+    can be trained."""
     steps: int | None = None
     """Optimizer steps, in place of those of the scale."""
     batch_size: int | None = None
@@ -57,12 +68,13 @@ class SweepArguments:
     learning_rate: float | None = None
     """Peak learning rate, in place of that of the scale."""
     sts_loss: Literal["squared_error", "cosine"] | None = None
-    """Loss of sentence similarity: squared_error (of every scale), or cosine of a batch's outputs and scores."""
+    """Loss of sentence similarity: squared_error (of every scale), or cosine of a batch's outputs
+    and scores."""
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""
     track: TrackerNames = ()
-    """Also report the trainings, when they end, and what comes of them to this tracker of Accelerate: trackio,
-    tensorboard, wandb, mlflow, ...; may be repeated."""
+    """Also report the trainings, when they end, and what comes of them to this tracker of
+    Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
     """Print the tables and the conclusion only."""
 
@@ -74,7 +86,9 @@ def run(words: Sequence[str]) -> int:
         return 0
     if words[0] not in STUDIES:
         raise unknown_name("study", words[0], STUDIES)
-    options = parse_words(SweepArguments, words[1:], prog=f"wellposed sweep {words[0]}", description=__doc__ or "")
+    options = parse_words(
+        SweepArguments, words[1:], prog=f"wellposed sweep {words[0]}", description=__doc__ or ""
+    )
     settings = _settings(options)
     tracking(options.track)
     open_sweep(settings, options.resume)
@@ -82,17 +96,23 @@ def run(words: Sequence[str]) -> int:
     jobs = options.jobs if options.jobs is not None else default_jobs(options.scale, options.device)
     if not options.quiet:
         print(
-            f"{len(settings.cells)} cells x {len(settings.seeds)} seeds = {total} trainings in {settings.out}",
+            f"{len(settings.cells)} cells x {len(settings.seeds)} seeds = {total} trainings in"
+            f" {settings.out}",
             flush=True,
         )
-    finished = run_sweep(settings, jobs=jobs, announce=_ignore if options.quiet else _announce, report=track_training)
+    finished = run_sweep(
+        settings, jobs=jobs, announce=_ignore if options.quiet else _announce, report=track_training
+    )
     if not finished:
         again = [*words, *([] if "--resume" in words else ["--resume", "auto"])]
         print(f"interrupted; continue with: wellposed sweep {shlex.join(again)}", file=sys.stderr)
         return 130
     results = finished_results(settings)
     if len(results) < total:
-        print(f"{len(results)} of {total} trainings are done; another process has the rest and writes the tables")
+        print(
+            f"{len(results)} of {total} trainings are done; another process has the rest and writes"
+            " the tables"
+        )
         return 0
 
     from wellposed.measurement.figures import drawn_images
@@ -101,7 +121,10 @@ def run(words: Sequence[str]) -> int:
     with drawn_images() as images:
         print(write_outputs(settings))
     track_sweep(settings, images)
-    print(f"written: {settings.out}/results.md, table-1.csv, figure-1.svg, figure-3.svg, sweep.csv, ...")
+    print(
+        f"written: {settings.out}/results.md, table-1.csv, figure-1.svg, figure-3.svg,"
+        " sweep.csv, ..."
+    )
     return 1 if any(result["status"] != "success" for result in results) else 0
 
 
@@ -137,7 +160,8 @@ def _ignore(line: str) -> None:
 def _usage() -> str:
     rows = "\n".join(f"  {name}  {summary}" for name, summary in STUDIES.items())
     return (
-        f"usage: wellposed sweep STUDY --data DIR [OPTIONS]\n\nstudies:\n{rows}\n\ncells of mcgrath2024:\n  "
+        f"usage: wellposed sweep STUDY --data DIR [OPTIONS]\n\nstudies:\n{rows}\n\ncells of"
+        " mcgrath2024:\n  "
         + "\n  ".join(cell.name for cell in (*grid(), *further_cells()))
         + "\n\n`wellposed sweep STUDY --help` lists the options."
     )

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.cli._arguments import base_config, command_words, option_value, parse, split_task, task_usage
+from wellposed.cli._arguments import (
+    base_config,
+    command_words,
+    option_value,
+    parse,
+    split_task,
+    task_usage,
+)
 from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.recipes.variants import VARIANTS, apply_variant
 from wellposed.training.processes import is_first
@@ -20,13 +27,17 @@ class TrainArguments:
     out: Path = Path("runs/latest")
     """Run folder to create."""
     variant: str | None = None
-    """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
+    """Variant to train; see `wellposed compare --help`. Options on the command line win over the
+    variant's."""
     resume: str = "never"
-    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
+    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps:
+    train longer."""
     track: TrackerNames = ()
-    """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
+    """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be
+    repeated."""
     push_to_hub: str | None = None
-    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made private if missing."""
+    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made
+    private if missing."""
     quiet: bool = False
     """Print the result only."""
 

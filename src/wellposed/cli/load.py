@@ -19,10 +19,11 @@ _FILES = ("config.json", "config.toml", "final/config.json")
 
 
 def model_folder(name: str) -> str:
-    """Return the folder (or hub name) to load ``name`` from: ``final/`` of a run folder, else the name itself.
+    """Return the folder (or hub name) to load ``name`` from: ``final/`` of a run folder, else the
+    name itself.
 
-    A name is one of the hub only if it has the form ``name`` or ``owner/name`` and no path can have been meant: nothing
-    of that name exists, and there is no folder ``owner`` here.
+    A name is one of the hub only if it has the form ``name`` or ``owner/name`` and no path can have
+    been meant: nothing of that name exists, and there is no folder ``owner`` here.
 
     Raises:
         CheckpointError: a run folder whose run has not finished.
@@ -34,7 +35,9 @@ def model_folder(name: str) -> str:
     if (path / "config.json").is_file():
         return name
     if (path / "config.toml").is_file():
-        raise CheckpointError(f"{name}: the run has no final model yet; finish it with --resume auto, then try again")
+        raise CheckpointError(
+            f"{name}: the run has no final model yet; finish it with --resume auto, then try again"
+        )
     if path.is_dir():
         runs = sorted(str(found.parent.parent) for found in path.glob("**/final/config.json"))
         raise DataError(
@@ -43,19 +46,24 @@ def model_folder(name: str) -> str:
         )
     if path.exists():
         only = ": a config.json holds no weights" if path.suffix == ".json" else ""
-        raise DataError(f"{name}: is a file, expected a run folder or a saved model{only}; name the folder of a model")
+        raise DataError(
+            f"{name}: is a file, expected a run folder or a saved model{only}; name the folder of a"
+            " model"
+        )
     if _is_path(name):
         raise DataError(f"{name}: no such folder{_nearest(path)}")
     return name
 
 
 def start_source(name: str) -> str:
-    """Return what a training that begins ``--from`` name reads: a ``config.json`` itself, else `model_folder`."""
+    """Return what a training that begins ``--from`` name reads: a ``config.json`` itself, else
+    `model_folder`."""
     return name if Path(name).is_file() else model_folder(name)
 
 
 def load_model(name: str) -> PreTrainedModel:
-    """Load the model with the class it was saved from (our own classes are registered with the Auto classes)."""
+    """Load the model with the class it was saved from (our own classes are registered with the Auto
+    classes)."""
     from wellposed.models import load_saved_model
 
     folder = _verified(name, weights=True)
@@ -68,7 +76,8 @@ def load_model(name: str) -> PreTrainedModel:
 
 
 def load_model_or_draw(name: str) -> PreTrainedModel:
-    """Load the model as `load_model`; of a ``config.json`` draw one at random (seed 0) and say so."""
+    """Load the model as `load_model`; of a ``config.json`` draw one at random (seed 0) and say
+    so."""
     if not Path(name).is_file():
         return load_model(name)
     import torch
@@ -90,8 +99,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     folder = _verified(name, weights=False)
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
         raise CheckpointError(
-            f"{folder}: the folder has no tokenizer, so no text can be read; expected one of "
-            f"{', '.join(TOKENIZER_FILES)}; save it beside the model with tokenizer.save_pretrained({folder!r})"
+            f"{folder}: the folder has no tokenizer, so no text can be read; expected one of"
+            f" {', '.join(TOKENIZER_FILES)}; save it beside the model with"
+            f" tokenizer.save_pretrained({folder!r})"
         )
     return load_pretrained(AutoTokenizer, folder)
 
@@ -119,18 +129,20 @@ def _verified(name: str, *, weights: bool) -> str:
 
 def _is_path(name: str) -> bool:
     owner = Path(name).parent
-    return (
-        _HUB_NAME.fullmatch(name) is None
-        or (
-            os.sep in name and (owner.is_dir() or name.startswith("runs/"))
-        )  # where runs go, whether or not there is one yet
-    )
+    return _HUB_NAME.fullmatch(name) is None or (
+        os.sep in name and (owner.is_dir() or name.startswith("runs/"))
+    )  # where runs go, whether or not there is one yet
 
 
 def _nearest(path: Path) -> str:
-    """Return the nearest folders beside ``path`` that hold a model or a run, as the end of a message."""
+    """Return the nearest folders beside ``path`` that hold a model or a run, as the end of a
+    message."""
     parent = path.parent
-    there = sorted(entry for entry in parent.iterdir() if entry.name[0] != ".") if parent.is_dir() else []
+    there = (
+        sorted(entry for entry in parent.iterdir() if entry.name[0] != ".")
+        if parent.is_dir()
+        else []
+    )
     models = [entry.name for entry in there if any((entry / file).is_file() for file in _FILES)]
     near = nearest_names(path.name, models or [entry.name for entry in there if entry.is_dir()])
     return f"; nearest: {', '.join(str(parent / entry) for entry in near)}" if near else ""

@@ -1,4 +1,5 @@
-"""The model that a command reads: its first word, or what follows ``--from`` as in ``train`` and ``compare``."""
+"""The model that a command reads: its first word, or what follows ``--from`` as in ``train`` and
+``compare``."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from wellposed.errors import ConfigError
 ModelName: TypeAlias = Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]
 
 
-def parse_with_model(arguments: type, command: str, words: Sequence[str], description: str | None = None) -> Any:
-    """Parse the options of a command whose first argument is a `ModelName`; ``--from MODEL`` gives it too.
+def parse_with_model(
+    arguments: type, command: str, words: Sequence[str], description: str | None = None
+) -> Any:
+    """Parse the options of a command whose first argument is a `ModelName`; ``--from MODEL`` gives
+    it too.
 
     Raises:
         ConfigError: ``--from`` without a value.
@@ -22,7 +26,10 @@ def parse_with_model(arguments: type, command: str, words: Sequence[str], descri
     words = list(words)
     for place, word in enumerate(words):
         if word == "--from" and place + 1 == len(words):
-            raise ConfigError(f"wellposed {command}: --from names no model; give a folder, a config.json or a hub name")
+            raise ConfigError(
+                f"wellposed {command}: --from names no model; give a folder, a config.json or a hub"
+                " name"
+            )
         if word == "--from":
             words = [words[place + 1], *words[:place], *words[place + 2 :]]
         elif word.startswith("--from="):

@@ -1,4 +1,5 @@
-"""One parser for all commands: tyro, with optional values shown as what they are and help that fits a screen first."""
+"""One parser for all commands: tyro, with optional values shown as what they are and help that fits
+a screen first."""
 
 from __future__ import annotations
 
@@ -51,19 +52,27 @@ def parse_words(
         prog: the command, as usage and messages print it.
         description: the first lines of the help; the docstring of ``arguments`` where not given.
         default: values where no option is given.
-        common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty: both show all.
+        common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty:
+        both show all.
     """
     if common and any(word in HELP for word in words):
         arguments, default = only(arguments, default, common)
-        description = f"{description or ''}\n\nThe most used options; `{prog} {HELP_ALL}` lists all."
+        description = (
+            f"{description or ''}\n\nThe most used options; `{prog} {HELP_ALL}` lists all."
+        )
     words = ["--help" if word == HELP_ALL else word for word in words]
     with _REGISTRY:
-        parsed = tyro.cli(arguments, args=words, default=default, prog=prog, description=description)
+        parsed = tyro.cli(
+            arguments, args=words, default=default, prog=prog, description=description
+        )
     return typing.cast(Arguments, parsed)
 
 
-def only(cls: type[Any], default: Any, names: Collection[str], prefix: str = "") -> tuple[type[Any], Any]:
-    """Return ``cls`` and ``default`` with all options hidden but those needed and those whose dotted name is named."""
+def only(
+    cls: type[Any], default: Any, names: Collection[str], prefix: str = ""
+) -> tuple[type[Any], Any]:
+    """Return ``cls`` and ``default`` with all options hidden but those needed and those whose
+    dotted name is named."""
     hints = typing.get_type_hints(cls, include_extras=True)
     fields, values = [], {}
     for item in dataclasses.fields(cls):
@@ -71,13 +80,17 @@ def only(cls: type[Any], default: Any, names: Collection[str], prefix: str = "")
         inner, marks = _unwrapped(hint)
         value = getattr(default, item.name)
         if dataclasses.is_dataclass(inner):
-            short, value = only(typing.cast(type, inner), value, names, prefix if Flat in marks else f"{path}.")
+            short, value = only(
+                typing.cast(type, inner), value, names, prefix if Flat in marks else f"{path}."
+            )
             hint = Annotated[(short, *marks)] if marks else short
         elif path not in names and value is not tyro.MISSING:
             hint = Annotated[hint, tyro.conf.Suppress]
         values[item.name] = value
         fields.append((item.name, hint, field(default=value)))
-    short = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
+    short = dataclasses.make_dataclass(
+        cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True
+    )
     short.__doc__ = cls.__doc__
     return short, short(**values)
 
@@ -106,7 +119,11 @@ class _Optional:
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show ``int | None`` as INT; tyro's own rule shows {None}|INT."""
     kinds = [kind for kind in typing.get_args(info.type) if kind is not type(None)]
-    if type(None) not in typing.get_args(info.type) or len(kinds) != 1 or kinds[0] not in (int, float, str, Path):
+    if (
+        type(None) not in typing.get_args(info.type)
+        or len(kinds) != 1
+        or kinds[0] not in (int, float, str, Path)
+    ):
         return None
     optional = _Optional(kinds[0])
     return PrimitiveConstructorSpec(

@@ -11,12 +11,15 @@ import tyro
 if TYPE_CHECKING:
     from wellposed.training.tracking import Images, Tracking
 
-TrackerNames: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction]
+TrackerNames: TypeAlias = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction
+]
 """The option, for the arguments of a command; it may be given several times."""
 
 
 def tracking(names: TrackerNames) -> Tracking:
-    """Return what `wellposed.training.train` reports to: these trackers, with the figures of a report on the run.
+    """Return what `wellposed.training.train` reports to: these trackers, with the figures of a
+    report on the run.
 
     Raises:
         ConfigError: an unknown tracker, or one that is not installed.

@@ -1,4 +1,5 @@
-"""Plain parameters held orthogonal, below a spectral norm or at columns of one length, through optimizer hooks."""
+"""Plain parameters held orthogonal, below a spectral norm or at columns of one length, through
+optimizer hooks."""
 
 from wellposed.constrain._attach import constrain_ as constrain_
 from wellposed.constrain._groups import decay_groups as decay_groups

@@ -1,4 +1,5 @@
-"""`constrain_`: check everything first, project to the nearest weights of the set, put the hooks on."""
+"""`constrain_`: check everything first, project to the nearest weights of the set, put the hooks
+on."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 Chosen: TypeAlias = tuple[Candidate, tuple[str, ...]]
 
-_KEPT = {"orthogonal": "orthogonal", "spectral": "below a spectral norm", "columns": "at columns of one length"}
+_KEPT = {
+    "orthogonal": "orthogonal",
+    "spectral": "below a spectral norm",
+    "columns": "at columns of one length",
+}
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
 
@@ -48,60 +53,71 @@ def constrain_(
 ) -> Constraint:
     """Keep the chosen weights in a set through every ``optimizer.step()``.
 
-    ``to="orthogonal"``: ``W^T W = gain^2 I`` (``W W^T`` for wide W). ``to="spectral"``: ``|W|_2 <= bound``.
-    ``to="columns"``: ``|W e_j| = bound`` for every column j of W in (out, in) orientation; the columns of an embedding
-    are the vectors of its tokens.
+    ``to="orthogonal"``: ``W^T W = gain^2 I`` (``W W^T`` for wide W). ``to="spectral"``: ``|W|_2 <=
+    bound``. ``to="columns"``: ``|W e_j| = bound`` for every column j of W in (out, in) orientation;
+    the columns of an embedding are the vectors of its tokens.
 
-    Status: orthogonal, to tolerance: max |W^T W / gain^2 - I| <= 1e-5 in float32 and 1e-11 in float64; half weights are
-    kept in float32 by the handle, and as stored are off by their own rounding, at most 2 u + u^2: 8e-3 in bfloat16 and
-    1e-3 in float16 (u = 2^-8, 2^-11), reached where all entries of a column round the same way. Spectral, certified for
-    the weight as stored, in every dtype (`wellposed.linalg.cap_spectral_norm_`); never by power iteration. Columns, up
-    to the rounding u of their entries; nothing is claimed of ``|W|_2``, which may be ``bound`` times the root of their
-    number. A weight that is edited between steps (``load_state_dict``, ``copy_``, ``.data``) is back in its set after
-    the next step. `certify` measures the weights as they are and knows nothing of this handle.
+    Status: orthogonal, to tolerance: max |W^T W / gain^2 - I| <= 1e-5 in float32 and 1e-11 in
+    float64; half weights are kept in float32 by the handle, and as stored are off by their own
+    rounding, at most 2 u + u^2: 8e-3 in bfloat16 and 1e-3 in float16 (u = 2^-8, 2^-11), reached
+    where all entries of a column round the same way. Spectral, certified for the weight as stored,
+    in every dtype (`wellposed.linalg.cap_spectral_norm_`); never by power iteration. Columns, up to
+    the rounding u of their entries; nothing is claimed of ``|W|_2``, which may be ``bound`` times
+    the root of their number. A weight that is edited between steps (``load_state_dict``, ``copy_``,
+    ``.data``) is back in its set after the next step. `certify` measures the weights as they are
+    and knows nothing of this handle.
 
-    The weights stay plain parameters. Hooks on the optimizer retract them after its step. A square orthogonal weight
+    The weights stay plain parameters. Hooks on the optimizer retract them after its step. A square
+    orthogonal weight
     steps in Lie coordinates: the optimizer sees ``skew(W^T G)`` and its step A is taken as
-    ``W (I + A + A^2/2 - (W^T W - I)/2)``, with a cubic term, a polish or the exponential when A is large; it stays on
-    the component of its start. A tall or wide one, and each part of a fused one, steps in the ambient space (projected
-    gradient, polar retraction). Spectral and column weights step by their own gradient and are projected after it.
-    This works with any optimizer that changes parameters by a step: AdamW, SGD, Adafactor, Muon (see
-    `wellposed.constrain.MuonAndAdamW`). Gradient accumulation needs nothing; clipping sees the full gradient, before
-    projection. Source: Absil, Mahony and Sepulchre 2008 (retractions); Edelman, Arias and Smith 1998 (tangent spaces).
+    ``W (I + A + A^2/2 - (W^T W - I)/2)``, with a cubic term, a polish or the exponential when A is
+    large; it stays on the component of its start. A tall or wide one, and each part of a fused one,
+    steps in the ambient space (projected gradient, polar retraction). Spectral and column weights
+    step by their own gradient and are projected after it.
+    This works with any optimizer that changes parameters by a step: AdamW, SGD, Adafactor, Muon
+    (see `wellposed.constrain.MuonAndAdamW`). Gradient accumulation needs nothing; clipping sees the
+    full gradient, before projection. Source: Absil, Mahony and Sepulchre 2008 (retractions);
+    Edelman, Arias and Smith 1998 (tangent spaces).
 
-    Attaching moves each weight to the nearest of the set (polar factor, singular values capped, columns divided by
-    their lengths) and reports how far; weights already inside are not touched, so a resumed run goes on from the same
-    weights.
+    Attaching moves each weight to the nearest of the set (polar factor, singular values capped,
+    columns divided by their lengths) and reports how far; weights already inside are not touched,
+    so a resumed run goes on from the same weights.
 
     Args:
-        model: any module; DistributedDataParallel and ``torch.compile`` wrappers are looked through. With FSDP2, call
-            after ``fully_shard``: each matrix is gathered (two all-gathers before the step, two after it), worked on by
-            every rank and cut again, one matrix at a time.
-        optimizer: the optimizer that owns the weights, or several (Muon beside AdamW). Wrappers with an ``.optimizer``
-            attribute (Accelerate) are looked through. Where another optimizer steps in its place, a warning says so at
-            the third of its steps.
-        where: a dotted name, an fnmatch pattern (``"*.q_proj"``) or ``"re:"`` and a regular expression, matched against
-            module paths (meaning their ``.weight``) and, if none fits, full parameter names, and if none fits, the
-            names of `wellposed.roles.ROLE_NAMES`; a module type; a function (dotted name, module) -> bool; or a list of
-            names and types, each of which must match. The parts of a fused weight (GPT-2's ``c_attn``,
+        model: any module; DistributedDataParallel and ``torch.compile`` wrappers are looked
+            through. With FSDP2, call after ``fully_shard``: each matrix is gathered (two
+            all-gathers before the step, two after it), worked on by every rank and cut again, one
+            matrix at a time.
+        optimizer: the optimizer that owns the weights, or several (Muon beside AdamW). Wrappers
+            with an ``.optimizer`` attribute (Accelerate) are looked through. Where another
+            optimizer steps in its place, a warning says so at the third of its steps.
+        where: a dotted name, an fnmatch pattern (``"*.q_proj"``) or ``"re:"`` and a regular
+            expression, matched against module paths (meaning their ``.weight``) and, if none fits,
+            full parameter names, and if none fits, the names of `wellposed.roles.ROLE_NAMES`; a
+            module type; a function (dotted name, module) -> bool; or a list of names and types,
+            each of which must match. The parts of a fused weight (GPT-2's ``c_attn``,
             ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are held each by itself.
-        roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what ``where`` matches.
+        roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
+        ``where`` matches.
         to: the set.
-        bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length; above 0.
-        gain: of ``"orthogonal"`` the common singular value, above 0, or ``"fit"`` for each weight's mean singular
-            value, which moves it least.
-        adapters: hold the trainable factors of the adapters (LoRA and kin) on the chosen weights, instead of the
-            frozen weights below them.
-        weight_decay: ``"refuse"`` raises when an orthogonal or column weight has decay; ``"ignore"`` leaves the decay
-            out of the steps of orthogonal ones exactly (the weight is zero while the optimizer steps, so the optimizer
-            may not depend on its size). A spectral weight may decay. See `wellposed.parameter_groups`.
-        embeddings: for ``"orthogonal"``. ``"refuse"`` raises where an embedding has more vectors than dimensions, which
-            cannot be orthonormal; ``"fit"`` keeps every chosen embedding orthogonal on its smaller side, so that a tall
-            one has orthogonal columns, ``E^T E = g^2 I``, and no vector longer than g. In place of ``gain``, g is the
-            embedding's mean singular value at the start, to three digits. It steps by its own gradient, not the
+        bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length;
+        above 0.
+        gain: of ``"orthogonal"`` the common singular value, above 0, or ``"fit"`` for each weight's
+            mean singular value, which moves it least.
+        adapters: hold the trainable factors of the adapters (LoRA and kin) on the chosen weights,
+            instead of the frozen weights below them.
+        weight_decay: ``"refuse"`` raises when an orthogonal or column weight has decay;
+            ``"ignore"`` leaves the decay out of the steps of orthogonal ones exactly (the weight is
+            zero while the optimizer steps, so the optimizer may not depend on its size). A spectral
+            weight may decay. See `wellposed.parameter_groups`.
+        embeddings: for ``"orthogonal"``. ``"refuse"`` raises where an embedding has more vectors
+            than dimensions, which cannot be orthonormal; ``"fit"`` keeps every chosen embedding
+            orthogonal on its smaller side, so that a tall one has orthogonal columns, ``E^T E = g^2
+            I``, and no vector longer than g. In place of ``gain``, g is the embedding's mean
+            singular value at the start, to three digits. It steps by its own gradient, not the
             projected one, so that tokens outside the batch move by the retraction alone.
-        batched: work on all weights of one shape in one batched product; None does so but on a CPU for weights of
-            more than 16,384 entries, where a loop is faster.
+        batched: work on all weights of one shape in one batched product; None does so but on a CPU
+            for weights of more than 16,384 entries, where a loop is faster.
         dry_run: print the plan, change nothing, and return an inactive handle.
 
     Returns:
@@ -109,21 +125,26 @@ def constrain_(
 
     Raises:
         RoleNotFoundError: ``where`` or ``roles`` matches nothing; near names are listed.
-        ShapeError: a chosen parameter is no matrix, or is an embedding with more vectors than dimensions.
-        ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen, quantised,
-            parametrised, constrained already, float16 on a CPU, or decayed; a part of a sharded weight; a zero column
-            or factor that has no direction; an optimizer without steps; an option of another set.
-        ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is not finite.
+        ShapeError: a chosen parameter is no matrix, or is an embedding with more vectors than
+        dimensions.
+        ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen,
+            quantised, parametrised, constrained already, float16 on a CPU, or decayed; a part of a
+            sharded weight; a zero column or factor that has no direction; an optimizer without
+            steps; an option of another set.
+        ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
+        not finite.
 
-    Cost: a step adds 3 products of a square orthogonal weight's size while its steps are small (up to about 0.1
-    radians), 4 up to 0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each but two. One d^3 matmul, forward
-    and backward, is 3. A tall weight adds 4 and two small ones; a spectral one 2 while it is inside and 6 where it is
-    capped, 35 where a step takes it more than an eighth above the bound; columns add a pass over the weight. Memory:
-    one copy of each square orthogonal weight, a float32 copy of each half one. Attaching takes up to three SVDs for
-    each weight.
+    Cost: a step adds 3 products of a square orthogonal weight's size while its steps are small (up
+    to about 0.1 radians), 4 up to 0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each
+    but two. One d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones; a
+    spectral one 2 while it is inside and 6 where it is capped, 35 where a step takes it more than
+    an eighth above the bound; columns add a pass over the weight. Memory: one copy of each square
+    orthogonal weight, a float32 copy of each half one. Attaching takes up to three SVDs for each
+    weight.
 
-    When not to use: a weight that must shrink or grow freely (use `wellposed.OrthogonalityPenalty`), or an optimizer
-    that keeps its own copy of the weights (DeepSpeed ZeRO, schedule-free): the copy would undo the retraction.
+    When not to use: a weight that must shrink or grow freely (use
+    `wellposed.OrthogonalityPenalty`), or an optimizer that keeps its own copy of the weights
+    (DeepSpeed ZeRO, schedule-free): the copy would undo the retraction.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -138,9 +159,13 @@ def constrain_(
     check_options(to=to, bound=bound, gain=gain, weight_decay=weight_decay, embeddings=embeddings)
     model = unwrap_model(model)
     optimizers = _optimizers(optimizer)
-    tables = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables = {
+        id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     found = select_weights(model, where, roles=roles, adapters=adapters)
-    chosen = _merge_tied(model, [_oriented(place, tables) for place in found] if to == "columns" else found)
+    chosen = _merge_tied(
+        model, [_oriented(place, tables) for place in found] if to == "columns" else found
+    )
     refused = frozenset(tables) if to == "orthogonal" and embeddings == "refuse" else frozenset()
     owners = _check(chosen, optimizers, to, refused=refused)
     _check_directions(chosen, to, is_fresh_factor=adapters)
@@ -157,7 +182,9 @@ def constrain_(
             own_gain = _frame_gain(place) if is_frame else gain
             weights.append(OrthogonalWeight(place, owner, own_gain, also, is_frame=is_frame))
     with torch.no_grad():
-        report = ConstraintReport(tuple(weight.start(dry_run=dry_run) for weight in weights), dry_run=dry_run)
+        report = ConstraintReport(
+            tuple(weight.start(dry_run=dry_run) for weight in weights), dry_run=dry_run
+        )
     handle = Constraint(weights, report, ignore_decay=weight_decay == "ignore", batched=batched)
     if dry_run:
         sys.stdout.write(report.table() + "\n")
@@ -185,35 +212,48 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
             entry = entry.optimizer  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(entry, Optimizer) or not hasattr(entry, "_optimizer_step_pre_hooks"):
             raise ConfigError(
-                f"constrain_: expected a torch.optim.Optimizer, received {type(entry).__name__}; its step has no hooks "
-                "to project the gradient and retract the weight"
+                f"constrain_: expected a torch.optim.Optimizer, received {type(entry).__name__};"
+                " its step has no hooks to project the gradient and retract the weight"
             )
         if type(entry).__name__ in _NO_STEPS:
             raise ConfigError(
-                f"constrain_: {type(entry).__name__} does not take one step from one gradient, so there is no step to "
-                "retract; use AdamW, SGD, Adafactor or Muon"
+                f"constrain_: {type(entry).__name__} does not take one step from one gradient, so"
+                " there is no step to retract; use AdamW, SGD, Adafactor or Muon"
             )
         inner.append(entry)
     return inner
 
 
-def _merge_tied(model: nn.Module, found: list[Candidate]) -> list[tuple[Candidate, tuple[str, ...]]]:
+def _merge_tied(
+    model: nn.Module, found: list[Candidate]
+) -> list[tuple[Candidate, tuple[str, ...]]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     merged: dict[object, tuple[Candidate, tuple[str, ...]]] = {}
     for index, candidate in enumerate(found):
-        key = (id(candidate.parameter), candidate.rows) if candidate.parameter is not None else index
+        key = (
+            (id(candidate.parameter), candidate.rows) if candidate.parameter is not None else index
+        )
         if key not in merged:
-            others = tuple(name for name in names.get(id(candidate.parameter), []) if name != candidate.parameter_name)
+            others = tuple(
+                name
+                for name in names.get(id(candidate.parameter), [])
+                if name != candidate.parameter_name
+            )
             merged[key] = (candidate, others)
             if others:
-                logger.warning("%s is tied to %s; constrained once", candidate.parameter_name, ", ".join(others))
+                logger.warning(
+                    "%s is tied to %s; constrained once",
+                    candidate.parameter_name,
+                    ", ".join(others),
+                )
     return list(merged.values())
 
 
 def _frame_gain(found: Candidate) -> float:
-    """Return the mean singular value, rounded, so that a resumed run finds the very number it began with."""
+    """Return the mean singular value, rounded, so that a resumed run finds the very number it began
+    with."""
     assert found.parameter is not None  # _check raised for it
     return float(f"{float(torch.linalg.svdvals(read(found.parameter).float()).mean()):.3g}")
 
@@ -236,7 +276,9 @@ def _check(
             others.append(f"{path}: {problem}")
     if shapes or others:
         family = ShapeError if shapes and not others else ConfigError
-        raise family(f"constrain_ cannot keep these weights {_KEPT[to]}:\n{listed([*shapes, *others])}")
+        raise family(
+            f"constrain_ cannot keep these weights {_KEPT[to]}:\n{listed([*shapes, *others])}"
+        )
     return [owners[id(candidate.parameter)][0] for candidate, _ in chosen]
 
 
@@ -246,23 +288,38 @@ def _shape_problem(candidate: Candidate, refused: frozenset[int]) -> str | None:
         return None
     shape = tuple(parameter.shape)
     if len(shape) != 2 or 0 in shape:
-        hint = "; FSDP1 flattens parameters, use fully_shard (FSDP2)" if "_flat_param" in candidate.name else ""
-        return f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module types{hint}"
+        hint = (
+            "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
+            if "_flat_param" in candidate.name
+            else ""
+        )
+        return (
+            f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
+            f" types{hint}"
+        )
     if id(parameter) in refused and shape[0] > shape[1]:
         return (
-            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]} vectors can be "
-            "orthonormal there; give embeddings='fit' to keep its columns orthogonal, or use "
-            "wellposed.OrthogonalityPenalty(model, embedding=...) to push its Gram matrix"
+            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
+            " vectors can be orthonormal there; give embeddings='fit' to keep its columns"
+            " orthogonal, or use wellposed.OrthogonalityPenalty(model, embedding=...) to push its"
+            " Gram matrix"
         )
     return None
 
 
-def _problem(candidate: Candidate, owners: dict[int, list[Optimizer]], optimizers: list[Optimizer]) -> str | None:
+def _problem(
+    candidate: Candidate, owners: dict[int, list[Optimizer]], optimizers: list[Optimizer]
+) -> str | None:
     parameter = candidate.parameter
     if parameter is None:
         kind = type(candidate.module).__name__
-        return f"{kind} computes or packs its weight (a parametrisation, or quantised); a plain nn.Parameter is needed"
-    return _storage_problem(parameter) or _owner_problem(candidate, owners.get(id(parameter), []), optimizers)
+        return (
+            f"{kind} computes or packs its weight (a parametrisation, or quantised); a plain"
+            " nn.Parameter is needed"
+        )
+    return _storage_problem(parameter) or _owner_problem(
+        candidate, owners.get(id(parameter), []), optimizers
+    )
 
 
 def _storage_problem(parameter: nn.Parameter) -> str | None:
@@ -276,50 +333,77 @@ def _storage_problem(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def _owner_problem(candidate: Candidate, held: list[Optimizer], optimizers: list[Optimizer]) -> str | None:
+def _owner_problem(
+    candidate: Candidate, held: list[Optimizer], optimizers: list[Optimizer]
+) -> str | None:
     parameter = candidate.parameter
     assert parameter is not None
     if not parameter.requires_grad:
-        hint = ", or pass adapters=True to hold the factors of its adapter" if candidate.is_adapted else ""
-        return f"frozen (requires_grad is False), so no step would ever be taken; unfreeze it or leave it out{hint}"
+        hint = (
+            ", or pass adapters=True to hold the factors of its adapter"
+            if candidate.is_adapted
+            else ""
+        )
+        return (
+            "frozen (requires_grad is False), so no step would ever be taken; unfreeze it or leave"
+            f" it out{hint}"
+        )
     if candidate.rows is not None and is_sharded(parameter):
-        return "a part of a fused weight that is sharded; leave its module out of fully_shard, or leave it out here"
+        return (
+            "a part of a fused weight that is sharded; leave its module out of fully_shard, or"
+            " leave it out here"
+        )
     if len(held) != 1:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        many = "more than one given optimizer" if held else f"not owned by the given optimizer ({names})"
-        return f"{many}; build the optimizer from the parameters of this very model, after moving, sharding or tying it"
+        many = (
+            "more than one given optimizer"
+            if held
+            else f"not owned by the given optimizer ({names})"
+        )
+        return (
+            f"{many}; build the optimizer from the parameters of this very model, after moving,"
+            " sharding or tying it"
+        )
     if any(owns(handle, parameter, candidate.rows) for handle in handles_of(held[0])):
         return "constrained already; call remove() on the first handle"
     return None
 
 
 def _check_directions(chosen: Sequence[Chosen], to: Set, *, is_fresh_factor: bool) -> None:
-    """Refuse what has no nearest matrix in the set: zero columns, and factors that start at zero."""
+    """Refuse what has no nearest matrix in the set: zero columns, and factors that start at
+    zero."""
     empty: list[str] = []
     for place, _ in chosen:
         assert place.parameter is not None  # _check raised for it
         matrix = place.seen(read(place.parameter))
         if to == "columns":
             is_zero = matrix.eq(0).all(dim=0)
-            zeros = [index for index in is_zero.nonzero().flatten().tolist() if index != place.padding]
+            zeros = [
+                index for index in is_zero.nonzero().flatten().tolist() if index != place.padding
+            ]
             if zeros:
                 empty.append(f"{place.label}: {len(zeros)} zero columns, the first at {zeros[0]}")
         elif to == "orthogonal" and is_fresh_factor and not bool(matrix.any()):
             empty.append(f"{place.label}: zero, as an adapter's last factor starts")
     if empty:
         raise ConfigError(
-            "constrain_: these have no direction to keep, and any would change what the model computes; choose others "
-            f"(where='*.lora_A.*'), or to='spectral', in which zero may stay:\n{listed(empty)}"
+            "constrain_: these have no direction to keep, and any would change what the model"
+            " computes; choose others (where='*.lora_A.*'), or to='spectral', in which zero may"
+            f" stay:\n{listed(empty)}"
         )
 
 
-def _check_decay(chosen: Sequence[Chosen], owners: list[Optimizer], to: Set, weight_decay: str) -> None:
+def _check_decay(
+    chosen: Sequence[Chosen], owners: list[Optimizer], to: Set, weight_decay: str
+) -> None:
     if to == "spectral":
         return
     decayed: list[str] = []
     sized: list[str] = []
     for (candidate, _), owner in zip(chosen, owners, strict=True):
-        group = next(g for g in owner.param_groups if any(p is candidate.parameter for p in g["params"]))
+        group = next(
+            g for g in owner.param_groups if any(p is candidate.parameter for p in g["params"])
+        )
         if group.get("weight_decay", 0) != 0:
             decayed.append(f"{candidate.parameter_name}: weight_decay={group['weight_decay']}")
             if reads_weight_size(owner):
@@ -328,6 +412,7 @@ def _check_decay(chosen: Sequence[Chosen], owners: list[Optimizer], to: Set, wei
         raise decay_error(decayed)
     if sized:
         raise ConfigError(
-            "constrain_: weight_decay='ignore' needs an optimizer whose step does not depend on the weight's size; "
-            f"put these weights in a group with weight_decay=0:\n{listed(sized)}"
+            "constrain_: weight_decay='ignore' needs an optimizer whose step does not depend on"
+            " the weight's size; put these weights in a group with"
+            f" weight_decay=0:\n{listed(sized)}"
         )

@@ -1,4 +1,5 @@
-"""The sets that leave the directions free: spectral norm at most a bound, and columns of one length."""
+"""The sets that leave the directions free: spectral norm at most a bound, and columns of one
+length."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from wellposed.linalg.sharded import is_sharded, read, write_
 
 
 class ProjectedWeight(Weight):
-    """A matrix that steps by its own gradient and is projected after it, with nothing kept in between."""
+    """A matrix that steps by its own gradient and is projected after it, with nothing kept in
+    between."""
 
     is_steered = False
     tolerance = 0.0
@@ -55,7 +57,9 @@ class ProjectedWeight(Weight):
             shape=(whole.shape[0], whole.shape[1]),
             gain=self.gain,
             moved_frobenius=_ratio(moved.norm(), whole.norm()),
-            moved_spectral=_ratio(torch.linalg.matrix_norm(moved, 2), torch.linalg.matrix_norm(whole, 2)),
+            moved_spectral=_ratio(
+                torch.linalg.matrix_norm(moved, 2), torch.linalg.matrix_norm(whole, 2)
+            ),
             error_before=before,
             error_after=self.error_of(inside),
             also=self.also,
@@ -95,7 +99,8 @@ class SpectralWeight(ProjectedWeight):
         return max(0.0, float(certified_spectral_norm(matrix)) / self.gain - 1.0)
 
     def nearest(self) -> tuple[Tensor, float]:
-        """Cap the singular values; what is proved inside stays as it is, so that a resumed run goes on from it."""
+        """Cap the singular values; what is proved inside stays as it is, so that a resumed run goes
+        on from it."""
         inside = read(self.value).clone()
         before = self.error_of(inside)
         if before > 0.0:
@@ -119,11 +124,15 @@ class SpectralWeight(ProjectedWeight):
 
 
 class ColumnWeight(ProjectedWeight):
-    """Columns of length ``gain``: the images of the basis vectors, and of an embedding the vectors of its tokens."""
+    """Columns of length ``gain``: the images of the basis vectors, and of an embedding the vectors
+    of its tokens."""
 
-    def __init__(self, place: Candidate, optimizer: Optimizer, size: float, also: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, place: Candidate, optimizer: Optimizer, size: float, also: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(place, optimizer, size, also)
-        # A rounded column is off by the rounding of its entries, and of the sum of squares that measures it.
+        # A rounded column is off by the rounding of its entries, and of the sum of squares that
+        # measures it.
         measured = len(self.value) * torch.finfo(torch.float64).eps
         self.tolerance = 2.0 * torch.finfo(self.parameter.dtype).eps + measured
 
@@ -150,7 +159,9 @@ class ColumnWeight(ProjectedWeight):
     @classmethod
     def retract_batch_(cls, weights: Sequence[Self], _work: Workspace, /) -> Retraction:
         """Divide each column of each matrix by its length."""
-        write_back_(weights, weights[0]._normalised(torch.stack([weight.value for weight in weights])))
+        write_back_(
+            weights, weights[0]._normalised(torch.stack([weight.value for weight in weights]))
+        )
         return Retraction("columns")
 
     def _normalised(self, matrices: Tensor) -> Tensor:
@@ -160,13 +171,14 @@ class ColumnWeight(ProjectedWeight):
         if bool(has_none.any()):
             columns = torch.nonzero(has_none)[..., -1].tolist()
             raise ConvergenceError(
-                f"{len(columns)} of {lengths.numel()} columns are zero or not finite and have no direction: "
-                f"{columns[:5]}"
+                f"{len(columns)} of {lengths.numel()} columns are zero or not finite and have no"
+                f" direction: {columns[:5]}"
             )
         return (matrices.double() * (self.gain / lengths).unsqueeze(-2)).to(matrices.dtype)
 
     def _lengths(self, matrices: Tensor) -> Tensor:
-        """Return the lengths of the columns; that of a zero vector of padding as the one it should have."""
+        """Return the lengths of the columns; that of a zero vector of padding as the one it should
+        have."""
         lengths = torch.linalg.vector_norm(matrices, dim=-2, dtype=torch.float64)
         if self.place.padding is not None and float(lengths[self.place.padding]) == 0.0:
             lengths[self.place.padding] = self.gain

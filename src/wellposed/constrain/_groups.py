@@ -18,11 +18,13 @@ def parameter_groups(
     roles: str | Sequence[str] | None = None,
     adapters: bool = False,
 ) -> list[dict[str, object]]:
-    """Split the trainable parameters in two: free matrices with ``weight_decay``, all else with none.
+    """Split the trainable parameters in two: free matrices with ``weight_decay``, all else with
+    none.
 
-    Status: exact; every trainable parameter is in one group. Without decay are biases, norms and scalars (fewer than
-    two axes) and the weights that ``where``, ``roles`` and ``adapters`` choose: those `constrain_` is to hold, whose
-    size is given. A fused weight of which a part is held has no decay as a whole.
+    Status: exact; every trainable parameter is in one group. Without decay are biases, norms and
+    scalars (fewer than two axes) and the weights that ``where``, ``roles`` and ``adapters`` choose:
+    those `constrain_` is to hold, whose size is given. A fused weight of which a part is held has
+    no decay as a whole.
 
     Args:
         model: any module. weight_decay: of the free matrices, at least 0.
@@ -32,11 +34,11 @@ def parameter_groups(
         One or two groups, ``{"params": [...], "weight_decay": ...}``, for any optimizer of torch.
 
     Raises:
-        ConfigError: a negative ``weight_decay``, or no parameter that trains. RoleNotFoundError: nothing is chosen by a
-            name or role.
+        ConfigError: a negative ``weight_decay``, or no parameter that trains. RoleNotFoundError:
+            nothing is chosen by a name or role.
 
-    Cost: a walk over the modules. When not to use: where embeddings, or other matrices, are not to decay either; write
-    the groups by hand.
+    Cost: a walk over the modules. When not to use: where embeddings, or other matrices, are not to
+    decay either; write the groups by hand.
 
     >>> import torch, wellposed as wp
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16)
@@ -46,25 +48,42 @@ def parameter_groups(
     True
     """
     if not weight_decay >= 0.0:
-        raise ConfigError(f"parameter_groups: weight_decay must be at least 0, received {weight_decay!r}")
+        raise ConfigError(
+            f"parameter_groups: weight_decay must be at least 0, received {weight_decay!r}"
+        )
     model = unwrap_model(model)
-    held = [] if where is None and not roles else select_weights(model, where, roles=roles, adapters=adapters)
+    held = (
+        []
+        if where is None and not roles
+        else select_weights(model, where, roles=roles, adapters=adapters)
+    )
     groups = decay_groups(
-        model, weight_decay, constrained=[found.parameter for found in held if found.parameter is not None]
+        model,
+        weight_decay,
+        constrained=[found.parameter for found in held if found.parameter is not None],
     )
     if not groups:
-        raise ConfigError(f"parameter_groups: {type(model).__name__} has no parameter that trains; unfreeze some")
+        raise ConfigError(
+            f"parameter_groups: {type(model).__name__} has no parameter that trains; unfreeze some"
+        )
     return groups
 
 
 def decay_groups(
     model: nn.Module, weight_decay: float, *, constrained: Iterable[nn.Parameter] = ()
 ) -> list[dict[str, object]]:
-    """Return the groups of `parameter_groups` where the ``constrained`` parameters are known already."""
+    """Return the groups of `parameter_groups` where the ``constrained`` parameters are known
+    already."""
     kept_in_size = set(map(id, constrained))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trainable if parameter.ndim >= 2 and id(parameter) not in kept_in_size]
-    others = [parameter for parameter in trainable if parameter.ndim < 2 or id(parameter) in kept_in_size]
+    decayed = [
+        parameter
+        for parameter in trainable
+        if parameter.ndim >= 2 and id(parameter) not in kept_in_size
+    ]
+    others = [
+        parameter for parameter in trainable if parameter.ndim < 2 or id(parameter) in kept_in_size
+    ]
     groups: list[dict[str, object]] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},

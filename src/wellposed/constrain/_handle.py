@@ -1,4 +1,5 @@
-"""The handle that keeps weights in their set while an optimizer trains them, until it is removed."""
+"""The handle that keeps weights in their set while an optimizer trains them, until it is
+removed."""
 
 from __future__ import annotations
 
@@ -27,21 +28,30 @@ _LOST = "wellposed_lost_constraint"
 
 
 class ConstraintWarning(UserWarning):
-    """Training goes on, but a constrained weight needs attention; each handle warns once of each kind."""
+    """Training goes on, but a constrained weight needs attention; each handle warns once of each
+    kind."""
 
 
 class Constraint:
-    """Keeps plain parameters in their set (orthogonal, spectral, columns); made by `constrain_`, ended by `remove`.
+    """Keeps plain parameters in their set (orthogonal, spectral, columns); made by `constrain_`,
+    ended by `remove`.
 
-    The only traces of it are two hooks on each optimizer, what makes a copy of it speak up, and, until its first step,
-    a hook on the gradient of a weight, which warns when another optimizer steps in its place: nothing is added to a
-    module or a ``state_dict``. Copies (``copy.deepcopy``, pickle, ``torch.save`` of whole objects) of the optimizer are
-    without the constraint, and say so with a `ConstraintWarning` at their first step; call `constrain_` on them, or
-    ``attach()`` on a handle that was copied in the same call.
+    The only traces of it are two hooks on each optimizer, what makes a copy of it speak up, and,
+    until its first step,
+    a hook on the gradient of a weight, which warns when another optimizer steps in its place:
+    nothing is added to a module or a ``state_dict``. Copies (``copy.deepcopy``, pickle,
+    ``torch.save`` of whole objects) of the optimizer are without the constraint, and say so with a
+    `ConstraintWarning` at their first step; call `constrain_` on them, or ``attach()`` on a handle
+    that was copied in the same call.
     """
 
     def __init__(
-        self, weights: Iterable[Weight], report: ConstraintReport, *, ignore_decay: bool, batched: bool | None
+        self,
+        weights: Iterable[Weight],
+        report: ConstraintReport,
+        *,
+        ignore_decay: bool,
+        batched: bool | None,
     ) -> None:
         self.weights = tuple(weights)
         self.report = report
@@ -66,14 +76,15 @@ class Constraint:
     def error(self) -> OrthogonalityErrors:
         """Measure how far every constrained weight, as stored, is from its set, in float64.
 
-        ``max |W^T W / gain^2 - I|`` of orthogonal weights; ``max(0, |W|_2 / bound - 1)`` of spectral ones, by the
-        certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns.
+        ``max |W^T W / gain^2 - I|`` of orthogonal weights; ``max(0, |W|_2 / bound - 1)`` of
+        spectral ones, by the certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns.
         Of sharded weights one is gathered at a time, so every rank must call it.
         """
         return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:
-        """Take the hooks away; the weights stay where they are, as the plain parameters they always were.
+        """Take the hooks away; the weights stay where they are, as the plain parameters they always
+        were.
 
         Moments of square weights restart from zero, because they are in Lie coordinates.
         """
@@ -141,18 +152,27 @@ class Constraint:
         self._abandon()
         if self._idle is not None:
             self._idle.stepped(optimizer)
-        decay = {id(p): group.get("weight_decay", 0) for group in optimizer.param_groups for p in group["params"]}
-        ready = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
+        decay = {
+            id(p): group.get("weight_decay", 0)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        ready = [
+            w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None
+        ]
         self._check(ready, decay)
         restarted = [weight.path for weight in ready if weight.claim_state()]
         if restarted:
             self._say(
                 "moments",
-                "the optimizer's moments of these square weights were gathered before they were constrained and are in "
-                f"other coordinates; they restart from zero:\n{listed(restarted)}",
+                "the optimizer's moments of these square weights were gathered before they were"
+                " constrained and are in other coordinates; they restart from"
+                f" zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
-            for group in batches((weight for weight in ready if weight.is_steered), batched=self._batched):
+            for group in batches(
+                (weight for weight in ready if weight.is_steered), batched=self._batched
+            ):
                 if len(group) > 1:
                     group[0].project_gradients_(group, self._work)
                 else:
@@ -166,15 +186,19 @@ class Constraint:
         offenders = [] if self._ignore_decay else decayed
         if offenders:
             raise decay_error(offenders)
-        sparse = [w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse]
+        sparse = [
+            w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse
+        ]
         if sparse:
             raise ConfigError(
-                "constrain_: these weights have sparse gradients, of which no projection is sparse; use "
-                f"nn.Embedding(sparse=False):\n{listed(sparse)}"
+                "constrain_: these weights have sparse gradients, of which no projection is"
+                f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
             )
 
     @torch.no_grad()
-    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def _after_step(
+        self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
         pending, self._pending = self._pending, []
         broken: list[str] = []
         with _full_precision(pending):
@@ -182,15 +206,20 @@ class Constraint:
                 broken += self._retract(group)
         if broken:
             raise ConvergenceError(
-                "constrain_: the optimizer made steps that are not finite, so these weights could not be brought back "
-                "(square orthogonal ones are where they were before the step); look at the loss and the gradients, "
-                f"clip them, or lower the learning rate:\n{listed(broken)}"
+                "constrain_: the optimizer made steps that are not finite, so these weights could"
+                " not be brought back (square orthogonal ones are where they were before the"
+                " step); look at the loss and the gradients, clip them, or lower the learning"
+                f" rate:\n{listed(broken)}"
             )
 
     def _retract(self, group: list[Weight]) -> list[str]:
         try:
             first = group[0]
-            taken = first.retract_batch_(group, self._work) if len(group) > 1 else first.retract_(self._work)
+            taken = (
+                first.retract_batch_(group, self._work)
+                if len(group) > 1
+                else first.retract_(self._work)
+            )
         except ConvergenceError as error:
             if len(group) == 1:
                 return [f"{group[0].path}: {error}"]
@@ -204,11 +233,12 @@ class Constraint:
         if taken.method in ("exponential", "svd"):
             self._say(
                 "large",
-                f"{weight.path}: one optimizer step, or an edit of the weight since the last one, moved this "
-                f"orthogonal weight by up to {taken.size:.2g} (spectral; more than {QUADRATIC_LIMIT:g} is a turn of a "
-                "radian), so the slower exact retraction was used; it is orthogonal, but such steps are rarely wanted: "
-                "lower the learning rate or warm it up. "
-                "Silence with warnings.filterwarnings('ignore', category=wellposed.constrain.ConstraintWarning)",
+                f"{weight.path}: one optimizer step, or an edit of the weight since the last one,"
+                f" moved this orthogonal weight by up to {taken.size:.2g} (spectral; more than"
+                f" {QUADRATIC_LIMIT:g} is a turn of a radian), so the slower exact retraction was"
+                " used; it is orthogonal, but such steps are rarely wanted: lower the learning"
+                " rate or warm it up. Silence with warnings.filterwarnings('ignore',"
+                " category=wellposed.constrain.ConstraintWarning)",
             )
 
     def _say(self, kind: str, message: str) -> None:
@@ -235,18 +265,21 @@ class _LostConstraint:
         if not self.said:
             self.said = True
             warnings.warn(
-                f"this {type(optimizer).__name__} is a copy (deepcopy, pickle, torch.load) of one whose weights are "
-                "constrained, and the constraint is lost: the copied weights leave orthogonality from this step on. "
-                "Call wellposed.constrain_(model, optimizer, where=...) on the copied pair before its first step (or "
-                "attach() on a handle copied with it), or build a new optimizer to train them freely: moments of "
-                f"square weights are in other coordinates. Constrained were:\n{listed(self.paths)}",
+                f"this {type(optimizer).__name__} is a copy (deepcopy, pickle, torch.load) of one"
+                " whose weights are constrained, and the constraint is lost: the copied weights"
+                " leave orthogonality from this step on. Call wellposed.constrain_(model,"
+                " optimizer, where=...) on the copied pair before its first step (or attach() on a"
+                " handle copied with it), or build a new optimizer to train them freely: moments"
+                " of square weights are in other coordinates. Constrained"
+                f" were:\n{listed(self.paths)}",
                 ConstraintWarning,
                 stacklevel=4,
             )
 
 
 def _state_of_copy(original: weakref.ref[Optimizer]) -> dict[str, Any]:
-    """Return what the class would put into a copy, and a hook that warns in place of those of the constraint."""
+    """Return what the class would put into a copy, and a hook that warns in place of those of the
+    constraint."""
     optimizer = original()
     assert optimizer is not None  # it is being copied
     paths = [path for handle in handles_of(optimizer) for path in handle.paths]
@@ -264,10 +297,11 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
 def decay_error(paths: list[str]) -> ConfigError:
     """Build the error for constrained weights in a group with weight decay."""
     return ConfigError(
-        "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking a weight whose size "
-        "is given means nothing; put them in a group with weight_decay=0, or pass weight_decay='ignore' (orthogonal "
-        "ones) to leave the decay out of their steps; wellposed.parameter_groups(model, weight_decay, where=...) makes "
-        f"the groups:\n{listed(paths)}"
+        "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking"
+        " a weight whose size is given means nothing; put them in a group with weight_decay=0, or"
+        " pass weight_decay='ignore' (orthogonal ones) to leave the decay out of their steps;"
+        " wellposed.parameter_groups(model, weight_decay, where=...) makes the"
+        f" groups:\n{listed(paths)}"
     )
 
 
@@ -280,7 +314,9 @@ def handles_of(optimizer: Optimizer) -> list[Constraint]:
 
 def owns(handle: Constraint, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
     """Whether a handle constrains these rows of this parameter, or some of them."""
-    return any(weight.parameter is parameter and _overlap(weight.rows, rows) for weight in handle.weights)
+    return any(
+        weight.parameter is parameter and _overlap(weight.rows, rows) for weight in handle.weights
+    )
 
 
 def _overlap(first: tuple[int, int] | None, second: tuple[int, int] | None) -> bool:

@@ -1,4 +1,5 @@
-"""Notice that constrained weights are trained by an optimizer that knows nothing of the constraint."""
+"""Notice that constrained weights are trained by an optimizer that knows nothing of the
+constraint."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ LIMIT = 3
 
 
 class IdleWatch:
-    """Until an optimizer takes its first step, counts the backward passes before which one of its weights changed.
+    """Until an optimizer takes its first step, counts the backward passes before which one of its
+    weights changed.
 
-    A hook on a gradient sees that: one on a module would change what can be compiled and certified, and torch's version
-    of a tensor does not count the steps of fused optimizers. Sharded weights are not watched.
+    A hook on a gradient sees that: one on a module would change what can be compiled and certified,
+    and torch's version of a tensor does not count the steps of fused optimizers. Sharded weights
+    are not watched.
     """
 
     def __init__(self, weights: Sequence[Weight], say: Callable[[str, str], None]) -> None:
@@ -53,7 +56,11 @@ class _Seen:
 
     def __call__(self, parameter: Tensor) -> None:
         """Compare the sum of the entries with that of the last backward pass."""
-        total = float(parameter.detach().sum(dtype=torch.float64 if parameter.device.type != "mps" else torch.float32))
+        total = float(
+            parameter.detach().sum(
+                dtype=torch.float64 if parameter.device.type != "mps" else torch.float32
+            )
+        )
         self.changes += self.total is not None and total != self.total
         self.total = total
         if self.changes == LIMIT:
@@ -62,8 +69,8 @@ class _Seen:
 
 def _message(paths: list[str]) -> str:
     return (
-        f"constrained weights changed {LIMIT} times between backward passes, but the optimizer given to constrain_ "
-        "took no step: another optimizer trains them (a Trainer makes its own unless it is given one), and they "
-        "leave their set. Call constrain_ with the one that steps, Trainer(..., optimizers=(optimizer, scheduler)):\n"
-        f"{listed(paths)}"
+        f"constrained weights changed {LIMIT} times between backward passes, but the optimizer"
+        " given to constrain_ took no step: another optimizer trains them (a Trainer makes its own"
+        " unless it is given one), and they leave their set. Call constrain_ with the one that"
+        f" steps, Trainer(..., optimizers=(optimizer, scheduler)):\n{listed(paths)}"
     )

@@ -17,28 +17,32 @@ _METHOD = "method"
 
 
 class MuonAndAdamW(Optimizer):
-    """Step hidden matrices along the polar factor of their momentum (Muon), and all other parameters by AdamW.
+    """Step hidden matrices along the polar factor of their momentum (Muon), and all other
+    parameters by AdamW.
 
-    Status: empirical; the two are `torch.optim.Muon` and `torch.optim.AdamW`, bit for bit. Muon takes every trainable
-    matrix that is neither an embedding (nor tied to one) nor named in ``adamw``; vectors, scalars and those go to
-    AdamW. It is one optimizer with one ``state_dict``, so schedulers, Accelerate, `constrain_` and checkpoints need
-    nothing more, and a resumed run goes on bit for bit. Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019.
+    Status: empirical; the two are `torch.optim.Muon` and `torch.optim.AdamW`, bit for bit. Muon
+    takes every trainable matrix that is neither an embedding (nor tied to one) nor named in
+    ``adamw``; vectors, scalars and those go to AdamW. It is one optimizer with one ``state_dict``,
+    so schedulers, Accelerate, `constrain_` and checkpoints need nothing more, and a resumed run
+    goes on bit for bit. Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019.
 
     Args:
         model: any module; its trainable parameters are taken.
         lr: of the matrices. adamw_lr: of the rest.
         momentum: of Muon. betas, eps: of AdamW.
-        weight_decay: of both, for matrices and embeddings; biases, norms and constrained weights have none.
-        adjust_lr_fn: how Muon scales its step with the shape: ``"original"`` or ``"match_rms_adamw"``, with which the
-            rates of AdamW fit.
+        weight_decay: of both, for matrices and embeddings; biases, norms and constrained weights
+        have none.
+        adjust_lr_fn: how Muon scales its step with the shape: ``"original"`` or
+            ``"match_rms_adamw"``, with which the rates of AdamW fit.
         adamw: further matrices for AdamW, such as the output layer; as ``where`` of `constrain_`.
         where, roles: weights that `constrain_` is to hold, which therefore have no decay.
 
     Raises:
-        ConfigError: the model has no matrix for Muon. RoleNotFoundError: a name or role matches nothing.
+        ConfigError: the model has no matrix for Muon. RoleNotFoundError: a name or role matches
+        nothing.
 
-    Cost: Muon adds 15 products with the smaller Gram matrix, in bfloat16, to each matrix and step. When not to use: for
-    fine-tuning weights that AdamW trained, and for sharded weights.
+    Cost: Muon adds 15 products with the smaller Gram matrix, in bfloat16, to each matrix and step.
+    When not to use: for fine-tuning weights that AdamW trained, and for sharded weights.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -65,14 +69,16 @@ class MuonAndAdamW(Optimizer):
         model = unwrap_model(model)
         held = _chosen(model, where, roles)
         kept = {id(parameter) for parameter in _chosen(model, adamw, None)}
-        kept |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        kept |= {
+            id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+        }
         groups = decay_groups(model, weight_decay, constrained=held)
         hidden = _part(groups, lambda parameter: parameter.ndim == 2 and id(parameter) not in kept)
         rest = _part(groups, lambda parameter: parameter.ndim != 2 or id(parameter) in kept)
         if not hidden:
             raise ConfigError(
-                f"MuonAndAdamW: {type(model).__name__} has no trainable matrix beside embeddings and adamw={adamw!r}; "
-                "use torch.optim.AdamW"
+                f"MuonAndAdamW: {type(model).__name__} has no trainable matrix beside embeddings"
+                f" and adamw={adamw!r}; use torch.optim.AdamW"
             )
         self._parts: dict[str, Optimizer] = {
             "muon": torch.optim.Muon(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
@@ -80,7 +86,12 @@ class MuonAndAdamW(Optimizer):
         if rest:
             self._parts["adamw"] = torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, eps=eps)
         super().__init__(
-            [{**group, _METHOD: name} for name, part in self._parts.items() for group in part.param_groups], {}
+            [
+                {**group, _METHOD: name}
+                for name, part in self._parts.items()
+                for group in part.param_groups
+            ],
+            {},
         )
 
     @torch.no_grad()
@@ -102,12 +113,23 @@ class MuonAndAdamW(Optimizer):
         return {**super().__getstate__(), "_parts": self._parts}
 
 
-def _part(groups: list[dict[str, Any]], belongs: Callable[[nn.Parameter], bool]) -> list[dict[str, Any]]:
-    chosen = [{**group, "params": [entry for entry in group["params"] if belongs(entry)]} for group in groups]
+def _part(
+    groups: list[dict[str, Any]], belongs: Callable[[nn.Parameter], bool]
+) -> list[dict[str, Any]]:
+    chosen = [
+        {**group, "params": [entry for entry in group["params"] if belongs(entry)]}
+        for group in groups
+    ]
     return [group for group in chosen if group["params"]]
 
 
-def _chosen(model: nn.Module, where: Where | None, roles: str | Sequence[str] | None) -> list[nn.Parameter]:
+def _chosen(
+    model: nn.Module, where: Where | None, roles: str | Sequence[str] | None
+) -> list[nn.Parameter]:
     if where is None and not roles:
         return []
-    return [found.parameter for found in select_weights(model, where, roles=roles) if found.parameter is not None]
+    return [
+        found.parameter
+        for found in select_weights(model, where, roles=roles)
+        if found.parameter is not None
+    ]

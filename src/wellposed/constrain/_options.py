@@ -10,7 +10,9 @@ from wellposed.errors import ConfigError, unknown_name
 Set: TypeAlias = Literal["orthogonal", "spectral", "columns"]
 
 
-def check_options(*, to: str, bound: float, gain: float | str, weight_decay: str, embeddings: str) -> None:
+def check_options(
+    *, to: str, bound: float, gain: float | str, weight_decay: str, embeddings: str
+) -> None:
     """Raise for values out of range, and for an option that the set does not read."""
     if to not in get_args(Set):
         raise unknown_name("set (to=)", str(to), get_args(Set))
@@ -19,16 +21,27 @@ def check_options(*, to: str, bound: float, gain: float | str, weight_decay: str
     if gain != "fit" and not float(gain) > 0.0:
         raise ConfigError(f"constrain_: gain must be above 0 or 'fit', received {gain!r}")
     if weight_decay not in ("refuse", "ignore"):
-        raise ConfigError(f"constrain_: weight_decay must be 'refuse' or 'ignore', received {weight_decay!r}")
+        raise ConfigError(
+            f"constrain_: weight_decay must be 'refuse' or 'ignore', received {weight_decay!r}"
+        )
     if embeddings not in ("refuse", "fit"):
-        raise ConfigError(f"constrain_: embeddings must be 'refuse' or 'fit', received {embeddings!r}")
+        raise ConfigError(
+            f"constrain_: embeddings must be 'refuse' or 'fit', received {embeddings!r}"
+        )
     if to == "orthogonal" and bound != 1.0:
-        raise ConfigError(f"constrain_: to='orthogonal' has no bound, received {bound!r}; its singular value is gain=")
+        raise ConfigError(
+            f"constrain_: to='orthogonal' has no bound, received {bound!r}; its singular value is"
+            " gain="
+        )
     if to != "orthogonal":
-        given = {"gain": gain != 1.0, "weight_decay": weight_decay != "refuse", "embeddings": embeddings != "refuse"}
+        given = {
+            "gain": gain != 1.0,
+            "weight_decay": weight_decay != "refuse",
+            "embeddings": embeddings != "refuse",
+        }
         foreign = [name for name, is_given in given.items() if is_given]
         if foreign:
             raise ConfigError(
-                f"constrain_: {', '.join(foreign)} belongs to to='orthogonal', received with to={to!r}; its number is "
-                "bound="
+                f"constrain_: {', '.join(foreign)} belongs to to='orthogonal', received with"
+                f" to={to!r}; its number is bound="
             )

@@ -13,7 +13,8 @@ from wellposed.linalg import based_cayley, cayley, compute_dtype, inverse_cayley
 
 
 class Orthogonal(nn.Module):
-    """The map ``X -> gain * B cayley(X)``: its values satisfy ``W^T W = gain^2 I`` (``W W^T`` for wide W).
+    """The map ``X -> gain * B cayley(X)``: its values satisfy ``W^T W = gain^2 I`` (``W W^T`` for
+    wide W).
 
     Made by `orthogonal`. ``right_inverse`` takes any matrix to the nearest value of the map.
     """
@@ -32,7 +33,8 @@ class Orthogonal(nn.Module):
         if base and rows == columns:
             self.register_buffer("base", torch.eye(rows))
         elif base:
-            # B is rows x rows: kept as the Householder vectors of its first columns, with their signs.
+            # B is rows x rows: kept as the Householder vectors of its first columns, with their
+            # signs.
             self.register_buffer("reflectors", torch.zeros(rows, columns))
             self.register_buffer("scales", torch.zeros(columns))
             self.register_buffer("signs", torch.ones(columns))
@@ -46,13 +48,15 @@ class Orthogonal(nn.Module):
                 value = based_cayley(point, self.base.to(point.dtype))
             else:
                 value = _reflect(
-                    cayley(point), *(part.to(point.dtype) for part in (self.reflectors, self.scales, self.signs))
+                    cayley(point),
+                    *(part.to(point.dtype) for part in (self.reflectors, self.scales, self.signs)),
                 )
             value = value if self.gain == 1.0 else value * self.gain
             return (value if free.shape[0] >= free.shape[1] else value.mT).to(free.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Project to the nearest orthogonal matrix; make it the base, and return X = 0 (or, without base, its X)."""
+        """Project to the nearest orthogonal matrix; make it the base, and return X = 0 (or, without
+        base, its X)."""
         free, buffers = self.solve(weight)
         for name, value in buffers.items():
             # A new tensor, not a copy into the old one: a graph made before may still hold that.
@@ -63,11 +67,15 @@ class Orthogonal(nn.Module):
     def solve(self, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the X and the base buffers whose image is the matrix nearest to ``weight``."""
         if tuple(weight.shape) != self.shape:
-            raise ShapeError(f"the orthogonal weight has shape {self.shape}, received {tuple(weight.shape)}")
+            raise ShapeError(
+                f"the orthogonal weight has shape {self.shape}, received {tuple(weight.shape)}"
+            )
         nearest = tall(polar(weight.to(compute_dtype(weight))))
         if not self.has_base:
             free = inverse_cayley(nearest)
-            return (free if self.shape[0] >= self.shape[1] else free.mT).to(weight.dtype).contiguous(), {}
+            return (free if self.shape[0] >= self.shape[1] else free.mT).to(
+                weight.dtype
+            ).contiguous(), {}
         zeros = torch.zeros_like(weight)
         if nearest.shape[0] == nearest.shape[1]:
             return zeros, {"base": nearest.contiguous()}
@@ -79,35 +87,43 @@ class Orthogonal(nn.Module):
         return f"{self.shape[0]}x{self.shape[1]}, gain={self.gain:g}, base={self.has_base}"
 
 
-def orthogonal(module: nn.Module, name: str = "weight", *, gain: float = 1.0, base: bool = True) -> nn.Module:
-    """Parametrise a weight so that ``W^T W = gain^2 I`` (``W W^T`` for wide W) at every forward pass, by any optimizer.
+def orthogonal(
+    module: nn.Module, name: str = "weight", *, gain: float = 1.0, base: bool = True
+) -> nn.Module:
+    """Parametrise a weight so that ``W^T W = gain^2 I`` (``W W^T`` for wide W) at every forward
+    pass, by any optimizer.
 
-    Status: to tolerance: 1e-5 in float32; in half precision the map runs in float32 and its value is rounded once
-    (8e-3 in bfloat16). Method: ``W = gain * B cayley(X)`` with X free and B fixed, through
-    ``torch.nn.utils.parametrize``; see `wellposed.linalg.cayley` for sources and the analytic backward pass.
+    Status: to tolerance: 1e-5 in float32; in half precision the map runs in float32 and its value
+    is rounded once (8e-3 in bfloat16). Method: ``W = gain * B cayley(X)`` with X free and B fixed,
+    through ``torch.nn.utils.parametrize``; see `wellposed.linalg.cayley` for sources and the
+    analytic backward pass.
 
-    The weight starts at the matrix nearest to the one the module had, and an assigned weight is projected likewise
-    (``module.weight = W``, W a plain tensor). Assigning ``module.weight = module.weight`` moves the base to
-    the current point, which keeps X small. Checkpoints of the plain module load. To leave, and before
-    ``save_pretrained``, call ``torch.nn.utils.parametrize.remove_parametrizations(module, name)``: the weight becomes
-    plain again.
+    The weight starts at the matrix nearest to the one the module had, and an assigned weight is
+    projected likewise (``module.weight = W``, W a plain tensor). Assigning ``module.weight =
+    module.weight`` moves the base to the current point, which keeps X small. Checkpoints of the
+    plain module load. To leave, and before ``save_pretrained``, call
+    ``torch.nn.utils.parametrize.remove_parametrizations(module, name)``: the weight becomes plain
+    again.
 
     Args:
         module: holds the parameter; changed in place. name: the parameter, a matrix of any shape.
         gain: singular value of W, above 0.
-        base: True reaches every orthogonal matrix around the start, of either determinant; False (B = I) is cheaper
-            and stays among rotations without eigenvalue -1.
+        base: True reaches every orthogonal matrix around the start, of either determinant; False (B
+            = I) is cheaper and stays among rotations without eigenvalue -1.
 
     Returns:
         ``module``.
 
     Raises:
-        ShapeError: the parameter is no matrix. ConfigError: no such parameter, not floating, or gain not above 0.
-        ConvergenceError: ``base=False`` and the nearest matrix is out of the map's reach, or W is not finite.
+        ShapeError: the parameter is no matrix. ConfigError: no such parameter, not floating, or
+        gain not above 0.
+        ConvergenceError: ``base=False`` and the nearest matrix is out of the map's reach, or W is
+        not finite.
 
-    Cost: for each forward and backward pass one inverse and 3 products of a square weight (2 without base); inside
-    ``parametrize.cached()`` once for several passes. `constrain_` costs about half, leaves no trace in checkpoints, and
-    is the better choice unless the map must be part of the graph.
+    Cost: for each forward and backward pass one inverse and 3 products of a square weight (2
+    without base); inside ``parametrize.cached()`` once for several passes. `constrain_` costs about
+    half, leaves no trace in checkpoints, and is the better choice unless the map must be part of
+    the graph.
 
     >>> import torch
     >>> layer = orthogonal(torch.nn.Linear(6, 4))
@@ -118,14 +134,20 @@ def orthogonal(module: nn.Module, name: str = "weight", *, gain: float = 1.0, ba
         raise ConfigError(f"orthogonal: gain must be above 0, received {gain!r}")
     parameter = getattr(module, name, None)
     if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
-        known = [key for key, value in module.named_parameters(recurse=False) if value.is_floating_point()]
+        known = [
+            key
+            for key, value in module.named_parameters(recurse=False)
+            if value.is_floating_point()
+        ]
         raise ConfigError(
-            f"orthogonal: {type(module).__name__}.{name} is no floating parameter of this module (received "
-            f"{type(parameter).__name__}); nearest: {', '.join(nearest_names(name, known)) or 'none'}"
+            f"orthogonal: {type(module).__name__}.{name} is no floating parameter of this module"
+            f" (received {type(parameter).__name__}); nearest:"
+            f" {', '.join(nearest_names(name, known)) or 'none'}"
         )
     if parameter.dim() != 2:
         raise ShapeError(
-            f"orthogonal: {type(module).__name__}.{name} has shape {tuple(parameter.shape)}, expected (rows, columns)"
+            f"orthogonal: {type(module).__name__}.{name} has shape {tuple(parameter.shape)},"
+            " expected (rows, columns)"
         )
     shape = (parameter.shape[0], parameter.shape[1])
     mapping = Orthogonal(shape, gain=gain, base=base).to(parameter.device, compute_dtype(parameter))
@@ -135,15 +157,21 @@ def orthogonal(module: nn.Module, name: str = "weight", *, gain: float = 1.0, ba
 
 
 class _LoadPlain:
-    """Lets a checkpoint of the plain module load into the parametrised one: its weight is projected."""
+    """Lets a checkpoint of the plain module load into the parametrised one: its weight is
+    projected."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if not parametrize.is_parametrized(module, self.name) or f"{prefix}{self.name}" not in state_dict:
+        if (
+            not parametrize.is_parametrized(module, self.name)
+            or f"{prefix}{self.name}" not in state_dict
+        ):
             return
-        mapping = cast(Orthogonal, cast(nn.ModuleDict, module.parametrizations)[self.name].get_submodule("0"))
+        mapping = cast(
+            Orthogonal, cast(nn.ModuleDict, module.parametrizations)[self.name].get_submodule("0")
+        )
         free, buffers = mapping.solve(state_dict.pop(f"{prefix}{self.name}"))
         inside = f"{prefix}parametrizations.{self.name}."
         state_dict[f"{inside}original"] = free

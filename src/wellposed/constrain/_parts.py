@@ -1,4 +1,5 @@
-"""What the roles of a model say of its parameters: which rows play which part, and where weights are fused."""
+"""What the roles of a model say of its parameters: which rows play which part, and where weights
+are fused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Parts:
         self.by_place = {place: _parts(group) for place, group in places.items()}
 
     def of(self, module: nn.Module, name: str) -> tuple[Part, ...]:
-        """Return the parts of a weight: more than one where it is fused, none where it plays no role."""
+        """Return the parts of a weight: more than one where it is fused, none where it plays no
+        role."""
         return self.by_place.get((id(module), name), ())
 
     def check(self, wanted: Collection[str]) -> None:
@@ -52,7 +54,9 @@ class Parts:
         missing = [role for role in wanted if role not in known]
         if missing:
             have = ", ".join(role for role in ROLE_NAMES if role in known)
-            raise RoleNotFoundError(f"no weight of the model plays the role {', '.join(missing)}; it has {have}")
+            raise RoleNotFoundError(
+                f"no weight of the model plays the role {', '.join(missing)}; it has {have}"
+            )
 
 
 def _parts(weights: list[RoleWeight]) -> tuple[Part, ...]:

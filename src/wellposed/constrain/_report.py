@@ -15,7 +15,8 @@ class ConstrainedWeight:
     """Full dotted name of the parameter."""
     shape: tuple[int, int]
     gain: float
-    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of the other sets."""
+    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of
+    the other sets."""
     moved_frobenius: float
     """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
     moved_spectral: float

@@ -1,4 +1,5 @@
-"""Which weights of a model are meant: by names, patterns, types, a function, or the roles they play."""
+"""Which weights of a model are meant: by names, patterns, types, a function, or the roles they
+play."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from wellposed.constrain._parts import Part, Parts
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
 from wellposed.roles import ROLE_NAMES
 
-Where: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence["str | type[nn.Module]"]
+Where: TypeAlias = (
+    str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence["str | type[nn.Module]"]
+)
 # Adapters (LoRA and kin) keep the layer that they adapt under this name.
 _BASE = "base_layer"
 
@@ -29,7 +32,8 @@ class Candidate:
     name: str
     module: nn.Module
     parameter: nn.Parameter | None
-    """None when the module computes its weight (parametrised or packed), so that there is nothing to constrain."""
+    """None when the module computes its weight (parametrised or packed), so that there is nothing
+    to constrain."""
     rows: tuple[int, int] | None = None
     """The output rows of one part of a fused weight, or None for all of the weight."""
     transposed: bool = False
@@ -46,7 +50,11 @@ class Candidate:
     @property
     def label(self) -> str:
         """The name of the matrix: that of the parameter, with the rows where it is a part of it."""
-        return self.parameter_name if self.rows is None else f"{self.parameter_name}[{self.rows[0]}:{self.rows[1]}]"
+        return (
+            self.parameter_name
+            if self.rows is None
+            else f"{self.parameter_name}[{self.rows[0]}:{self.rows[1]}]"
+        )
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape: a view."""
@@ -66,11 +74,14 @@ class Candidate:
     @property
     def is_main_weight(self) -> bool:
         """Whether the module's own path stands for this weight."""
-        return self.name == "weight" or ("weight" not in self.module._parameters and self.name.endswith("weight"))
+        return self.name == "weight" or (
+            "weight" not in self.module._parameters and self.name.endswith("weight")
+        )
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel and ``torch.compile`` wrappers, so that names are the user's."""
+    """Return the module inside DistributedDataParallel and ``torch.compile`` wrappers, so that
+    names are the user's."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -87,17 +98,25 @@ def select_weights(
     roles: str | Sequence[str] | None = None,
     adapters: bool = False,
 ) -> list[Candidate]:
-    """Return what ``where`` matches or what plays one of the ``roles``, in the order of ``named_modules``.
+    """Return what ``where`` matches or what plays one of the ``roles``, in the order of
+    ``named_modules``.
 
-    Every part of ``where`` must match something and every role must be played. A part of ``where`` that fits no name
-    and is the name of a role means that role. The parts of a fused weight (GPT-2's ``c_attn``, ``in_proj_weight``) are
-    returned one by one. With ``adapters`` the trainable factors of an adapter come in place of the weight below it.
+    Every part of ``where`` must match something and every role must be played. A part of ``where``
+    that fits no name and is the name of a role means that role. The parts of a fused weight
+    (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one. With ``adapters`` the
+    trainable factors of an adapter come in place of the weight below it.
     """
     wanted = [roles] if isinstance(roles, str) else list(roles or ())
     if where is None and not wanted:
-        raise ConfigError("which weights: expected where= (names, patterns, types, a function) or roles=")
+        raise ConfigError(
+            "which weights: expected where= (names, patterns, types, a function) or roles="
+        )
     parts = Parts(model)
-    candidates = [split for found in _candidates(model) for split in _split(found, parts.of(found.module, found.name))]
+    candidates = [
+        split
+        for found in _candidates(model)
+        for split in _split(found, parts.of(found.module, found.name))
+    ]
     matches: list[set[int]] = []
     unmatched: list[str] = []
     for part in [] if where is None else _parts(where):
@@ -111,7 +130,11 @@ def select_weights(
         raise RoleNotFoundError("\n".join(unmatched))
     parts.check(wanted)
     chosen = set().union(*matches)
-    found = [place for index, place in enumerate(candidates) if index in chosen or not place.roles.isdisjoint(wanted)]
+    found = [
+        place
+        for index, place in enumerate(candidates)
+        if index in chosen or not place.roles.isdisjoint(wanted)
+    ]
     return _factors(found, candidates) if adapters else found
 
 
@@ -120,7 +143,9 @@ def _split(found: Candidate, parts: Sequence[Part]) -> Iterator[Candidate]:
         yield replace(found, roles=frozenset().union(*(part.roles for part in parts)))
     for part in parts if found.parameter is not None else ():
         is_slice = part.rows is not None
-        yield replace(found, rows=part.rows, transposed=part.transposed and is_slice, roles=part.roles)
+        yield replace(
+            found, rows=part.rows, transposed=part.transposed and is_slice, roles=part.roles
+        )
 
 
 def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -143,8 +168,8 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
         result.update((other.label, other) for other in own if place.is_adapted)
     if bare:
         raise ConfigError(
-            "adapters=True, but these weights have no adapter with a factor that trains; narrow the selection, or "
-            f"leave adapters=False for them:\n{listed(bare)}"
+            "adapters=True, but these weights have no adapter with a factor that trains; narrow"
+            f" the selection, or leave adapters=False for them:\n{listed(bare)}"
         )
     return list(result.values())
 
@@ -152,11 +177,15 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
 def _parts(where: Where) -> list[str | type[nn.Module] | Callable[[str, nn.Module], bool]]:
     if isinstance(where, str) or callable(where):
         return [where]
-    if isinstance(where, Sequence) and where and all(isinstance(part, (str, type)) for part in where):
+    if (
+        isinstance(where, Sequence)
+        and where
+        and all(isinstance(part, (str, type)) for part in where)
+    ):
         return list(where)
     raise ConfigError(
-        f"where={where!r}: expected a name, an fnmatch pattern, a 're:' pattern, a module type, a function "
-        "(dotted name, module) -> bool, or a non-empty list of names and types"
+        f"where={where!r}: expected a name, an fnmatch pattern, a 're:' pattern, a module type, a"
+        " function (dotted name, module) -> bool, or a non-empty list of names and types"
     )
 
 
@@ -168,17 +197,29 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
             if parameter is not None:
                 yield Candidate(path, name, module, parameter)
         if "weight" not in module._parameters and (
-            parametrize.is_parametrized(module, "weight") or callable(getattr(module, "weight", None))
+            parametrize.is_parametrized(module, "weight")
+            or callable(getattr(module, "weight", None))
         ):
             yield Candidate(path, "weight", module, None)
 
 
-def _matching(part: str | type[nn.Module] | Callable[[str, nn.Module], bool], candidates: list[Candidate]) -> set[int]:
+def _matching(
+    part: str | type[nn.Module] | Callable[[str, nn.Module], bool], candidates: list[Candidate]
+) -> set[int]:
     main = {index: found for index, found in enumerate(candidates) if found.is_main_weight}
     if isinstance(part, str):
-        # Parameter names only where no module path matches, or "layers.0*" would take the biases of its modules too.
-        by_path = {index for index, found in main.items() if _names(part, found.module_path, found.layer_path)}
-        return by_path or {i for i, found in enumerate(candidates) if _names(part, found.parameter_name, found.label)}
+        # Parameter names only where no module path matches, or "layers.0*" would take the biases of
+        # its modules too.
+        by_path = {
+            index
+            for index, found in main.items()
+            if _names(part, found.module_path, found.layer_path)
+        }
+        return by_path or {
+            i
+            for i, found in enumerate(candidates)
+            if _names(part, found.parameter_name, found.label)
+        }
     if isinstance(part, type):
         return {index for index, found in main.items() if isinstance(found.module, part)}
     return {index for index, found in main.items() if part(found.module_path, found.module)}
@@ -187,8 +228,8 @@ def _matching(part: str | type[nn.Module] | Callable[[str, nn.Module], bool], ca
 def _names(pattern: str, *names: str) -> bool:
     if pattern.startswith("re:"):
         return any(_compiled(pattern).fullmatch(name) for name in names)
-    # The leading dot lets "*.q_proj" also match a module "q_proj" at the top of the model; a name of a part has
-    # brackets, which are no pattern there.
+    # The leading dot lets "*.q_proj" also match a module "q_proj" at the top of the model; a name
+    # of a part has brackets, which are no pattern there.
     forms = [form for name in names for form in (name, f".{name}")]
     return pattern in names or any(fnmatch.fnmatchcase(form, pattern) for form in forms)
 
@@ -200,12 +241,23 @@ def _compiled(part: str) -> re.Pattern[str]:
         raise ConfigError(f"where={part!r} is not a regular expression: {error}") from error
 
 
-def _no_match(part: str | type[nn.Module] | Callable[[str, nn.Module], bool], candidates: list[Candidate]) -> str:
+def _no_match(
+    part: str | type[nn.Module] | Callable[[str, nn.Module], bool], candidates: list[Candidate]
+) -> str:
     matrices = [found for found in candidates if found.is_main_weight]
     if isinstance(part, str):
-        near = nearest_names(part.removeprefix("re:").lstrip("*."), [found.module_path for found in matrices])
+        near = nearest_names(
+            part.removeprefix("re:").lstrip("*."), [found.module_path for found in matrices]
+        )
         hint = f"nearest: {', '.join(near)}" if near else "the model has no weights"
         return f"where={part!r} matches no module that holds a weight and no parameter; {hint}"
     kinds = sorted({type(found.module).__name__ for found in matrices})
-    what = part.__name__ if isinstance(part, type) else f"the function {getattr(part, '__name__', part)!r}"
-    return f"where: no module with a weight is matched by {what}; types that hold one: {', '.join(kinds) or 'none'}"
+    what = (
+        part.__name__
+        if isinstance(part, type)
+        else f"the function {getattr(part, '__name__', part)!r}"
+    )
+    return (
+        f"where: no module with a weight is matched by {what}; types that hold one:"
+        f" {', '.join(kinds) or 'none'}"
+    )

@@ -1,4 +1,5 @@
-"""The set of orthogonal matrices: gradient to the tangent space before the optimizer step, retraction after it."""
+"""The set of orthogonal matrices: gradient to the tangent space before the optimizer step,
+retraction after it."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ from wellposed.linalg import (
 )
 from wellposed.linalg.sharded import is_sharded, read, write_
 
-# Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an entry of W^T W by at
-# most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that far: see the test. With u = 2^-8 that is
-# 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the float32 copy that is rounded adds its own 1e-5.
+# Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an
+# entry of W^T W by at most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that
+# far: see the test. With u = 2^-8 that is 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the
+# float32 copy that is rounded adds its own 1e-5.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Their step is an odd function of each gradient entry, so the step of a skew gradient is skew.
 _ELEMENTWISE = frozenset(
@@ -53,23 +55,31 @@ class OrthogonalWeight(Weight):
     ) -> None:
         self._fits = gain == "fit"
         super().__init__(place, optimizer, 1.0 if gain == "fit" else gain, also)
-        # An embedding steps by its own gradient, and the retraction alone takes out the normal part: a projected
-        # gradient is not zero for a token outside the batch, and Adam would make it as long a step as any.
+        # An embedding steps by its own gradient, and the retraction alone takes out the normal
+        # part: a projected gradient is not zero for a token outside the batch, and Adam would make
+        # it as long a step as any.
         self.is_frame = is_frame
         self.is_steered = not is_frame
-        # The moments of a fused weight belong to all its slices, so none of them can be in coordinates of its own.
-        self.square = self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
+        # The moments of a fused weight belong to all its slices, so none of them can be in
+        # coordinates of its own.
+        self.square = (
+            self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
+        )
         self.dtype = compute_dtype(self.parameter)
         self.is_half = self.dtype != self.parameter.dtype
         kind = type(optimizer)
         # The tolerance of the matrix that is computed with (the master, for half weights).
         self.inner_tolerance = TOLERANCES[self.dtype]
-        self.step_is_skew = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
-        # Half weights are kept in float32 here, or every step smaller than their spacing would be lost.
+        self.step_is_skew = (
+            kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+        )
+        # Half weights are kept in float32 here, or every step smaller than their spacing would be
+        # lost.
         self.master: Tensor | None = None
         self._exposed: Tensor | None = None
         self.before: Tensor | None = None
-        # Bound on the error of the weight as the last step left it; and whether `before` holds it as it was then.
+        # Bound on the error of the weight as the last step left it; and whether `before` holds it
+        # as it was then.
         self.drift: float | None = None
         self._kept = False
         self._is_fresh = True
@@ -82,7 +92,8 @@ class OrthogonalWeight(Weight):
 
     @property
     def batch_key(self) -> object | None:
-        """Storage, gain and the kind of step, of weights whose steps work on the parameter's own memory."""
+        """Storage, gain and the kind of step, of weights whose steps work on the parameter's own
+        memory."""
         gradient = self.gradient
         if not self.is_direct or gradient is None or gradient.dtype != self.parameter.dtype:
             return None
@@ -135,16 +146,23 @@ class OrthogonalWeight(Weight):
         return saved is not None and saved is not self._exposed
 
     def _saved_master(self) -> Tensor | None:
-        """Return the float32 copy that a checkpoint brought beside the moments, if it is that of the stored weight."""
+        """Return the float32 copy that a checkpoint brought beside the moments, if it is that of
+        the stored weight."""
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
         if saved is None or is_sharded(self.parameter):
             return None
-        # Optimizers cast what they load to the dtype of the parameter; every float type holds the numbers of a byte.
+        # Optimizers cast what they load to the dtype of the parameter; every float type holds the
+        # numbers of a byte.
         value = saved.to(torch.uint8).view(self.dtype)
-        return value if value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value) else None
+        return (
+            value
+            if value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value)
+            else None
+        )
 
     def adopt_master(self, value: Tensor | None = None) -> None:
-        """Set the float32 copy of a half weight; by default from the matrix nearest to what is stored."""
+        """Set the float32 copy of a half weight; by default from the matrix nearest to what is
+        stored."""
         if self.is_half:
             whole = read(self.value).to(self.dtype)
             nearest = nearest_orthogonal(whole, gain=self.gain).weight if value is None else value
@@ -179,7 +197,8 @@ class OrthogonalWeight(Weight):
         torch._foreach_copy_(gradients, list(whole.unbind()))
 
     def remember_(self, *, decayed: bool) -> None:
-        """Keep what the retraction needs, or zero the parameter, so that it will hold the bare step."""
+        """Keep what the retraction needs, or zero the parameter, so that it will hold the bare
+        step."""
         displace = decayed or (self.is_half and not reads_weight_size(self.optimizer))
         self._displaced = displace
         if self.master is None and (self.square or displace) and not self._kept:
@@ -189,7 +208,11 @@ class OrthogonalWeight(Weight):
 
     def _copy_before(self) -> None:
         current = self.value
-        if self.before is None or self.before.shape != current.shape or self.before.device != current.device:
+        if (
+            self.before is None
+            or self.before.shape != current.shape
+            or self.before.device != current.device
+        ):
             self.before = torch.empty_like(current)
         self.before.copy_(current)
 
@@ -252,14 +275,18 @@ class OrthogonalWeight(Weight):
                 workspace=work,
             )
         else:
-            taken = retract_(result, gain=first.gain, tolerance=first.inner_tolerance, workspace=work)
+            taken = retract_(
+                result, gain=first.gain, tolerance=first.inner_tolerance, workspace=work
+            )
         write_back_(weights, result if result.shape[1:] == first.value.shape else result.mT)
         return taken
 
     def _retract_direct(self, work: Workspace) -> Retraction:
         current = self.value
         if not self.square or self.before is None:
-            return retract_(tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+            return retract_(
+                tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work
+            )
         step = current.sub_(self.before)
         return self._rotate(self.before, step, current, work)
 
@@ -282,11 +309,12 @@ class OrthogonalWeight(Weight):
             write_(self.master, whole)
 
     def claim_state(self) -> bool:
-        """Mark the moments of a square weight as Lie coordinates; return whether they were not, and so restarted."""
+        """Mark the moments of a square weight as Lie coordinates; return whether they were not, and
+        so restarted."""
         state = self.optimizer.state.get(self.parameter)
         if self.master is None:
-            # torch's version of a tensor does not count what goes through ``.data``, so the entries are compared; by
-            # `dist`, which on a CPU takes half the time of `equal`.
+            # torch's version of a tensor does not count what goes through ``.data``, so the entries
+            # are compared; by `dist`, which on a CPU takes half the time of `equal`.
             self._kept = self._kept and self._distance_to_before() == 0.0
             self.drift = self.drift if self._kept else None
         if self._is_fresh and self.square and state and _LIE_MARK in state:
@@ -302,12 +330,13 @@ class OrthogonalWeight(Weight):
         return stale
 
     def mark_state(self, drift: float) -> None:
-        """Note what a resumed run needs beside the moments of this step: the drift, which marks Lie coordinates, and
-        the bytes of the float32 copy.
+        """Note what a resumed run needs beside the moments of this step: the drift, which marks Lie
+        coordinates, and the bytes of the float32 copy.
         """
         self.drift = drift if self.square else None
         self._is_fresh = False
-        # A sharded weight would have to be gathered to be compared: it is measured at every step instead.
+        # A sharded weight would have to be gathered to be compared: it is measured at every step
+        # instead.
         self._kept = self.square and self.master is None and not is_sharded(self.parameter)
         if self._kept:
             self._copy_before()
@@ -337,11 +366,13 @@ class OrthogonalWeight(Weight):
             self.optimizer.state.pop(self.parameter, None)
 
     def _resumed(self, drift: float | None) -> float | None:
-        """Return the drift that was saved with these weights, if it is these: a run then goes on bit for bit."""
+        """Return the drift that was saved with these weights, if it is these: a run then goes on
+        bit for bit."""
         return drift if self.master is not None or self.error() <= self.inner_tolerance else None
 
     def _restart(self, state: dict[str, object]) -> None:
-        # torch's optimizers start from zeros; others may hold codes or tables, which only they can make.
+        # torch's optimizers start from zeros; others may hold codes or tables, which only they can
+        # make.
         if not type(self.optimizer).__module__.startswith("torch."):
             del self.optimizer.state[self.parameter]
             return

@@ -13,7 +13,8 @@ from wellposed.constrain._report import ConstrainedWeight
 from wellposed.constrain._select import Candidate
 from wellposed.linalg import Retraction, Workspace
 
-# Optimizers that scale their step by the size of the weight: the weight may not be displaced under them.
+# Optimizers that scale their step by the size of the weight: the weight may not be displaced under
+# them.
 _READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
 
 # Entries up to which a CPU saves more by fewer calls than it loses by stacking.
@@ -28,7 +29,9 @@ class Weight(ABC):
     is_steered: bool
     """Whether the gradient is put into coordinates of the set before the optimizer steps."""
 
-    def __init__(self, place: Candidate, optimizer: Optimizer, size: float, also: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, place: Candidate, optimizer: Optimizer, size: float, also: tuple[str, ...] = ()
+    ) -> None:
         assert place.parameter is not None  # what cannot be held was refused before
         self.place = place
         self.path = place.label
@@ -66,12 +69,14 @@ class Weight(ABC):
     @classmethod
     @abstractmethod
     def retract_batch_(cls, weights: Sequence[Any], work: Workspace, /) -> Retraction:
-        """Do `retract_` for weights of one `batch_key`; nothing is written when a step is not finite."""
+        """Do `retract_` for weights of one `batch_key`; nothing is written when a step is not
+        finite."""
 
     @property
     @abstractmethod
     def batch_key(self) -> object | None:
-        """What those share that one batched product can serve; None where the matrix is worked on by itself."""
+        """What those share that one batched product can serve; None where the matrix is worked on
+        by itself."""
 
     @abstractmethod
     def project_gradient_(self, work: Workspace, /) -> None:

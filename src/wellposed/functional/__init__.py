@@ -1,5 +1,7 @@
 from wellposed.functional._affinity import affinity_penalty as affinity_penalty
-from wellposed.functional._affinity import affinity_penalty_from_logits as affinity_penalty_from_logits
+from wellposed.functional._affinity import (
+    affinity_penalty_from_logits as affinity_penalty_from_logits,
+)
 from wellposed.functional._attention_cosine import cosine_attention as cosine_attention
 from wellposed.functional._attention_l2 import l2_attention as l2_attention
 from wellposed.functional._diagnostics import attention_entropy as attention_entropy

@@ -1,6 +1,8 @@
-"""How far attention affinities are from orthogonal: exactly, or by an unbiased estimate in O(N) memory.
+"""How far attention affinities are from orthogonal: exactly, or by an unbiased estimate in O(N)
+memory.
 
-Shape legend: B batch, H heads, N tokens, D head_dim; A = softmax(scale Q K^T + mask) is (B, H, N, N).
+Shape legend: B batch, H heads, N tokens, D head_dim; A = softmax(scale Q K^T + mask) is (B, H, N,
+N).
 """
 
 from __future__ import annotations
@@ -33,22 +35,26 @@ def affinity_penalty(
     scale: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return ``|A^T A - I|_F^2`` per head, for the affinities ``A = softmax(scale Q K^T)`` of self-attention.
+    """Return ``|A^T A - I|_F^2`` per head, for the affinities ``A = softmax(scale Q K^T)`` of
+    self-attention.
 
-    Status: a penalty; ``exact`` to rounding, ``probes`` an unbiased estimate. It is zero if and only if A is a
-    permutation. Padded tokens are left out: their rows and columns are removed, so I has one row per real token. A
-    token is padding if ``key_padding_mask`` says so or if no query may attend to it.
+    Status: a penalty; ``exact`` to rounding, ``probes`` an unbiased estimate. It is zero if and
+    only if A is a permutation. Padded tokens are left out: their rows and columns are removed, so I
+    has one row per real token. A token is padding if ``key_padding_mask`` says so or if no query
+    may attend to it.
 
-    Method: Zhang et al. (2021, sec. 2.2), A^T A as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2 + N``, value and
-    gradient by hand, batch by batch. ``probes`` draws independent sign matrices U, V of ``num_probes`` columns:
-    ``|(A U)^T (A V)|_F^2 / num_probes^2`` has mean ``|A^T A|_F^2`` and ``|A U|_F^2 / num_probes`` has mean ``|A|_F^2``;
-    A U is attention with U as the values, so one `scaled_dot_product_attention` call gives both.
+    Method: Zhang et al. (2021, sec. 2.2), A^T A as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2
+    + N``, value and gradient by hand, batch by batch. ``probes`` draws independent sign matrices U,
+    V of ``num_probes`` columns: ``|(A U)^T (A V)|_F^2 / num_probes^2`` has mean ``|A^T A|_F^2`` and
+    ``|A U|_F^2 / num_probes`` has mean ``|A|_F^2``; A U is attention with U as the values, so one
+    `scaled_dot_product_attention` call gives both.
 
     Args:
         query: shape (batch, heads, N, D), (batch, N, D) or (N, D); floating point.
         key: the same shape; with grouped heads, the number of its heads divides the query's.
         estimator: ``"exact"`` or ``"probes"``.
-        num_probes: columns of U and of V; the standard deviation falls as one over its square root or faster.
+        num_probes: columns of U and of V; the standard deviation falls as one over its square root
+        or faster.
         attn_mask: broadcastable to (..., N, N); bool (True = may attend) or added to the logits.
         is_causal: token i attends to tokens up to i.
         key_padding_mask: bool (batch, N), True = padding.
@@ -59,12 +65,13 @@ def affinity_penalty(
         shape (...), one number per head, at least float32.
 
     Raises:
-        ShapeError: query and key differ in tokens or width (cross-attention has no square affinity).
+        ShapeError: query and key differ in tokens or width (cross-attention has no square
+        affinity).
         ConfigError: unknown estimator, fewer than one probe, or float16 on a CPU.
 
-    Cost: exact 6 N^3 FLOPs per head for value and gradient and O(N^2) memory of one batch chunk; probes one attention
-    with ``2 num_probes`` value columns and O(N) memory (O(N^2) only if ``attn_mask`` is given). No second derivatives
-    of ``exact``.
+    Cost: exact 6 N^3 FLOPs per head for value and gradient and O(N^2) memory of one batch chunk;
+    probes one attention with ``2 num_probes`` value columns and O(N) memory (O(N^2) only if
+    ``attn_mask`` is given). No second derivatives of ``exact``.
 
     When not to use: small N, where ``exact`` is as cheap, makes ``probes`` pointless.
 
@@ -74,7 +81,9 @@ def affinity_penalty(
     """
     _check(query, key, estimator, num_probes)
     lead = query.shape[:-2]
-    query, key, attn_mask, key_padding_mask = _four_dimensional(query, key, attn_mask, key_padding_mask)
+    query, key, attn_mask, key_padding_mask = _four_dimensional(
+        query, key, attn_mask, key_padding_mask
+    )
     key = _repeated(key, query.shape[1])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     masks = _Masks.read(scale, attn_mask, key_padding_mask, is_causal)
@@ -87,10 +96,11 @@ def affinity_penalty(
 
 
 def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
-    """Return ``|A^T A - I|_F^2`` per head of ``A = softmax(logits)``, for attention that forms its N x N logits itself.
+    """Return ``|A^T A - I|_F^2`` per head of ``A = softmax(logits)``, for attention that forms its
+    N x N logits itself.
 
-    Status, method, source and padding as `affinity_penalty` with ``estimator="exact"``: a token whose column holds no
-    logit above half the least finite number is padding.
+    Status, method, source and padding as `affinity_penalty` with ``estimator="exact"``: a token
+    whose column holds no logit above half the least finite number is padding.
 
     Args:
         logits: masked and scaled, shape (..., N, N), floating point.
@@ -101,7 +111,8 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     Raises:
         ShapeError: the logits are not square.
 
-    Cost: 6 N^3 FLOPs per head for value and gradient, and as much memory again as the logits. No second derivatives.
+    Cost: 6 N^3 FLOPs per head for value and gradient, and as much memory again as the logits. No
+    second derivatives.
 
     When not to use: where query and key are at hand, `affinity_penalty` needs less memory.
 
@@ -109,14 +120,17 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     3.0
     """
     if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
-        raise ShapeError(f"affinities of self-attention are square; received shape {tuple(logits.shape)}")
+        raise ShapeError(
+            f"affinities of self-attention are square; received shape {tuple(logits.shape)}"
+        )
     with torch.autocast(logits.device.type, enabled=False):
         return _FromLogits.apply(logits)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class _Masks:
-    """What turns Q K^T into logits: scale, flags or a bias per query, and which tokens are real (None: all)."""
+    """What turns Q K^T into logits: scale, flags or a bias per query, and which tokens are real
+    (None: all)."""
 
     scale: float
     allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
@@ -126,7 +140,9 @@ class _Masks:
     is_causal: bool
 
     @classmethod
-    def read(cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool) -> _Masks:
+    def read(
+        cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
+    ) -> _Masks:
         allowed = bias = None
         reachable = None if padded is None else ~padded
         if attn_mask is not None:
@@ -137,7 +153,10 @@ class _Masks:
                 open_to = _is_open(attn_mask)
             if is_causal:
                 tokens = attn_mask.shape[-1]
-                open_to = open_to & torch.ones(tokens, tokens, dtype=torch.bool, device=open_to.device).tril()
+                open_to = (
+                    open_to
+                    & torch.ones(tokens, tokens, dtype=torch.bool, device=open_to.device).tril()
+                )
             seen = open_to.any(dim=-2)
             reachable = seen if reachable is None else reachable & seen
         return cls(scale, allowed, bias, padded, reachable, is_causal)
@@ -152,7 +171,14 @@ class _Masks:
         def cut(mask: Tensor | None) -> Tensor | None:
             return mask if mask is None or mask.shape[0] == 1 else mask[start:stop]
 
-        return _Masks(self.scale, cut(self.allowed), cut(self.bias), cut(self.padded), cut(self.real), self.is_causal)
+        return _Masks(
+            self.scale,
+            cut(self.allowed),
+            cut(self.bias),
+            cut(self.padded),
+            cut(self.real),
+            self.is_causal,
+        )
 
 
 def _affinities(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
@@ -163,7 +189,10 @@ def _affinities(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
     if masks.allowed is not None:
         scores.masked_fill_(~masks.allowed, -torch.inf)
     if masks.is_causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1), -torch.inf)
+        scores.masked_fill_(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1),
+            -torch.inf,
+        )
     if masks.padded is not None:
         scores.masked_fill_(masks.padded[..., None, :], -torch.inf)
     if masks.real is None:
@@ -173,7 +202,8 @@ def _affinities(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
 
 
 class _Exact(torch.autograd.Function):
-    """Value per head; the gradient is formed in the forward pass, so no N x N tensor outlives its chunk."""
+    """Value per head; the gradient is formed in the forward pass, so no N x N tensor outlives its
+    chunk."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
@@ -220,7 +250,9 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         padded = ~_is_open(logits).any(dim=-2)
-        kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(padded[..., None, :], -torch.inf)
+        kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(
+            padded[..., None, :], -torch.inf
+        )
         rows = padded[..., None]
         affinity = kept.masked_fill_(rows, 0).softmax(dim=-1).masked_fill_(rows, 0)
         value, upstream = _value_and_gradient(affinity, ctx.needs_input_grad[0])
@@ -253,15 +285,21 @@ def _value_and_gradient(affinity: Tensor, gradient: bool) -> tuple[Tensor, Tenso
     return value, (outer @ affinity).sub_(affinity).mul_(4) if gradient else None
 
 
-def _probes(query: Tensor, key: Tensor, masks: _Masks, num_probes: int, generator: torch.Generator | None) -> Tensor:
+def _probes(
+    query: Tensor, key: Tensor, masks: _Masks, num_probes: int, generator: torch.Generator | None
+) -> Tensor:
     batch, heads, tokens, _ = query.shape
     query, key, mask, is_causal = _sdpa_masking(query, key, masks)
     columns = max(query.shape[-1], 2 * num_probes)  # equal widths keep the fused kernels
     signs = torch.zeros(batch, heads, tokens, columns, dtype=query.dtype, device=query.device)
-    drawn = torch.randint(0, 2, (batch, heads, tokens, 2 * num_probes), generator=generator, device=query.device)
+    drawn = torch.randint(
+        0, 2, (batch, heads, tokens, 2 * num_probes), generator=generator, device=query.device
+    )
     signs[..., : 2 * num_probes] = drawn.mul_(2).sub_(1)
     query, key = (F.pad(item, (0, columns - item.shape[-1])) for item in (query, key))
-    mixed = F.scaled_dot_product_attention(query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale)
+    mixed = F.scaled_dot_product_attention(
+        query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale
+    )
     mixed = mixed[..., : 2 * num_probes].to(torch.promote_types(query.dtype, torch.float32))
     if masks.real is not None:
         mixed = mixed.masked_fill(~masks.real[..., None], 0)
@@ -271,13 +309,20 @@ def _probes(query: Tensor, key: Tensor, masks: _Masks, num_probes: int, generato
     return of_gram - 2 * of_affinity + masks.count(query)
 
 
-def _sdpa_masking(query: Tensor, key: Tensor, masks: _Masks) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """Return query, key, mask and causality for one SDPA call; padded rows may attend anywhere, as they are dropped."""
+def _sdpa_masking(
+    query: Tensor, key: Tensor, masks: _Masks
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """Return query, key, mask and causality for one SDPA call; padded rows may attend anywhere, as
+    they are dropped."""
     mask: Tensor | None = None
     if masks.allowed is not None or masks.bias is not None:
         rows = None if masks.real is None else ~masks.real[..., None]
         if masks.allowed is not None:
-            allowed = masks.allowed if masks.padded is None else masks.allowed & ~masks.padded[..., None, :]
+            allowed = (
+                masks.allowed
+                if masks.padded is None
+                else masks.allowed & ~masks.padded[..., None, :]
+            )
             allowed = allowed & _lower(query) if masks.is_causal else allowed
             mask = allowed if rows is None else allowed | rows
         elif masks.bias is not None:
@@ -290,45 +335,64 @@ def _sdpa_masking(query: Tensor, key: Tensor, masks: _Masks) -> tuple[Tensor, Te
         return query, key, None, masks.is_causal
     if not masks.is_causal:
         return query, key, ~masks.padded[..., None, :], False
-    # Causal and padded: one more column of the inner product closes padded keys without an N x N mask.
-    closed = (masks.padded[..., None] * (-_BLOCKED / masks.scale)).to(key.dtype).expand(*key.shape[:-1], 1)
+    # Causal and padded: one more column of the inner product closes padded keys without an N x N
+    # mask.
+    closed = (
+        (masks.padded[..., None] * (-_BLOCKED / masks.scale))
+        .to(key.dtype)
+        .expand(*key.shape[:-1], 1)
+    )
     return F.pad(query, (0, 1), value=1.0), torch.cat([key, closed], dim=-1), None, True
 
 
 def _lower(query: Tensor) -> Tensor:
-    return torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return torch.ones(
+        query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device
+    ).tril()
 
 
 def _check(query: Tensor, key: Tensor, estimator: str, num_probes: int) -> None:
     if not 2 <= query.ndim <= 4 or query.ndim != key.ndim or query.shape[-2:] != key.shape[-2:]:
         raise ShapeError(
-            f"affinity_penalty: query {tuple(query.shape)} and key {tuple(key.shape)} must both be (..., tokens, "
-            "head_dim) with the same tokens and head_dim, in two to four dimensions; cross-attention has no square "
-            "affinity"
+            f"affinity_penalty: query {tuple(query.shape)} and key {tuple(key.shape)} must both be"
+            " (..., tokens, head_dim) with the same tokens and head_dim, in two to four"
+            " dimensions; cross-attention has no square affinity"
         )
     if query.ndim > 2 and query.shape[-3] % key.shape[-3]:
-        raise ShapeError(f"affinity_penalty: {key.shape[-3]} key heads do not divide {query.shape[-3]} query heads")
+        raise ShapeError(
+            f"affinity_penalty: {key.shape[-3]} key heads do not divide {query.shape[-3]} query"
+            " heads"
+        )
     if estimator not in ("exact", "probes"):
-        raise ConfigError(f"affinity_penalty: estimator = {estimator!r}, expected 'exact' or 'probes'")
+        raise ConfigError(
+            f"affinity_penalty: estimator = {estimator!r}, expected 'exact' or 'probes'"
+        )
     if num_probes < 1:
         raise ConfigError(f"affinity_penalty: num_probes = {num_probes}, expected at least 1")
     if query.dtype == torch.float16 and query.device.type == "cpu":
-        raise ConfigError("affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there")
+        raise ConfigError(
+            "affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there"
+        )
 
 
 def _four_dimensional(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return everything with explicit batch and heads; three dimensions are (batch, tokens, head_dim)."""
+    """Return everything with explicit batch and heads; three dimensions are (batch, tokens,
+    head_dim)."""
     if query.ndim == 2:
         query, key = query[None, None], key[None, None]
     elif query.ndim == 3:
         query, key = query[:, None], key[:, None]
-        attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+        attn_mask = (
+            attn_mask[:, None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+        )
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
         if attn_mask.shape[-2] == 1:
-            attn_mask = attn_mask.expand(*attn_mask.shape[:-2], query.shape[-2], attn_mask.shape[-1])
+            attn_mask = attn_mask.expand(
+                *attn_mask.shape[:-2], query.shape[-2], attn_mask.shape[-1]
+            )
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask.reshape(-1, 1, query.shape[-2])
     return query, key, attn_mask, key_padding_mask

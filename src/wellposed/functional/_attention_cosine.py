@@ -21,22 +21,26 @@ def cosine_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    r"""Row i is `nu sum_j p_ij n(v_j)`, `p_ij = softmax_j(tau n(q_i) . n(k_j))`, with `n(a) = a / sqrt(|a|^2 + eps)`.
+    r"""Row i is `nu sum_j p_ij n(v_j)`, `p_ij = softmax_j(tau n(q_i) . n(k_j))`, with
+    `n(a) = a / sqrt(|a|^2 + eps)`.
 
-    Exact up to rounding. Every row has norm below `nu`, and, since `n` has slope at most `eps^-1/2` and norm below 1,
-    the map is globally Lipschitz for every mask and from each of its three arguments: with `|dq|` the largest change of
-    a query, `|df_i| <= nu eps^-1/2 (|dv| + tau |dq| + tau |dk|)` (in the max over tokens of the 2-norm). Qi et al.
-    (2023), "LipsFormer", with the constant re-derived (theory note B6).
+    Exact up to rounding. Every row has norm below `nu`, and, since `n` has slope at most `eps^-1/2`
+    and norm below 1,
+    the map is globally Lipschitz for every mask and from each of its three arguments: with `|dq|`
+    the largest change of a query, `|df_i| <= nu eps^-1/2 (|dv| + tau |dq| + tau |dk|)` (in the max
+    over tokens of the 2-norm). Qi et al. (2023), "LipsFormer", with the constant re-derived (theory
+    note B6).
 
     Args:
         query: (..., queries, head_dim).
         key: (..., keys, head_dim).
         value: (..., keys, value_dim); normalised as well: with a plain value no bound exists.
         eps: > 0, a real knob and not a guard against 0/0: the slope at the origin is `eps^-1/2`.
-        tau: temperature, > 0; a tensor broadcasts to (..., queries, 1) and may be learnt, per head for example.
+        tau: temperature, > 0; a tensor broadcasts to (..., queries, 1) and may be learnt, per head
+        for example.
         nu: scale of the output; a tensor broadcasts to (..., queries, value_dim).
-        attn_mask: as in `scaled_dot_product_attention`. The token itself need not be seen. A row without any key
-            returns zero.
+        attn_mask: as in `scaled_dot_product_attention`. The token itself need not be seen. A row
+            without any key returns zero.
         is_causal: query i sees keys j <= i.
         dropout_p: probability of dropping an attention weight; the bound above is for 0.
 
@@ -47,7 +51,8 @@ def cosine_attention(
         ConfigError: `eps`, or a `tau` that is a number, is not positive.
         ShapeError: the widths of query and key, or the number of keys and values, differ.
 
-    Cost: one `scaled_dot_product_attention` and three norms. Norms are computed in float32 at least.
+    Cost: one `scaled_dot_product_attention` and three norms. Norms are computed in float32 at
+    least.
 
     >>> import torch
     >>> x = 1e6 * torch.randn(3, 4)
@@ -55,19 +60,28 @@ def cosine_attention(
     True
     """
     if not eps > 0:
-        raise ConfigError(f"cosine_attention: eps is {eps}; expected > 0, since the Lipschitz constant is eps^-1/2")
+        raise ConfigError(
+            f"cosine_attention: eps is {eps}; expected > 0, since the Lipschitz constant is"
+            " eps^-1/2"
+        )
     if not isinstance(tau, Tensor) and not tau > 0:
         raise ConfigError(f"cosine_attention: tau is {tau}; expected a positive temperature")
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         raise ShapeError(
-            f"cosine_attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
-            "expected (..., queries, d), (..., keys, d), (..., keys, e)"
+            f"cosine_attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value"
+            f" {tuple(value.shape)}; expected (..., queries, d), (..., keys, d), (..., keys, e)"
         )
     query, key, value = (normalized_vectors(tokens, eps) for tokens in (query, key, value))
     # A learnt temperature must stay a tensor, while the fused kernel takes a number.
     scale = 1.0 if isinstance(tau, Tensor) else tau
     query = (query * tau).to(key.dtype) if isinstance(tau, Tensor) else query
     joined = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
     )
     return (nu * joined).to(joined.dtype)

@@ -1,4 +1,5 @@
-"""What a softmax row says about itself: how spread it is, and how strongly it reacts to its logits."""
+"""What a softmax row says about itself: how spread it is, and how strongly it reacts to its
+logits."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from wellposed.errors import ShapeError
 
 
 def attention_entropy(probabilities: Tensor) -> Tensor:
-    """Return ``-sum_j p_j ln p_j`` of every row, in nats: 0 for one-hot, ``ln n`` for uniform over n keys.
+    """Return ``-sum_j p_j ln p_j`` of every row, in nats: 0 for one-hot, ``ln n`` for uniform over
+    n keys.
 
     Status: exact to rounding of the computing dtype (at least float32); ``0 ln 0 = 0``.
 
@@ -22,7 +24,8 @@ def attention_entropy(probabilities: Tensor) -> Tensor:
     Raises:
         ShapeError: no key, or a scalar.
 
-    Cost: one pass over the matrix. When not to use: on attention weights after dropout, whose rows do not sum to 1.
+    Cost: one pass over the matrix. When not to use: on attention weights after dropout, whose rows
+    do not sum to 1.
 
     >>> attention_entropy(torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]])).tolist()
     [1.3862943649291992, 0.0]
@@ -31,18 +34,20 @@ def attention_entropy(probabilities: Tensor) -> Tensor:
 
 
 def softmax_sensitivity(probabilities: Tensor) -> Tensor:
-    """Return ``p1 (1 - p1 + p2) >= |diag p - p p^T|_2``, the 2-norm of the softmax Jacobian; at most 1/2.
+    """Return ``p1 (1 - p1 + p2) >= |diag p - p p^T|_2``, the 2-norm of the softmax Jacobian; at
+    most 1/2.
 
-    Status: a proved upper bound of each row's Jacobian, up to rounding; equality if and only if all other non-zero
-    probabilities equal the second largest, ``p2``. ``1 - p1`` is summed from the other entries: as a difference it
-    would lose the bound where p1 is near 1. A diagnostic at this input, no certificate around it.
+    Status: a proved upper bound of each row's Jacobian, up to rounding; equality if and only if all
+    other non-zero probabilities equal the second largest, ``p2``. ``1 - p1`` is summed from the
+    other entries: as a difference it would lose the bound where p1 is near 1. A diagnostic at this
+    input, no certificate around it.
 
     Args:
         probabilities: ``(..., queries, keys)``, rows not negative with sum 1.
 
     Returns:
-        ``(..., queries)``, in 0..1/2: near 0 where the row is saturated (no gradient reaches the logits) or spread over
-        many keys, 1/2 where two keys share it.
+        ``(..., queries)``, in 0..1/2: near 0 where the row is saturated (no gradient reaches the
+        logits) or spread over many keys, 1/2 where two keys share it.
 
     Raises:
         ShapeError: no key, or a scalar.
@@ -60,5 +65,8 @@ def softmax_sensitivity(probabilities: Tensor) -> Tensor:
 
 def _rows(probabilities: Tensor) -> Tensor:
     if probabilities.ndim == 0 or probabilities.shape[-1] == 0:
-        raise ShapeError(f"expected (..., queries, keys) with at least one key, received {tuple(probabilities.shape)}")
+        raise ShapeError(
+            "expected (..., queries, keys) with at least one key, received"
+            f" {tuple(probabilities.shape)}"
+        )
     return probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))

@@ -1,4 +1,5 @@
-"""L2 and cosine attention as dot-product attention: the other vectors to call a fused kernel with."""
+"""L2 and cosine attention as dot-product attention: the other vectors to call a fused kernel
+with."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Fused kernels want head widths that are a multiple of this, and one width for queries, keys and values.
+# Fused kernels want head widths that are a multiple of this, and one width for queries, keys and
+# values.
 _WIDTH_MULTIPLE = 8
 # Half-precision columns that hold one float32 number: 3 x 8 bits (bfloat16), 3 x 11 bits (float16).
 _HALF_COLUMNS = 3
 # float16 ends at 65504, so its norm columns are stored in this unit; key norms up to 5790 fit.
 _FLOAT16_UNIT = 256.0
-# Logit offset of a padded key: exp underflows to exactly zero beside any real key, and stays finite beside none.
+# Logit offset of a padded key: exp underflows to exactly zero beside any real key, and stays finite
+# beside none.
 _PADDED = -1e30
 _PADDED_FLOAT16 = -65504.0
 _HALVES = (torch.float16, torch.bfloat16)
@@ -29,14 +32,17 @@ def l2_vectors(
 ) -> tuple[Tensor, Tensor]:
     """Return q' and k' with `q'_i . k'_j = (q_i - m) . (k_j - m) - |k_j - m|^2 / 2`, m the shift.
 
-    That is `-|q_i - k_j|^2 / 2` up to a number that is the same for every j, so dot-product attention on them with
-    twice the scale is L2 attention. Exact up to rounding of float32 (half precision: the norm takes three columns).
+    That is `-|q_i - k_j|^2 / 2` up to a number that is the same for every j, so dot-product
+    attention on them with twice the scale is L2 attention. Exact up to rounding of float32 (half
+    precision: the norm takes three columns).
 
     Args:
         query: (..., heads, queries, head_dim).
-        key: (..., heads, keys, head_dim); it may have fewer heads, each for a group of query heads that follow.
+        key: (..., heads, keys, head_dim); it may have fewer heads, each for a group of query heads
+        that follow.
         shift: (..., key heads, 1, head_dim), from `common_shift`.
-        padding: bool, broadcasts to the key without its last dimension: True gets a weight of exactly zero.
+        padding: bool, broadcasts to the key without its last dimension: True gets a weight of
+        exactly zero.
         value_dim: the vectors become at least as wide, so that values can have the same width.
 
     Returns:
@@ -53,11 +59,15 @@ def l2_vectors(
 
 
 @torch.no_grad()
-def common_shift(query: Tensor, key: Tensor, unseen: Tensor | None = None, *, first: bool) -> Tensor:
-    """Return one vector (..., 1, d) per key head to move queries and keys by, which leaves every distance as it is.
+def common_shift(
+    query: Tensor, key: Tensor, unseen: Tensor | None = None, *, first: bool
+) -> Tensor:
+    """Return one vector (..., 1, d) per key head to move queries and keys by, which leaves every
+    distance as it is.
 
-    Any value is valid, a good one avoids cancellation: the mean key, or with ``first`` the first key, which no later
-    token can change; keys where ``unseen`` (bool, broadcasts to the key without its last dimension) are left out.
+    Any value is valid, a good one avoids cancellation: the mean key, or with ``first`` the first
+    key, which no later token can change; keys where ``unseen`` (bool, broadcasts to the key without
+    its last dimension) are left out.
     """
     if key.shape[-2] == 0:
         return key.new_zeros((*key.shape[:-2], 1, key.shape[-1]))
@@ -73,7 +83,8 @@ def common_shift(query: Tensor, key: Tensor, unseen: Tensor | None = None, *, fi
 
 
 def _compute_dtype(query: Tensor) -> torch.dtype:
-    """The dtype in which `scaled_dot_product_attention` will run: norm columns must be split for that one."""
+    """The dtype in which `scaled_dot_product_attention` will run: norm columns must be split for
+    that one."""
     device = query.device.type
     if query.dtype is not torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -81,10 +92,12 @@ def _compute_dtype(query: Tensor) -> torch.dtype:
 
 
 def _exact_shift(query: Tensor, key: Tensor, unseen: Tensor | None) -> Tensor:
-    """Return, per coordinate, the smallest value where all values lie within a factor two of it, else zero.
+    """Return, per coordinate, the smallest value where all values lie within a factor two of it,
+    else zero.
 
-    There `x - shift` has no rounding error (Sterbenz), while a rounded shift would cost more than it gains: products of
-    half-precision numbers are accumulated in float32 anyway. It matters for gradients, which are stored in half.
+    There `x - shift` has no rounding error (Sterbenz), while a rounded shift would cost more than
+    it gains: products of half-precision numbers are accumulated in float32 anyway. It matters for
+    gradients, which are stored in half.
     """
     low, high = _range(key, unseen)
     if query.shape[-2]:
@@ -93,7 +106,10 @@ def _exact_shift(query: Tensor, key: Tensor, unseen: Tensor | None) -> Tensor:
         ends = _range(together, unseen if together.shape[-2] == key.shape[-2] else None)
         low, high = torch.minimum(low, ends[0]), torch.maximum(high, ends[1])
     found = low <= high
-    positive, negative = found & (low > 0) & (high <= 2 * low), found & (high < 0) & (low >= 2 * high)
+    positive, negative = (
+        found & (low > 0) & (high <= 2 * low),
+        found & (high < 0) & (low >= 2 * high),
+    )
     return torch.where(positive, low, torch.where(negative, high, torch.zeros_like(low)))
 
 
@@ -108,14 +124,18 @@ def _range(tokens: Tensor, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
 def _augmented_query(query: Tensor, columns: int, width: int) -> Tensor:
     """Append ones against the norm columns (of the unit they are stored in), then zeros."""
     unit = _FLOAT16_UNIT if query.dtype is torch.float16 else 1.0
-    tail = (torch.arange(width - query.shape[-1], device=query.device) < columns).to(query.dtype) * unit
+    tail = (torch.arange(width - query.shape[-1], device=query.device) < columns).to(
+        query.dtype
+    ) * unit
     return torch.cat([query, tail.expand(*query.shape[:-1], -1)], -1)
 
 
 def _augmented_key(key: Tensor, padding: Tensor | None, columns: int, width: int) -> Tensor:
     """Append `-|k|^2 / 2` in one or three columns, padding marked there as well, then zeros."""
     half = key.dtype in _HALVES
-    unit, padded = (_FLOAT16_UNIT, _PADDED_FLOAT16) if key.dtype is torch.float16 else (1.0, _PADDED)
+    unit, padded = (
+        (_FLOAT16_UNIT, _PADDED_FLOAT16) if key.dtype is torch.float16 else (1.0, _PADDED)
+    )
     # Never under autocast: the norm must be summed in float32.
     norm = key.float().square().sum(-1) if half else (key * key).sum(-1)
     norm = norm * (-0.5 / unit)
@@ -127,7 +147,8 @@ def _augmented_key(key: Tensor, padding: Tensor | None, columns: int, width: int
 
 
 def _split(number: Tensor, dtype: torch.dtype, columns: int) -> list[Tensor]:
-    """Write float32 as a sum of half-precision numbers; the gradient, the same for each, flows through the first."""
+    """Write float32 as a sum of half-precision numbers; the gradient, the same for each, flows
+    through the first."""
     parts = [number.to(dtype)]
     rest = number.detach()
     for _ in range(columns - 1):

@@ -1,4 +1,5 @@
-"""TransJect's attention: tokens mixed through the spectrum of their Gram matrix, linear in their number."""
+"""TransJect's attention: tokens mixed through the spectrum of their Gram matrix, linear in their
+number."""
 
 from __future__ import annotations
 
@@ -9,19 +10,26 @@ from torch.nn import functional as F
 from wellposed.errors import ShapeError
 
 
-def gram_attention(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor, *, folded: bool | None = None) -> Tensor:
-    """Return `F(x) = ELU((x U * sigma) V)`, 1-Lipschitz in x for orthogonal U, V and `|sigma| <= 1`.
+def gram_attention(
+    x: Tensor, left: Tensor, right: Tensor, sigma: Tensor, *, folded: bool | None = None
+) -> Tensor:
+    """Return `F(x) = ELU((x U * sigma) V)`, 1-Lipschitz in x for orthogonal U, V and
+    `|sigma| <= 1`.
 
-    Exact up to rounding; both ways of computing it are equal to rounding. Sengupta et al. (2023), "Manifold-Preserving
-    Transformers are Effective for Short-Long Range Encoding", Theorem 1 and eq. 2, without their biases, which make
-    the map's norm grow like sqrt d. Given sigma each token is mapped by itself: nothing else passes between tokens.
+    Exact up to rounding; both ways of computing it are equal to rounding. Sengupta et al. (2023),
+    "Manifold-Preserving Transformers are Effective for Short-Long Range Encoding", Theorem 1 and
+    eq. 2, without their biases, which make the map's norm grow like sqrt d. Given sigma each token
+    is mapped by itself: nothing else passes between tokens.
 
     Args:
         x: tokens, (batch, tokens, d), floating.
         left, right: U and V, (d, d); or (experts, d, d), all of which see the same x.
-        sigma: spectrum, without unit: (d,) common to all; (batch, d); or (batch, tokens, d), one per token (causal).
-        folded: multiply `U diag(sigma) V` out once per distinct sigma, d^3, which saves one product per token; None
-            folds where that is cheaper: more than d tokens for each sigma. Per-token sigma is never folded.
+        sigma: spectrum, without unit: (d,) common to all; (batch, d); or (batch, tokens, d), one
+        per token (causal).
+        folded: multiply `U diag(sigma) V` out once per distinct sigma, d^3, which saves one product
+            per token; None
+            folds where that is cheaper: more than d tokens for each sigma. Per-token sigma is never
+            folded.
 
     Returns:
         (batch, tokens, d), or (experts, batch, tokens, d). dtype of x.
@@ -41,7 +49,8 @@ def gram_attention(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor, *, fol
         folded = folding_pays(x, sigma)
     elif folded and sigma.dim() == 3:
         raise ShapeError(
-            f"gram_attention: sigma has shape {tuple(sigma.shape)}, one for each token; it cannot be folded"
+            f"gram_attention: sigma has shape {tuple(sigma.shape)}, one for each token; it cannot"
+            " be folded"
         )
     experts, width = left.shape[:-2], x.shape[-1]
     if folded:
@@ -61,7 +70,8 @@ def gram_attention(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor, *, fol
 
 
 def folding_pays(x: Tensor, sigma: Tensor) -> bool:
-    """Whether more than d tokens share one sigma, so that d^3 for it costs less than d^2 for each token."""
+    """Whether more than d tokens share one sigma, so that d^3 for it costs less than d^2 for each
+    token."""
     if sigma.dim() == 3:
         return False
     tokens = x.shape[-2] if sigma.dim() == 2 else x.shape[-2] * x.shape[0]
@@ -74,7 +84,8 @@ def per_token(sigma: Tensor) -> Tensor:
 
 
 def spectrum_fits(x: Tensor, sigma: Tensor) -> bool:
-    """Whether x is (batch, tokens, d) and sigma a spectrum of it: (d,), (batch, d), (1, d) or (batch, tokens, d)."""
+    """Whether x is (batch, tokens, d) and sigma a spectrum of it: (d,), (batch, d), (1, d) or
+    (batch, tokens, d)."""
     return x.dim() == 3 and sigma.shape in (x.shape[2:], x.shape[::2], (1, x.shape[2]), x.shape)
 
 
@@ -100,7 +111,7 @@ def _check_shapes(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor) -> None
     if spectrum_fits(x, sigma) and left.dim() in (2, 3) and left.shape == square == right.shape:
         return
     raise ShapeError(
-        f"gram_attention: received x {tuple(x.shape)}, left {tuple(left.shape)}, right {tuple(right.shape)}, sigma "
-        f"{tuple(sigma.shape)}; expected x (batch, tokens, d), left and right (d, d) or (experts, d, d), sigma (d,), "
-        "(batch, d) or (batch, tokens, d)"
+        f"gram_attention: received x {tuple(x.shape)}, left {tuple(left.shape)}, right"
+        f" {tuple(right.shape)}, sigma {tuple(sigma.shape)}; expected x (batch, tokens, d), left"
+        " and right (d, d) or (experts, d, d), sigma (d,), (batch, d) or (batch, tokens, d)"
     )

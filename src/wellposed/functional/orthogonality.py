@@ -19,15 +19,18 @@ class OrthogonalityErrors(NamedTuple):
     raw: Tensor
     """``max |(W W^T)_ij|`` over i != j, which grows with the square of the scale of W."""
     scale_free: Tensor
-    """``min_s |W W^T / s - I|_F / sqrt(m)``, between 0 and 1, the same for W and any multiple of it."""
+    """``min_s |W W^T / s - I|_F / sqrt(m)``, between 0 and 1, the same for W and any multiple of
+    it."""
 
 
 @torch.no_grad()
 def orthogonality_error(weight: Tensor) -> Tensor:
-    """Return ``max |(W W^T)_ij|`` over i != j: zero if and only if the rows are orthogonal to each other.
+    """Return ``max |(W W^T)_ij|`` over i != j: zero if and only if the rows are orthogonal to each
+    other.
 
-    Status: exact to rounding, computed in at least float32; no gradient. Method: McGrath (2024, eq. 3), reading
-    "equivalent to the identity" as "equal to zero", as the diagonal has been removed. Lengths of rows do not enter.
+    Status: exact to rounding, computed in at least float32; no gradient. Method: McGrath (2024, eq.
+    3), reading "equivalent to the identity" as "equal to zero", as the diagonal has been removed.
+    Lengths of rows do not enter.
 
     Args:
         weight: shape (m, n), floating point.
@@ -40,7 +43,8 @@ def orthogonality_error(weight: Tensor) -> Tensor:
 
     Cost: 2 m^2 n FLOPs; memory is bounded by blocks of 4096 rows.
 
-    When not to use: it depends on the scale of W; `orthogonality_errors` has a number that does not.
+    When not to use: it depends on the scale of W; `orthogonality_errors` has a number that does
+    not.
 
     >>> orthogonality_error(torch.tensor([[3.0, 0.0], [1.0, 2.0]])).item()
     3.0
@@ -50,24 +54,27 @@ def orthogonality_error(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonality_errors(weight: Tensor) -> OrthogonalityErrors:
-    """Return ``max |(W W^T)_ij|`` over i != j, and ``min_s |G / s - I|_F / sqrt(m)`` with G = W W^T of m rows.
+    """Return ``max |(W W^T)_ij|`` over i != j, and ``min_s |G / s - I|_F / sqrt(m)`` with G = W W^T
+    of m rows.
 
     Status: exact to rounding, computed in at least float32; no gradient. The best scale is
-    ``s = |G|_F^2 / tr G``, where the second number is ``sqrt(1 - (tr G)^2 / (m |G|_F^2))``: the sine of the angle
-    between G and I. It is 0 if and only if the rows are orthogonal and of one length, and sqrt(1 - 1/m) where all rows
-    are parallel. For independent normal entries and n columns it is about ``sqrt(m / (m + n))``: 0.71 for a square W.
+    ``s = |G|_F^2 / tr G``, where the second number is ``sqrt(1 - (tr G)^2 / (m |G|_F^2))``: the
+    sine of the angle between G and I. It is 0 if and only if the rows are orthogonal and of one
+    length, and sqrt(1 - 1/m) where all rows are parallel. For independent normal entries and n
+    columns it is about ``sqrt(m / (m + n))``: 0.71 for a square W.
 
     Args:
         weight: shape (m, n), floating point.
 
     Returns:
-        `OrthogonalityErrors`; the second is 0 for a single row and NaN for a zero weight, which has no scale.
+        `OrthogonalityErrors`; the second is 0 for a single row and NaN for a zero weight, which has
+        no scale.
 
     Raises:
         ShapeError: not a matrix. ConfigError: quantised weight, or float16 on a CPU.
 
-    Cost: 2 m^2 n FLOPs; memory is bounded by blocks of 4096 rows. When not to use: m > n, where G has rank n and cannot
-    be near the identity; give the transpose.
+    Cost: 2 m^2 n FLOPs; memory is bounded by blocks of 4096 rows. When not to use: m > n, where G
+    has rank n and cannot be near the identity; give the transpose.
 
     >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
     >>> [error.item() for error in orthogonality_errors(weight)]

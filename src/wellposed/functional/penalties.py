@@ -1,6 +1,7 @@
 """How far weights are from orthogonal, as numbers that carry gradient.
 
-Shape legend: W is (m, n) = (out_features, in_features); a stack of weights shares n and adds up to m rows.
+Shape legend: W is (m, n) = (out_features, in_features); a stack of weights shares n and adds up to
+m rows.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ def gram_penalty(
     side: Side = "columns",
     gram_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``|W^T W - I|_F^2`` (``side="columns"``) or ``|W W^T - I|_F^2`` (``"rows"``); unsquared on request.
+    """Return ``|W^T W - I|_F^2`` (``side="columns"``) or ``|W W^T - I|_F^2`` (``"rows"``);
+    unsquared on request.
 
-    Status: a penalty, exact to rounding; zero if and only if the columns (rows) are orthonormal, which a wide
-    (tall) weight cannot reach: its least value is the difference of the two sizes.
+    Status: a penalty, exact to rounding; zero if and only if the columns (rows) are orthonormal,
+    which a wide (tall) weight cannot reach: its least value is the difference of the two sizes.
 
-    Method: the smaller Gram matrix only, by ``|W^T W - I|_F^2 = |W W^T - I|_F^2 + n - m`` for W of shape (m, n);
-    value and gradient ``4 W (W^T W - I)`` are one fused autograd function, two matrix products in all.
+    Method: the smaller Gram matrix only, by ``|W^T W - I|_F^2 = |W W^T - I|_F^2 + n - m`` for W of
+    shape (m, n); value and gradient ``4 W (W^T W - I)`` are one fused autograd function, two matrix
+    products in all.
     Squared columns: Zhang et al. (2021, sec. 2.1); unsquared rows: McGrath (2024, eq. 2).
 
     Args:
-        weight: shape (m, n), floating point; or several of equal n, which stand for their stack along outputs
-            (zhang2021's P) without being copied together.
+        weight: shape (m, n), floating point; or several of equal n, which stand for their stack
+            along outputs (zhang2021's P) without being copied together.
         squared: False gives the norm itself, with gradient zero at an orthogonal weight.
         side: which of the two Gram matrices is compared with the identity.
-        gram_dtype: dtype of the two matrix products, for example ``torch.bfloat16``; the default is the weight's, at
-            least float32. bf16 makes the gradient wrong by 0.5 % far from, and 8 % near, an orthogonal weight.
+        gram_dtype: dtype of the two matrix products, for example ``torch.bfloat16``; the default is
+            the weight's, at least float32. bf16 makes the gradient wrong by 0.5 % far from, and 8 %
+            near, an orthogonal weight.
 
     Returns:
         a scalar, at least float32.
@@ -50,9 +54,10 @@ def gram_penalty(
         ShapeError: not a matrix, or weights of different widths or devices.
         ConfigError: integer (quantised) weights, or float16 on a CPU.
 
-    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On row shards (DTensor, FSDP2) the n x n
-    Gram matrices of the shards are summed by one all-reduce and the full weight is never gathered; a slice of a fused
-    weight across shards is. As FSDP2 does, the gradient is that of the mean of the losses of all ranks.
+    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On row shards (DTensor,
+    FSDP2) the n x n Gram matrices of the shards are summed by one all-reduce and the full weight is
+    never gathered; a slice of a fused weight across shards is. As FSDP2 does, the gradient is that
+    of the mean of the losses of all ranks.
 
     When not to use: for exact orthogonality use `wellposed.constrain_`. No second derivatives.
 
@@ -66,21 +71,28 @@ def gram_penalty(
         raise ConfigError(f"gram_penalty: side = {side!r}, expected 'columns' or 'rows'")
     rows = sum(item.shape[0] for item in weights)
     shards = _Shards.of(weights)
-    plan = _Plan(rows >= columns, gram_dtype) if shards is None else _Plan(shards.by_rows, gram_dtype, shards.groups)
+    plan = (
+        _Plan(rows >= columns, gram_dtype)
+        if shards is None
+        else _Plan(shards.by_rows, gram_dtype, shards.groups)
+    )
     value: Tensor = _Gram.apply(plan, *(weights if shards is None else shards.local))  # type: ignore[assignment]
     wanted = columns if side == "columns" else rows
     value = value + (wanted - (columns if plan.by_columns else rows))
     return mean_over_ranks(value if squared else _root(value), weights)
 
 
-def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = "householder") -> Tensor:
+def qr_penalty(
+    weight: Tensor, method: Literal["householder", "gram_schmidt"] = "householder"
+) -> Tensor:
     """Return ``|Q - W|_F`` where ``W = Q R``, Q with orthonormal columns and R upper triangular.
 
-    Status: a penalty, exact to rounding. Its gradient goes through the factorisation. For a wide W the factors are
-    those of W^T.
+    Status: a penalty, exact to rounding. Its gradient goes through the factorisation. For a wide W
+    the factors are those of W^T.
 
-    Method: McGrath (2024, eq. 1). ``householder`` is LAPACK's, whose R may have a negative diagonal, so the target Q
-    may be far from W; ``gram_schmidt`` is modified Gram-Schmidt, with a positive diagonal.
+    Method: McGrath (2024, eq. 1). ``householder`` is LAPACK's, whose R may have a negative
+    diagonal, so the target Q may be far from W; ``gram_schmidt`` is modified Gram-Schmidt, with a
+    positive diagonal.
 
     Args:
         weight: shape (m, n), floating point, of full rank.
@@ -95,7 +107,8 @@ def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = 
 
     Cost: about 4 m n^2 FLOPs and, for Gram-Schmidt, n dependent steps.
 
-    When not to use: McGrath reports that both forms halve accuracy; `gram_penalty` is cheaper and trains.
+    When not to use: McGrath reports that both forms halve accuracy; `gram_penalty` is cheaper and
+    trains.
 
     >>> round(qr_penalty(torch.diag(torch.tensor([1.0, 3.0])), "gram_schmidt").item(), 4)  # Q = I
     2.0
@@ -110,12 +123,14 @@ def qr_penalty(weight: Tensor, method: Literal["householder", "gram_schmidt"] = 
         elif method == "gram_schmidt":
             q, r = _GramSchmidt.apply(matrix)  # type: ignore[misc]
         else:
-            raise ConfigError(f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'")
+            raise ConfigError(
+                f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'"
+            )
         diagonal = r.detach().diagonal().abs()
         if not bool(diagonal.min() > torch.finfo(r.dtype).eps * diagonal.max()):
             raise ConvergenceError(
-                f"qr_penalty: a weight of shape {tuple(weight.shape)} is rank deficient, so its factor Q is not "
-                "defined; use form='gram_squared', or initialise the weight"
+                f"qr_penalty: a weight of shape {tuple(weight.shape)} is rank deficient, so its"
+                " factor Q is not defined; use form='gram_squared', or initialise the weight"
             )
         return mean_over_ranks(_root((q - matrix).square().sum()), [given])
 
@@ -127,26 +142,30 @@ def check_weights(weights: Sequence[Tensor]) -> None:
     for weight in weights:
         if weight.ndim != 2:
             raise ShapeError(
-                f"orthogonality is a property of matrices; received a tensor of shape {tuple(weight.shape)}"
+                "orthogonality is a property of matrices; received a tensor of shape"
+                f" {tuple(weight.shape)}"
             )
         if not weight.is_floating_point():
             raise ConfigError(
-                f"a {weight.dtype} weight of shape {tuple(weight.shape)} is quantised: it has no gradient to penalise; "
-                "penalise the model before it is quantised"
+                f"a {weight.dtype} weight of shape {tuple(weight.shape)} is quantised: it has no"
+                " gradient to penalise; penalise the model before it is quantised"
             )
         if weight.dtype == torch.float16 and weight.device.type == "cpu":
             raise ConfigError(
-                f"a float16 weight of shape {tuple(weight.shape)} on a CPU: Gram matrices overflow at 65504 there; "
-                "use bfloat16 or float32"
+                f"a float16 weight of shape {tuple(weight.shape)} on a CPU: Gram matrices overflow"
+                " at 65504 there; use bfloat16 or float32"
             )
     if len({(weight.shape[1], weight.device) for weight in weights}) > 1:
         shapes = ", ".join(f"{tuple(weight.shape)} on {weight.device}" for weight in weights)
-        raise ShapeError(f"weights to be stacked along outputs need one width and one device; received {shapes}")
+        raise ShapeError(
+            f"weights to be stacked along outputs need one width and one device; received {shapes}"
+        )
 
 
 @dataclass(frozen=True)
 class _Shards:
-    """The local blocks of distributed weights, and the process groups over which their Gram matrices add up."""
+    """The local blocks of distributed weights, and the process groups over which their Gram
+    matrices add up."""
 
     local: list[Tensor]
     by_rows: bool
@@ -158,20 +177,23 @@ class _Shards:
         if not any(is_sharded(weight) for weight in weights):
             return None
         placements = {tuple(getattr(weight, "placements", ())) for weight in weights}
-        (first, *others) = placements
+        first, *others = placements
         dims = {placement.dim for placement in first if placement.is_shard()}
         if others or len(dims) > 1 or any(placement.is_partial() for placement in first):
             # Not one common direction: gather, which autograd turns into a scatter of the gradient.
             return cls([gathered(weight) for weight in weights], _is_tall(weights), ())
         mesh: Any = weights[0].device_mesh  # type: ignore[attr-defined]
-        groups = tuple(mesh.get_group(index) for index, placement in enumerate(first) if placement.is_shard())
+        groups = tuple(
+            mesh.get_group(index) for index, placement in enumerate(first) if placement.is_shard()
+        )
         local = [weight.to_local() for weight in weights]  # type: ignore[attr-defined]
         return cls(local, dims == {0} if dims else _is_tall(weights), groups)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which Gram matrix is formed (W^T W or W W^T), in which dtype, and over which groups it is summed."""
+    """Which Gram matrix is formed (W^T W or W W^T), in which dtype, and over which groups it is
+    summed."""
 
     by_columns: bool
     dtype: torch.dtype | None
@@ -209,7 +231,8 @@ def accumulate_gram_penalty_(
     side: Side,
     gram_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Add the gradient of ``strength * gram_penalty(weights)`` to ``gradients`` in place, without a graph.
+    """Add the gradient of ``strength * gram_penalty(weights)`` to ``gradients`` in place, without a
+    graph.
 
     Returns the penalty, strength included. A weight whose entry in ``gradients`` is None is frozen.
     """
@@ -218,7 +241,9 @@ def accumulate_gram_penalty_(
     gram = _gram_minus_identity(plan, weights)
     constant = (columns if side == "columns" else rows) - (columns if plan.by_columns else rows)
     value = torch.dot(gram.view(-1), gram.view(-1)) + constant
-    slope = torch.full_like(value, 4 * strength)  # of |G|^2 by W, times 1 / (2 |G|) for the norm itself
+    slope = torch.full_like(
+        value, 4 * strength
+    )  # of |G|^2 by W, times 1 / (2 |G|) for the norm itself
     if not squared:
         value = _root(value)
         slope = torch.where(value > 0, slope / (2 * value), 0.0)
@@ -262,7 +287,9 @@ class _Gram(torch.autograd.Function):
                 grads = [weight.to(ctx.dtype) @ scaled for weight in weights]
             else:
                 stack = weights[0] if len(weights) == 1 else torch.cat(weights)
-                grads = list((scaled @ stack.to(ctx.dtype)).split([weight.shape[0] for weight in weights]))
+                grads = list(
+                    (scaled @ stack.to(ctx.dtype)).split([weight.shape[0] for weight in weights])
+                )
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""Initial weights that need no normalisation: T-Fixup, DT-Fixup, and a look at how signals propagate."""
+"""Initial weights that need no normalisation: T-Fixup, DT-Fixup, and a look at how signals
+propagate."""
 
 from wellposed.initialize._dt_fixup import dt_fixup_ as dt_fixup_
 from wellposed.initialize._factors import dt_fixup_factor as dt_fixup_factor

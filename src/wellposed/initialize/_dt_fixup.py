@@ -1,4 +1,5 @@
-"""DT-Fixup: initial weights of new layers on top of a pretrained encoder, from the size of what it gives them."""
+"""DT-Fixup: initial weights of new layers on top of a pretrained encoder, from the size of what it
+gives them."""
 
 from __future__ import annotations
 
@@ -39,48 +40,56 @@ def dt_fixup_(
     seed: int | None = None,
     dry_run: bool = False,
 ) -> DTFixupReport:
-    """Set value, output and feed-forward weights of N new layers to Xavier / sqrt(N (4 mu^2 + 2 mu + 2)).
+    """Set value, output and feed-forward weights of N new layers to Xavier / sqrt(N (4 mu^2 + 2 mu
+    + 2)).
 
-    Exact in distribution, given mu; that one training step then moves the output by order lr is the first-order
-    argument of Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets", section 3. mu is the largest
-    Euclidean norm of a token that enters the new layers, measured here in one pass over ``loader`` without gradients.
-    LayerNorms of the new layers are replaced by `x -> x`; nothing outside them changes. Query and key of the new layers
-    are drawn without the factor (the paper: Xavier for all that is not pretrained), biases left alone, bit for bit.
+    Exact in distribution, given mu; that one training step then moves the output by order lr is the
+    first-order argument of Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets",
+    section 3. mu is the largest Euclidean norm of a token that enters the new layers, measured here
+    in one pass over ``loader`` without gradients. LayerNorms of the new layers are replaced by
+    `x -> x`; nothing outside them changes. Query and key of the new layers are drawn without the
+    factor (the paper: Xavier for all that is not pretrained), biases left alone, bit for bit.
     Xavier normal, as in the paper's code.
 
-    Idempotent: what enters the new layers does not depend on them, and the draw is seeded, so that a second call
-    writes the same bits. For an ensemble inside one process give each member a ``seed``.
+    Idempotent: what enters the new layers does not depend on them, and the draw is seeded, so that
+    a second call writes the same bits. For an ensemble inside one process give each member a
+    ``seed``.
 
     Args:
         model: pretrained encoder and new layers in one module; called on every batch.
-        loader: batches, each a tensor, a mapping of keywords or a sequence of arguments of ``model``, on its device.
-            Tokens that ``attention_mask`` marks as padding are not counted.
-        layers: dotted path of the new layers, a stack or a list of them, in ``model``; None means that all of
-            ``model`` is new and batches are hidden states.
-        mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the quantile does not.
+        loader: batches, each a tensor, a mapping of keywords or a sequence of arguments of
+            ``model``, on its device. Tokens that ``attention_mask`` marks as padding are not
+            counted.
+        layers: dotted path of the new layers, a stack or a list of them, in ``model``; None means
+            that all of ``model`` is new and batches are hidden states.
+        mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the
+        quantile does not.
         quantile: level of the quantile that is reported beside the maximum, in (0, 1].
         max_batches: stop after so many.
-        zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not 0.
+        zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not
+        0.
         keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
-        leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is left as it is.
+        leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is
+        left as it is.
         patterns: as in `find_roles`, inside the new layers.
-        seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last given.
+        seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last
+        given.
         dry_run: measure and report, and change nothing.
 
     Returns:
         The report, with mu, the maximum, the quantile and the number of tokens; ``print`` it.
 
     Raises:
-        ConfigError: ``layers`` names no module, or more than one stack, cross-attention or gated feed-forward
-            networks; a name in ``leave`` that is no role and matches nothing; a norm stays; an argument out of range.
-            Nothing is changed.
+        ConfigError: ``layers`` names no module, or more than one stack, cross-attention or gated
+            feed-forward networks; a name in ``leave`` that is no role and matches nothing; a norm
+            stays; an argument out of range. Nothing is changed.
         RoleNotFoundError: matrices of the new layers without a role, all listed.
         DataError: the loader gave no token.
         ConvergenceError: a token norm is not finite.
 
-    Cost: one forward pass over the data and 4 bytes a token; a dry run also copies the new layers. When not to use:
-    embeddings that are trained from scratch (`t_fixup_`); relation-aware attention, whose relation values the paper
-    scales too.
+    Cost: one forward pass over the data and 4 bytes a token; a dry run also copies the new layers.
+    When not to use: embeddings that are trained from scratch (`t_fixup_`); relation-aware
+    attention, whose relation values the paper scales too.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 8)
     >>> report = dt_fixup_(encoder, [torch.full((1, 3, 4), 0.5)])
@@ -129,10 +138,14 @@ def _check_arguments(quantile: float, max_batches: int | None) -> None:
     if not 0 < quantile <= 1:
         raise ConfigError(f"quantile: received {quantile!r}; expected a number in (0, 1]")
     if max_batches is not None and max_batches < 1:
-        raise ConfigError(f"max_batches: received {max_batches!r}; expected at least 1, or None for all batches")
+        raise ConfigError(
+            f"max_batches: received {max_batches!r}; expected at least 1, or None for all batches"
+        )
 
 
-def _plan(new: nn.Module, roles: Roles, factor: float, inside: Sequence[str], leave: Sequence[str]) -> list[Step]:
+def _plan(
+    new: nn.Module, roles: Roles, factor: float, inside: Sequence[str], leave: Sequence[str]
+) -> list[Step]:
     paths = [role.path for role in (*roles.attention, *roles.feedforward)]
     steps = layer_steps(roles, dict.fromkeys(paths, factor), "xavier_normal")
     outside = [replace(step, draw="xavier_normal") for step in head_steps(new, steps, inside)]
@@ -147,7 +160,8 @@ def _submodule(model: nn.Module, path: str | None) -> nn.Module:
     except AttributeError:
         children = [name for name, _ in model.named_children()]
         raise ConfigError(
-            f"layers: {type(model).__name__} has no module {path!r}; its children:\n{listed(children)}"
+            f"layers: {type(model).__name__} has no module {path!r}; its"
+            f" children:\n{listed(children)}"
         ) from None
 
 
@@ -155,20 +169,25 @@ def _only_stack(new: nn.Module, patterns: Mapping[str, str | Sequence[str]] | No
     layer_stacks = find_layer_stacks(find_roles(new, patterns=patterns))
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
-            "DT-Fixup is for one stack of self-attention layers; name it with layers='path'; found:\n"
-            + listed([str(layer_stack) for layer_stack in layer_stacks])
+            "DT-Fixup is for one stack of self-attention layers; name it with layers='path';"
+            " found:\n" + listed([str(layer_stack) for layer_stack in layer_stacks])
         )
     return layer_stacks[0]
 
 
-def _entering_norms(model: nn.Module, new: nn.Module, loader: Iterable[Any], max_batches: int | None) -> Tensor:
-    """Return the norm of every real token that enters the new layers, shape (tokens,), on the CPU."""
+def _entering_norms(
+    model: nn.Module, new: nn.Module, loader: Iterable[Any], max_batches: int | None
+) -> Tensor:
+    """Return the norm of every real token that enters the new layers, shape (tokens,), on the
+    CPU."""
     first = new[0] if isinstance(new, (nn.ModuleList, nn.Sequential)) and len(new) else new
     norms: list[Tensor] = []
     current: list[Any] = [None]
 
     def note(hidden: Tensor) -> None:
-        found = token_norms(hidden, real_tokens(current[0], None, Roles()), "input of the new layers")
+        found = token_norms(
+            hidden, real_tokens(current[0], None, Roles()), "input of the new layers"
+        )
         norms.append(found.float().cpu())
 
     with quiet_run(model), hooks([(first, note)], []):
@@ -176,7 +195,10 @@ def _entering_norms(model: nn.Module, new: nn.Module, loader: Iterable[Any], max
             current[0] = batch
             call_model(model, batch)
     if not sum(found.numel() for found in norms):
-        raise DataError("dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses them")
+        raise DataError(
+            "dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses"
+            " them"
+        )
     return torch.cat(norms)
 
 

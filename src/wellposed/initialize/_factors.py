@@ -10,9 +10,10 @@ from wellposed.errors import ConfigError
 def t_fixup_encoder_factor(layers: int) -> float:
     """Return 0.67 N^(-1/4), the factor of an encoder of N layers that feeds a decoder.
 
-    Exact. Huang et al. (2020), appendix C: with inputs of size x = (9N)^(-1/4), N attention and N feed-forward blocks
-    move the output by order one where 2N (2 v^2 x^2 + v^4) = 1, so v = ((sqrt(22) - 2) / 6)^(1/2) N^(-1/4); the paper
-    prints, and its code uses, 0.67 for the constant 0.66963.
+    Exact. Huang et al. (2020), appendix C: with inputs of size x = (9N)^(-1/4), N attention and N
+    feed-forward blocks move the output by order one where 2N (2 v^2 x^2 + v^4) = 1, so v =
+    ((sqrt(22) - 2) / 6)^(1/2) N^(-1/4); the paper prints, and its code uses, 0.67 for the constant
+    0.66963.
 
     >>> round(t_fixup_encoder_factor(6), 5)
     0.42809
@@ -22,7 +23,8 @@ def t_fixup_encoder_factor(layers: int) -> float:
 
 
 def t_fixup_decoder_factor(layers: int) -> float:
-    """Return (9N)^(-1/4), the factor of a decoder of N layers with cross-attention, and of embeddings.
+    """Return (9N)^(-1/4), the factor of a decoder of N layers with cross-attention, and of
+    embeddings.
 
     Exact. Huang et al. (2020), appendix C: 3N residual blocks with v = w = x give 3N * 3 v^4 = 1.
 
@@ -34,13 +36,15 @@ def t_fixup_decoder_factor(layers: int) -> float:
 
 
 def t_fixup_factor(blocks: int, input_scale: float | None = None) -> float:
-    """Return v with K (2 v^2 x^2 + v^4) = 1, the factor of one stack of K residual blocks with inputs of size x.
+    """Return v with K (2 v^2 x^2 + v^4) = 1, the factor of one stack of K residual blocks with
+    inputs of size x.
 
-    Exact. Not in Huang et al. (2020), who treat encoder-decoders only; it is their equation 8 for one stack. A block
-    ``x + w v x`` changes by ``(v^2 + w^2) x^2 + v^2 w^2`` in one step of gradient descent of size one; with v = w and
-    K blocks the output changes by K (2 v^2 x^2 + v^4), which is set to 1. The positive root is
-    v^2 = sqrt(x^4 + 1/K) - x^2. Where inputs are scaled like the weights, x = v, it is v = (3K)^(-1/4): (6N)^(-1/4) for
-    the 2N blocks of an encoder-only or decoder-only model, (9N)^(-1/4) for the 3N blocks of a decoder.
+    Exact. Not in Huang et al. (2020), who treat encoder-decoders only; it is their equation 8 for
+    one stack. A block ``x + w v x`` changes by ``(v^2 + w^2) x^2 + v^2 w^2`` in one step of
+    gradient descent of size one; with v = w and K blocks the output changes by K (2 v^2 x^2 + v^4),
+    which is set to 1. The positive root is v^2 = sqrt(x^4 + 1/K) - x^2. Where inputs are scaled
+    like the weights, x = v, it is v = (3K)^(-1/4): (6N)^(-1/4) for the 2N blocks of an encoder-only
+    or decoder-only model, (9N)^(-1/4) for the 3N blocks of a decoder.
 
     Args:
         blocks: K, residual blocks: two a layer, three with cross-attention.
@@ -49,8 +53,8 @@ def t_fixup_factor(blocks: int, input_scale: float | None = None) -> float:
     Raises:
         ConfigError: K < 1 or x not finite or negative.
 
-    Cost: a few float operations. When not to use: blocks whose branch is not a product of two weights (gated
-    feed-forward), or whose input is normalised.
+    Cost: a few float operations. When not to use: blocks whose branch is not a product of two
+    weights (gated feed-forward), or whose input is normalised.
 
     >>> round(t_fixup_factor(12), 5), round(t_fixup_factor(12, (9 * 6) ** -0.25) * 6**0.25, 5)
     (0.40825, 0.66963)
@@ -59,14 +63,18 @@ def t_fixup_factor(blocks: int, input_scale: float | None = None) -> float:
     if input_scale is None:
         return (3 * blocks) ** -0.25
     if not (math.isfinite(input_scale) and input_scale >= 0):
-        raise ConfigError(f"input_scale: received {input_scale!r}; expected a finite number >= 0, or None for x = v")
+        raise ConfigError(
+            f"input_scale: received {input_scale!r}; expected a finite number >= 0, or None for"
+            " x = v"
+        )
     square = input_scale**2
     # 1/K / (sqrt(x^4 + 1/K) + x^2) is sqrt(x^4 + 1/K) - x^2 without the cancellation
     return math.sqrt(1 / blocks / (math.sqrt(square**2 + 1 / blocks) + square))
 
 
 def dt_fixup_factor(layers: int, largest_norm: float) -> float:
-    """Return (N (4 mu^2 + 2 mu + 2))^(-1/2), the factor of N new layers whose inputs have norm at most mu.
+    """Return (N (4 mu^2 + 2 mu + 2))^(-1/2), the factor of N new layers whose inputs have norm at
+    most mu.
 
     Exact. Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets", section 3.
 

@@ -24,7 +24,8 @@ class LayerStack:
 
     @property
     def layers(self) -> int:
-        """N, the number of layers: of self-attentions, or of feed-forward networks where there are more."""
+        """N, the number of layers: of self-attentions, or of feed-forward networks where there are
+        more."""
         return max(sum(role.kind == "self" for role in self.attention), len(self.feedforward))
 
     @property
@@ -45,7 +46,10 @@ class LayerStack:
 
     def __str__(self) -> str:
         kind = "with cross-attention" if self.has_cross_attention else self.stack
-        return f"{self.path or 'the model'}: {self.layers} layers, {self.blocks} residual blocks, {kind}"
+        return (
+            f"{self.path or 'the model'}: {self.layers} layers, {self.blocks} residual blocks,"
+            f" {kind}"
+        )
 
 
 def find_layer_stacks(roles: Roles) -> list[LayerStack]:
@@ -73,7 +77,8 @@ def encoder_and_decoder(layer_stacks: list[LayerStack]) -> tuple[LayerStack, Lay
         other = next(layer_stack for layer_stack in layer_stacks if layer_stack is not reading[0])
         return other, reading[0]
     raise ConfigError(
-        "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found "
-        f"{len(layer_stacks)} stacks; initialise each by itself, as t_fixup_(model.get_submodule(path)):\n"
+        "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found"
+        f" {len(layer_stacks)} stacks; initialise each by itself, as"
+        " t_fixup_(model.get_submodule(path)):\n"
         + listed([str(layer_stack) for layer_stack in layer_stacks])
     )

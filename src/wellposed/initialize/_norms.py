@@ -18,7 +18,8 @@ _BATCHED = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, 
 class RemovedNorm(nn.Identity):
     """`x -> x`, in the place of a LayerNorm.
 
-    `torch.nn.TransformerEncoderLayer` compares ``norm1.eps`` with ``norm2.eps`` before it takes its fused path, which
+    `torch.nn.TransformerEncoderLayer` compares ``norm1.eps`` with ``norm2.eps`` before it takes its
+    fused path, which
     would read the weights of both: not a number differs from itself, so that path is never taken.
 
     >>> import torch
@@ -30,27 +31,31 @@ class RemovedNorm(nn.Identity):
 
 
 def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[str, ...]:
-    """Replace every LayerNorm and RMSNorm by `x -> x`, in place; their parameters are gone from the model.
+    """Replace every LayerNorm and RMSNorm by `x -> x`, in place; their parameters are gone from the
+    model.
 
-    Exact. Found by class (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, subclasses, and classes of other libraries called
-    ...LayerNorm or ...RMSNorm), wherever they are, norms of queries and keys and of heads included. Calling it again
-    changes nothing.
+    Exact. Found by class (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, subclasses, and classes of
+    other libraries called ...LayerNorm or ...RMSNorm), wherever they are, norms of queries and keys
+    and of heads included. Calling it again changes nothing.
 
-    The configuration of a Hugging Face model notes which are gone. A wellposed model loads again as it was saved, and
-    `wellposed.models.load_saved_model` loads any other so. ``from_pretrained`` alone puts fresh norms back into models
-    of other libraries: call `remove_recorded_norms_` after it. Make the optimizer afterwards, or it keeps the
-    parameters that are gone.
+    The configuration of a Hugging Face model notes which are gone. A wellposed model loads again as
+    it was saved, and `wellposed.models.load_saved_model` loads any other so. ``from_pretrained``
+    alone puts fresh norms back into models
+    of other libraries: call `remove_recorded_norms_` after it. Make the optimizer afterwards, or it
+    keeps the parameters that are gone.
 
     Args:
         model: any module.
-        keep: shell-style pattern(s) on dotted module paths of norms that stay, such as ``"*.q_norm"``.
+        keep: shell-style pattern(s) on dotted module paths of norms that stay, such as
+        ``"*.q_norm"``.
 
     Returns:
         Dotted paths of the norms that were replaced, in model order.
 
     Raises:
-        ConfigError: a norm stays that is not named in ``keep``: BatchNorm, GroupNorm and kin, which are no LayerNorms,
-            or the model itself is a norm; or a pattern that matches no norm. Nothing is changed then.
+        ConfigError: a norm stays that is not named in ``keep``: BatchNorm, GroupNorm and kin, which
+            are no LayerNorms, or the model itself is a norm; or a pattern that matches no norm.
+            Nothing is changed then.
 
     Cost: one walk over the modules. When not to use: a pretrained model, which needs its norms.
 
@@ -64,10 +69,12 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
 
 
 def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
-    """Replace the norms that ``model.config`` notes as removed by `x -> x`, in place: once more what was saved.
+    """Replace the norms that ``model.config`` notes as removed by `x -> x`, in place: once more
+    what was saved.
 
-    Exact: logits after ``from_pretrained`` and this call are those of the model that was saved, bit for bit. Names are
-    read with and without the prefix of the body, so that a body loads from a model with a head and the other way round.
+    Exact: logits after ``from_pretrained`` and this call are those of the model that was saved, bit
+    for bit. Names are read with and without the prefix of the body, so that a body loads from a
+    model with a head and the other way round.
 
     Args:
         model: a Hugging Face model.
@@ -78,7 +85,8 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
     Raises:
         CheckpointError: the note in the configuration is damaged.
 
-    Cost: one walk over the modules. When not to use: after `wellposed.models.load_saved_model`, which has called it.
+    Cost: one walk over the modules. When not to use: after `wellposed.models.load_saved_model`,
+    which has called it.
 
     >>> from transformers import ViTConfig, ViTModel
     >>> config = ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
@@ -96,7 +104,9 @@ def _take_out(model: nn.Module, chosen: Callable[[str], bool]) -> tuple[str, ...
     removed: list[str] = []
     for path, parent, name, norm in list(_places(model)):
         if is_layer_norm(norm) and chosen(path):
-            setattr(parent, name, NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm())
+            setattr(
+                parent, name, NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm()
+            )
             removed.append(path)
     if removed:
         _tell(model, removed)
@@ -104,10 +114,13 @@ def _take_out(model: nn.Module, chosen: Callable[[str], bool]) -> tuple[str, ...
 
 
 def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: bool = True) -> None:
-    """Raise `ConfigError` where a norm would stay that ``keep`` does not name, or ``keep`` names nothing."""
+    """Raise `ConfigError` where a norm would stay that ``keep`` does not name, or ``keep`` names
+    nothing."""
     patterns = patterns_of(keep)
     norms = {path: norm for path, _, _, norm in _places(model)}
-    unused = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in norms)]
+    unused = [
+        pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in norms)
+    ]
     if unused:
         raise ConfigError(
             f"keep: no norm matches {', '.join(map(repr, unused))}; norms of the model:\n"
@@ -122,13 +135,17 @@ def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: boo
         stay.append(f"the model itself ({type(model).__name__})")
     if stay:
         advice = (
-            "only LayerNorm and RMSNorm can be taken out; replace these, or name the harmless ones in keep="
+            "only LayerNorm and RMSNorm can be taken out; replace these, or name the harmless ones"
+            " in keep="
             if remove
-            else "build the model without norms (norm='none'), or let them be taken out with remove_norms=True"
+            else (
+                "build the model without norms (norm='none'), or let them be taken out with"
+                " remove_norms=True"
+            )
         )
         raise ConfigError(
-            f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these initial weights are "
-            f"meant for; {advice}:\n{listed(stay)}"
+            f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these"
+            f" initial weights are meant for; {advice}:\n{listed(stay)}"
         )
 
 
@@ -150,7 +167,8 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield path, parent, attribute and norm for every place in which a norm sits, shared ones once a place."""
+    """Yield path, parent, attribute and norm for every place in which a norm sits, shared ones once
+    a place."""
     for path, parent in model.named_modules(remove_duplicate=False):
         for name, child in parent.named_children():
             if is_layer_norm(child) or _is_other_norm(child):
@@ -181,5 +199,7 @@ def _tell(model: nn.Module, removed: Sequence[str]) -> None:
             config.qk_norm = False if per_head else config.qk_norm
         elif id(config) not in told:
             before = recorded(config).get("removed_norms", [])
-            record(config, removed_norms=[*before, *(place for place in inside if place not in before)])
+            record(
+                config, removed_norms=[*before, *(place for place in inside if place not in before)]
+            )
         told.add(id(config))

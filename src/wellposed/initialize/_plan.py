@@ -40,8 +40,8 @@ def layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[
     gated = [network.path for network in roles.feedforward if network.gate is not None]
     if gated:
         raise ConfigError(
-            "a gated feed-forward network is a product of three weights, for which neither paper has a factor; use a "
-            "plain one, or a model with norms:\n" + listed(gated)
+            "a gated feed-forward network is a product of three weights, for which neither paper"
+            " has a factor; use a plain one, or a model with norms:\n" + listed(gated)
         )
     steps: dict[object, Step] = {}
     clashes: list[str] = []
@@ -59,10 +59,11 @@ def layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[
 
 
 def embedding_steps(model: nn.Module, roles: Roles, factors: Mapping[str, float]) -> list[Step]:
-    """Return one step for each embedding table, tied ones once; ``factors`` has encoder's and decoder's.
+    """Return one step for each embedding table, tied ones once; ``factors`` has encoder's and
+    decoder's.
 
-    A table that is used outside the decoder too is shared, and takes the encoder's factor. Frozen tables (sinusoids)
-    are left alone.
+    A table that is used outside the decoder too is shared, and takes the encoder's factor. Frozen
+    tables (sinusoids) are left alone.
     """
     owners: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -79,7 +80,11 @@ def embedding_steps(model: nn.Module, roles: Roles, factors: Mapping[str, float]
     for table in tables:
         parameter = table.weight.parameter
         places = owners.get(id(parameter), [table.path])
-        stack = "decoder" if all("decoder" in place for place in places) and "decoder" in factors else "encoder"
+        stack = (
+            "decoder"
+            if all("decoder" in place for place in places) and "decoder" in factors
+            else "encoder"
+        )
         role = named.get(id(parameter), "embedding")
         if not parameter.requires_grad:
             steps.append(Step(role, None, None, table.weight, "kept", 1.0))
@@ -90,7 +95,8 @@ def embedding_steps(model: nn.Module, roles: Roles, factors: Mapping[str, float]
 
 
 def head_steps(model: nn.Module, done: Sequence[Step], inside: Sequence[str]) -> list[Step]:
-    """Return the steps of linear layers outside the layers: Xavier, factor 1; an untied output layer N(0, 1 / d)."""
+    """Return the steps of linear layers outside the layers: Xavier, factor 1; an untied output
+    layer N(0, 1 / d)."""
     known = {id(step.view.parameter) for step in done}
     getter: Any = getattr(model, "get_output_embeddings", None)
     output = getter() if callable(getter) else None
@@ -101,20 +107,28 @@ def head_steps(model: nn.Module, done: Sequence[Step], inside: Sequence[str]) ->
             continue
         known.add(id(module.weight))
         view = WeightView(path, module, "weight", transposed=type(module).__name__ in _LINEAR)
-        role, draw = ("output_embedding", "embedding") if module is output else ("other", "xavier_uniform")
+        role, draw = (
+            ("output_embedding", "embedding") if module is output else ("other", "xavier_uniform")
+        )
         steps.append(Step(role, None, None, view, draw, 1.0))
     return steps
 
 
-def leave_alone(model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]) -> list[Step]:
+def leave_alone(
+    model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]
+) -> list[Step]:
     """Return the steps; those of roles and of parameters that ``leave`` names draw nothing.
 
     Raises:
-        ConfigError: a name that is no role of the model and matches no parameter (nearest three named).
+        ConfigError: a name that is no role of the model and matches no parameter (nearest three
+        named).
     """
     # A weight may have several names and play several roles: any of them will do.
     named = list(model.named_parameters(remove_duplicate=False))
-    played = [*((weight.role, weight.view.key) for weight in roles.weights()), *((s.role, s.view.key) for s in steps)]
+    played = [
+        *((weight.role, weight.view.key) for weight in roles.weights()),
+        *((s.role, s.view.key) for s in steps),
+    ]
     known = [*dict.fromkeys(role for role, _ in played), *(name for name, _ in named)]
     unknown = [
         f"{entry!r}; nearest: {', '.join(nearest_names(entry, known))}"
@@ -122,18 +136,24 @@ def leave_alone(model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Se
         if entry not in known and not any(matches(name, [entry]) for name, _ in named)
     ]
     if unknown:
-        raise ConfigError("leave: expected roles or patterns on parameter names, received\n" + listed(unknown))
+        raise ConfigError(
+            "leave: expected roles or patterns on parameter names, received\n" + listed(unknown)
+        )
     parameters = {id(parameter) for name, parameter in named if matches(name, leave)}
     weights = {key for role, key in played if role in leave}
     return [
-        replace(step, draw="kept", factor=1.0)
-        if step.view.key in weights or id(step.view.parameter) in parameters
-        else step
+        (
+            replace(step, draw="kept", factor=1.0)
+            if step.view.key in weights or id(step.view.parameter) in parameters
+            else step
+        )
         for step in steps
     ]
 
 
-def check_steps(model: nn.Module, steps: Sequence[Step], leave: Sequence[str], where: str = "") -> None:
+def check_steps(
+    model: nn.Module, steps: Sequence[Step], leave: Sequence[str], where: str = ""
+) -> None:
     """Refuse a model with matrices that no step covers, frozen, parametrized or without numbers.
 
     Raises:
@@ -147,34 +167,42 @@ def check_steps(model: nn.Module, steps: Sequence[Step], leave: Sequence[str], w
         if id(parameter) not in known and not matches(name, leave)
     ]
     parametrized = [
-        step.view.parameter_name for step in steps if ".parametrizations." in f".{step.view.parameter_name}"
+        step.view.parameter_name
+        for step in steps
+        if ".parametrizations." in f".{step.view.parameter_name}"
     ]
     if parametrized:
         raise ConfigError(
-            "parametrized weights cannot be drawn; initialise before the parametrization is registered:\n"
-            + listed(parametrized)
+            "parametrized weights cannot be drawn; initialise before the parametrization is"
+            " registered:\n" + listed(parametrized)
         )
     if unmatched:
         raise RoleNotFoundError(
-            f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule does not say what "
-            f"to do with them:\n{listed(unmatched)}\nname their role with patterns= (see find_roles), or leave them as "
-            "they are with leave='...' (roles, or shell-style patterns on parameter names)"
+            f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
+            f" does not say what to do with them:\n{listed(unmatched)}\nname their role with"
+            " patterns= (see find_roles), or leave them as they are with leave='...' (roles, or"
+            " shell-style patterns on parameter names)"
         )
     drawn = [step for step in steps if step.draw != "kept"]
     frozen = [step.view.parameter_name for step in drawn if not step.view.parameter.requires_grad]
     if frozen:
         raise ConfigError(
-            "frozen weights (requires_grad=False) would keep these random numbers for good; unfreeze them, or "
-            "give the new layers to dt_fixup_:\n" + listed(frozen)
+            "frozen weights (requires_grad=False) would keep these random numbers for good;"
+            " unfreeze them, or give the new layers to dt_fixup_:\n" + listed(frozen)
         )
     empty = [step.view.parameter_name for step in drawn if step.view.parameter.is_meta]
     if empty:
-        raise ConfigError("weights on the meta device hold no numbers; materialise the model first:\n" + listed(empty))
+        raise ConfigError(
+            "weights on the meta device hold no numbers; materialise the model first:\n"
+            + listed(empty)
+        )
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters with at least two dimensions, those of norms left out."""
-    norms = tuple(f"{path}." for path, module in model.named_modules() if path and is_layer_norm(module))
+    norms = tuple(
+        f"{path}." for path, module in model.named_modules() if path and is_layer_norm(module)
+    )
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and not name.startswith(norms):
             yield name, parameter

@@ -16,7 +16,8 @@ class InitializedWeight:
     name: str
     """Full dotted name of the parameter."""
     role: str
-    """Role as in `find_roles`; ``embedding``, ``output_embedding`` and ``other`` for what has none."""
+    """Role as in `find_roles`; ``embedding``, ``output_embedding`` and ``other`` for what has
+    none."""
     stack: str | None
     """encoder, decoder, or None outside the layers."""
     layer: int | None
@@ -32,7 +33,8 @@ class InitializedWeight:
     std_after: float
     """Standard deviation now."""
     input_norm: float | None = None
-    """Mean Euclidean norm of the tokens that enter the weight (embeddings: that leave it), where a batch was given."""
+    """Mean Euclidean norm of the tokens that enter the weight (embeddings: that leave it), where a
+    batch was given."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,16 @@ class InitializationReport:
         >>> InitializationReport("T-Fixup", (row,)).table().splitlines()[-1].split()
         ['v.weight', 'value', '4x4', '0.5', '0.02', '0.5', '0.25', '-']
         """
-        head = ("weight", "role", "shape", "factor", "std found", "std before", "std after", "input norm")
+        head = (
+            "weight",
+            "role",
+            "shape",
+            "factor",
+            "std found",
+            "std before",
+            "std after",
+            "input norm",
+        )
         body = [
             (
                 row.name,
@@ -76,15 +87,25 @@ class InitializationReport:
     def _lines(self) -> list[str]:
         lines = [self.title + (" (dry run: the model is as it was)" if self.dry_run else "")]
         if self.factors:
-            lines.append("factors: " + ", ".join(f"{name} {value:.6g}" for name, value in self.factors.items()))
+            lines.append(
+                "factors: "
+                + ", ".join(f"{name} {value:.6g}" for name, value in self.factors.items())
+            )
         kept = [row.role for row in self.rows if not row.drawn]
         which = f" ({', '.join(dict.fromkeys(kept))})" if kept else ""
-        lines.append(f"drawn: {len(self.rows) - len(kept)} weights; left as they were: {len(kept)}{which}")
+        lines.append(
+            f"drawn: {len(self.rows) - len(kept)} weights; left as they were: {len(kept)}{which}"
+        )
         lines.append(f"norms removed: {len(self.norms_removed)}")
         if self.largest_bias:
-            lines.append(f"largest bias of output and feed-forward layers: {self.largest_bias:.4g} (zero_biases: 0)")
+            lines.append(
+                f"largest bias of output and feed-forward layers: {self.largest_bias:.4g}"
+                " (zero_biases: 0)"
+            )
         for stack, norm in self.entering.items():
-            assumed = f", in the derivation {self.assumed[stack]:.4g}" if stack in self.assumed else ""
+            assumed = (
+                f", in the derivation {self.assumed[stack]:.4g}" if stack in self.assumed else ""
+            )
             lines.append(f"token norm that enters the {stack}: {norm:.4g}{assumed}")
         return lines
 
@@ -97,7 +118,8 @@ class DTFixupReport(InitializationReport):
     """The report of `dt_fixup_`: also the token norms that were measured."""
 
     mu: float = math.nan
-    """Largest token norm that entered the new layers, or its quantile where that was asked for; the factor's mu."""
+    """Largest token norm that entered the new layers, or its quantile where that was asked for; the
+    factor's mu."""
     largest: float = math.nan
     """Largest token norm."""
     quantile: float = math.nan
@@ -107,5 +129,8 @@ class DTFixupReport(InitializationReport):
     """Tokens measured."""
 
     def _lines(self) -> list[str]:
-        measured = f"token norms of {self.tokens} tokens: largest {self.largest:.4g}, {self.level:g} quantile "
+        measured = (
+            f"token norms of {self.tokens} tokens: largest {self.largest:.4g}, {self.level:g}"
+            " quantile "
+        )
         return [*super()._lines(), f"{measured}{self.quantile:.4g}; mu = {self.mu:.4g}"]

@@ -30,7 +30,8 @@ class LayerSignal:
     norm_in: float
     norm_out: float
     ratio: float
-    """Norm after this layer over the norm that entered the stack: |out| / |in| of the stack cut here."""
+    """Norm after this layer over the norm that entered the stack: |out| / |in| of the stack cut
+    here."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,14 @@ class SignalPropagation:
         """
         head = ("layer", "stack", "depth", "norm in", "norm out", "|out|/|in|")
         body = [
-            (row.path, row.stack, str(row.depth), f"{row.norm_in:.4g}", f"{row.norm_out:.4g}", f"{row.ratio:.4g}")
+            (
+                row.path,
+                row.stack,
+                str(row.depth),
+                f"{row.norm_in:.4g}",
+                f"{row.norm_out:.4g}",
+                f"{row.ratio:.4g}",
+            )
             for row in self.rows
         ]
         return aligned([head, *body], "llr")
@@ -68,15 +76,17 @@ class SignalPropagation:
 def signal_propagation(
     model: nn.Module, batch: Any, *, patterns: Mapping[str, str | Sequence[str]] | None = None
 ) -> SignalPropagation:
-    """Return |x_l| / |x_0| for every layer l of every stack, |x| the root mean square norm of the real tokens.
+    """Return |x_l| / |x_0| for every layer l of every stack, |x| the root mean square norm of the
+    real tokens.
 
-    Empirical: one forward pass on ``batch``, in eval mode, without gradients; the model is left as it was. About 1 at
-    every depth is what T-Fixup's initial weights give; Xavier without LayerNorm grows exponentially with depth.
+    Empirical: one forward pass on ``batch``, in eval mode, without gradients; the model is left as
+    it was. About 1 at every depth is what T-Fixup's initial weights give; Xavier without LayerNorm
+    grows exponentially with depth.
 
     Args:
         model: any model that `find_roles` knows.
-        batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. Tokens that its
-            ``attention_mask`` (``decoder_attention_mask``) marks as padding are not counted.
+        batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. Tokens that
+            its ``attention_mask`` (``decoder_attention_mask``) marks as padding are not counted.
         patterns: as in `find_roles`.
 
     Returns:
@@ -87,8 +97,8 @@ def signal_propagation(
         ConvergenceError: a norm is not finite; the first such layer is named.
         ConfigError: the batch never enters a layer, or is nothing a model can be called with.
 
-    Cost: one forward pass. When not to use: on a model with LayerNorm after the sum, where every ratio is set by the
-    norm and says nothing.
+    Cost: one forward pass. When not to use: on a model with LayerNorm after the sum, where every
+    ratio is set by the norm and says nothing.
 
     >>> import torch
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
@@ -103,14 +113,21 @@ def signal_propagation(
     for layer_stack in layer_stacks:
         real = real_tokens(batch, layer_stack.stack, roles)
         for path in layer_stack.layer_paths():
-            pair = (MeanNorm(f"input of {path or 'the layer'}"), MeanNorm(f"output of {path or 'the layer'}"))
+            pair = (
+                MeanNorm(f"input of {path or 'the layer'}"),
+                MeanNorm(f"output of {path or 'the layer'}"),
+            )
             meters[layer_stack.path, path] = pair
             layer = model.get_submodule(path)
             before.append((layer, partial(pair[0].add, real=real)))
             after.append((layer, partial(pair[1].add, real=real)))
     with quiet_run(model), hooks(before, after):
         call_model(model, batch)
-    unseen = [path for (_, path), (entered, left) in meters.items() if not (entered.tokens and left.tokens)]
+    unseen = [
+        path
+        for (_, path), (entered, left) in meters.items()
+        if not (entered.tokens and left.tokens)
+    ]
     if unseen:
         raise ConfigError("the batch never went through these layers:\n" + listed(unseen))
     rows: list[LayerSignal] = []
@@ -118,7 +135,16 @@ def signal_propagation(
         start = _size(meters[layer_stack.path, layer_stack.layer_paths()[0]][0])
         for depth, path in enumerate(layer_stack.layer_paths(), start=1):
             entered, left = map(_size, meters[layer_stack.path, path])
-            rows.append(LayerSignal(path, layer_stack.stack, depth, entered, left, left / start if start else math.inf))
+            rows.append(
+                LayerSignal(
+                    path,
+                    layer_stack.stack,
+                    depth,
+                    entered,
+                    left,
+                    left / start if start else math.inf,
+                )
+            )
     return SignalPropagation(tuple(rows))
 
 

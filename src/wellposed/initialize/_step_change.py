@@ -16,24 +16,28 @@ _LIMIT_STEP = 1e-9
 """Length of the step that stands for the limit, in units of the norm of all that is stepped."""
 
 
-def step_change(model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases: bool = False) -> float:
-    """Return `|f(W - lr g) - f(W)| / lr`, where g is the gradient of `<f, u>` for a random direction u with `|u| = 1`.
+def step_change(
+    model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases: bool = False
+) -> float:
+    """Return `|f(W - lr g) - f(W)| / lr`, where g is the gradient of `<f, u>` for a random
+    direction u with `|u| = 1`.
 
-    Empirical: two forward passes and one backward. It is what T-Fixup bounds (Huang et al. 2020, equation 3): with its
-    weights the number is about the same at every depth, with plain Xavier and no LayerNorm it grows without end. The
-    model is left as it was, bit for bit.
+    Empirical: two forward passes and one backward. It is what T-Fixup bounds (Huang et al. 2020,
+    equation 3): with its weights the number is about the same at every depth, with plain Xavier and
+    no LayerNorm it grows without end. The model is left as it was, bit for bit.
 
     Args:
-        model: any module; put it in eval mode, and in float64, where ``lr`` can be small enough for the first order.
-        batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the first floating tensor
-            of at least two dimensions in what the model returns.
-        lr: size of the step, > 0; None is the limit lr -> 0, `|J J^T u|` with J the Jacobian of f in W, by a step of
-            1e-9 of the norm of the weights, to about six digits in float64.
+        model: any module; put it in eval mode, and in float64, where ``lr`` can be small enough for
+        the first order.
+        batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the
+            first floating tensor of at least two dimensions in what the model returns.
+        lr: size of the step, > 0; None is the limit lr -> 0, `|J J^T u|` with J the Jacobian of f
+            in W, by a step of 1e-9 of the norm of the weights, to about six digits in float64.
         biases: whether biases and other vectors are stepped too; the derivation is on matrices.
 
     Raises:
-        ConfigError: ``lr`` is not positive, or the model returns no floating tensor, or one that is not float64 where
-            ``lr`` is None.
+        ConfigError: ``lr`` is not positive, or the model returns no floating tensor, or one that is
+            not float64 where ``lr`` is None.
 
     Cost: as one training step, and a copy of the weights.
 
@@ -64,10 +68,15 @@ def step_change(model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases
                 parameter.copy_(value)
 
 
-def _small_step(weights: Sequence[Tensor], gradients: Sequence[Tensor | None], output: Tensor) -> float:
+def _small_step(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor | None], output: Tensor
+) -> float:
     """Return the rate at which the step is `_LIMIT_STEP` of the norm of the weights."""
     if output.dtype != torch.float64:
-        raise ConfigError(f"lr=None: the model returned {output.dtype}; the limit needs float64: call model.double()")
+        raise ConfigError(
+            f"lr=None: the model returned {output.dtype}; the limit needs float64: call"
+            " model.double()"
+        )
     size = math.hypot(*(float(weight.detach().norm()) for weight in weights))
     slope = math.hypot(*(float(gradient.norm()) for gradient in gradients if gradient is not None))
     return _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
@@ -77,5 +86,8 @@ def _output(model: nn.Module, batch: Any) -> Tensor:
     output = call_model(model, batch)
     found = first_tensor(output)
     if found is None:
-        raise ConfigError(f"{type(model).__name__} returned {type(output).__name__}, in which no floating tensor is")
+        raise ConfigError(
+            f"{type(model).__name__} returned {type(output).__name__}, in which no floating"
+            " tensor is"
+        )
     return found

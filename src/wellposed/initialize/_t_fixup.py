@@ -1,4 +1,5 @@
-"""T-Fixup: initial weights with which a Transformer trains without LayerNorm and without warm-up."""
+"""T-Fixup: initial weights with which a Transformer trains without LayerNorm and without
+warm-up."""
 
 from __future__ import annotations
 
@@ -12,10 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.initialize._factors import t_fixup_decoder_factor, t_fixup_encoder_factor, t_fixup_factor
+from wellposed.initialize._factors import (
+    t_fixup_decoder_factor,
+    t_fixup_encoder_factor,
+    t_fixup_factor,
+)
 from wellposed.initialize._layer_stacks import LayerStack, encoder_and_decoder, find_layer_stacks
 from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
-from wellposed.initialize._plan import Step, check_steps, embedding_steps, head_steps, layer_steps, leave_alone
+from wellposed.initialize._plan import (
+    Step,
+    check_steps,
+    embedding_steps,
+    head_steps,
+    layer_steps,
+    leave_alone,
+)
 from wellposed.initialize._report import InitializationReport, InitializedWeight
 from wellposed.initialize._token_norms import Hook, MeanNorm, ValueInput, hooks
 from wellposed.initialize._write import largest_bias, write, zero_biases_
@@ -35,13 +47,16 @@ def t_fixup_(
     batch: Any = None,
     dry_run: bool = False,
 ) -> InitializationReport:
-    """Draw weights with which one step of size lr moves the output by order lr at any depth, without LayerNorm.
+    """Draw weights with which one step of size lr moves the output by order lr at any depth,
+    without LayerNorm.
 
-    Exact in distribution; the claim on steps is the first-order argument of Huang et al. (2020), appendices A to C.
-    That argument is on matrices: measured, one step on all of them moves the output of 2, 8 and 32 layers alike within
-    10 %. Each trained bias adds a term of order one besides, so with biases the change grows like N;
-    the paper leaves them out.
-    LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W become factor * draw:
+    Exact in distribution; the claim on steps is the first-order argument of Huang et al. (2020),
+    appendices A to C.
+    That argument is on matrices: measured, one step on all of them moves the output of 2, 8 and 32
+    layers alike within 10 %. Each trained bias adds a term of order one besides, so with biases the
+    change grows like N; the paper leaves them out.
+    LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W
+    become factor * draw:
 
     | weights | draw | factor, encoder-decoder | factor, one stack |
     |---|---|---|---|
@@ -55,50 +70,58 @@ def t_fixup_(
     | all biases, frozen tables, what ``leave`` names | left alone, bit for bit | | |
 
     N counts the layers of the weight's own stack. One stack has K residual blocks, and v solves
-    K (2 v^2 x^2 + v^4) = 1 (`t_fixup_factor` has the derivation, which the paper lacks): v = x = (6N)^(-1/4) for an
-    encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding rows of embeddings stay zero.
+    K (2 v^2 x^2 + v^4) = 1 (`t_fixup_factor` has the derivation, which the paper lacks): v = x =
+    (6N)^(-1/4) for an encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding
+    rows of embeddings stay zero.
 
-    Query and key are drawn because the paper's rule is Xavier for all weights but embeddings, and libraries differ:
-    Hugging Face starts from N(0, 0.02^2), `torch.nn.MultiheadAttention` and the authors' own code from Xavier over
-    sqrt(2). ``leave=("query", "key")`` keeps them, as ``init="t_fixup"`` of our models does: they are Xavier there, and
-    the random numbers of its runs stay those of version 0.1. Numbers come from torch's global generator, so that
+    Query and key are drawn because the paper's rule is Xavier for all weights but embeddings, and
+    libraries differ: Hugging Face starts from N(0, 0.02^2), `torch.nn.MultiheadAttention` and the
+    authors' own code from Xavier over sqrt(2). ``leave=("query", "key")`` keeps them, as
+    ``init="t_fixup"`` of our models does: they are Xavier there, and the random numbers of its runs
+    stay those of version 0.1. Numbers come from torch's global generator, so that
     `torch.manual_seed` repeats a draw.
 
-    The derivation takes tokens of norm x at the first layer. Models that multiply embeddings by sqrt(d), as in the
-    paper's code and ours, or add unscaled sinusoids, are not there: with a ``batch``, the report has the norm measured
-    and the norm assumed.
+    The derivation takes tokens of norm x at the first layer. Models that multiply embeddings by
+    sqrt(d), as in the paper's code and ours, or add unscaled sinusoids, are not there: with a
+    ``batch``, the report has the norm measured and the norm assumed.
 
     Saving: the configuration of a Hugging Face model notes the norms that are gone, and
-    `wellposed.models.load_saved_model` loads it so. A plain ``from_pretrained`` puts fresh LayerNorms into a model of
-    another library and gives other logits: follow it with `remove_recorded_norms_`. Make the optimizer after this call.
+    `wellposed.models.load_saved_model` loads it so. A plain ``from_pretrained`` puts fresh
+    LayerNorms into a model of
+    another library and gives other logits: follow it with `remove_recorded_norms_`. Make the
+    optimizer after this call.
 
     Args:
-        model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART, Marian, GPT-2, ...
+        model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART,
+        Marian, GPT-2, ...
         input_scale: x for one stack, the factor on embeddings; None is x = v.
         remove_norms: take LayerNorms out; False refuses a model that has any.
-        zero_biases: set the biases of output and feed-forward layers to 0, as in the paper's code. Ask for it with
-            `torch.nn.TransformerEncoder` and kin, which copy one layer N times: equal biases in all layers add up, and
-            the signal grows with N. The report tells the largest bias. Other libraries have zeros already.
-        keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and keys, of heads).
-        leave: what is left as it is, bit for bit: role(s) of the report, as in ``leave=("query", "key")``, or
-            shell-style pattern(s) on parameter names, also of matrices without a role.
+        zero_biases: set the biases of output and feed-forward layers to 0, as in the paper's code.
+            Ask for it with `torch.nn.TransformerEncoder` and kin, which copy one layer N times:
+            equal biases in all layers add up, and the signal grows with N. The report tells the
+            largest bias. Other libraries have zeros already.
+        keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and
+        keys, of heads).
+        leave: what is left as it is, bit for bit: role(s) of the report, as in ``leave=("query",
+            "key")``, or shell-style pattern(s) on parameter names, also of matrices without a role.
         patterns: as in `find_roles`.
-        batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the draw, in eval mode, and
-            input norms are measured.
-        dry_run: return the same report, numbers included, and change neither the model nor the random state.
+        batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the
+            draw, in eval mode, and input norms are measured.
+        dry_run: return the same report, numbers included, and change neither the model nor the
+        random state.
 
     Returns:
         The report; ``print`` it.
 
     Raises:
         RoleNotFoundError: no role found, or matrices without one, all listed; nothing is changed.
-        ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays, gated feed-forward
-            networks, parametrized or frozen weights, weights shared between layers, stacks that are neither one nor an
-            encoder with its decoder; nothing is changed.
+        ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays,
+            gated feed-forward networks, parametrized or frozen weights, weights shared between
+            layers, stacks that are neither one nor an encoder with its decoder; nothing is changed.
         ConvergenceError: the signal of ``batch`` overflows; the module is named.
 
-    Cost: one draw of every weight; a dry run works on a copy of the model. When not to use: pretrained weights, which
-    it overwrites (see `dt_fixup_`); a model that keeps its LayerNorms.
+    Cost: one draw of every weight; a dry run works on a copy of the model. When not to use:
+    pretrained weights, which it overwrites (see `dt_fixup_`); a model that keeps its LayerNorms.
 
     >>> report = t_fixup_(nn.Transformer(16, 4, 6, 6, 32, batch_first=True))
     >>> {name: round(factor, 5) for name, factor in report.factors.items()}
@@ -107,9 +130,13 @@ def t_fixup_(
     (32, 'query', True)
     """
     if dry_run:
-        again = partial(t_fixup_, input_scale=input_scale, remove_norms=remove_norms, zero_biases=zero_biases)
+        again = partial(
+            t_fixup_, input_scale=input_scale, remove_norms=remove_norms, zero_biases=zero_biases
+        )
         with torch.random.fork_rng(devices=_devices(model)):
-            report = again(copy.deepcopy(model), keep=keep, leave=leave, patterns=patterns, batch=batch)
+            report = again(
+                copy.deepcopy(model), keep=keep, leave=leave, patterns=patterns, batch=batch
+            )
         return replace(report, dry_run=True)
     roles = find_roles(model, patterns=patterns)
     layer_stacks = find_layer_stacks(roles)
@@ -118,7 +145,9 @@ def t_fixup_(
     steps = layer_steps(roles, by_path, "xavier_uniform")
     steps += embedding_steps(model, roles, _embedding_factors(factors))
     inside = [path for layer_stack in layer_stacks for path in layer_stack.layer_paths()]
-    steps = leave_alone(model, roles, [*steps, *head_steps(model, steps, inside)], patterns_of(leave))
+    steps = leave_alone(
+        model, roles, [*steps, *head_steps(model, steps, inside)], patterns_of(leave)
+    )
     check_steps(model, steps, patterns_of(leave))
     check_norms(model, keep, remove=remove_norms)
     removed = remove_norms_(model, keep=keep) if remove_norms else ()
@@ -140,7 +169,9 @@ def t_fixup_(
     )
 
 
-def _factors(layer_stacks: list[LayerStack], input_scale: float | None) -> tuple[dict[str, float], dict[str, float]]:
+def _factors(
+    layer_stacks: list[LayerStack], input_scale: float | None
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return the factors by name, and by path of each attention and feed-forward role."""
     first, decoder = encoder_and_decoder(layer_stacks)
     if decoder is None:
@@ -149,7 +180,8 @@ def _factors(layer_stacks: list[LayerStack], input_scale: float | None) -> tuple
         return {first.stack: value, "embeddings": scale}, dict.fromkeys(_role_paths(first), value)
     if input_scale is not None:
         raise ConfigError(
-            f"input_scale: received {input_scale!r} for an encoder-decoder, whose sizes the paper fixes; leave it None"
+            f"input_scale: received {input_scale!r} for an encoder-decoder, whose sizes the paper"
+            " fixes; leave it None"
         )
     factors = {
         "encoder": t_fixup_encoder_factor(first.layers),
@@ -173,18 +205,25 @@ def _role_paths(layer_stack: LayerStack) -> list[str]:
 
 
 def _check_depth(model: nn.Module, layer_stacks: list[LayerStack]) -> None:
-    """Refuse one stack whose configuration names another depth: layers are shared, or were not recognised."""
+    """Refuse one stack whose configuration names another depth: layers are shared, or were not
+    recognised."""
     depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     if len(layer_stacks) == 1 and isinstance(depth, int) and depth != layer_stacks[0].layers:
         raise ConfigError(
-            f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but {layer_stacks[0].layers} "
-            f"layers were found at {layer_stacks[0].path!r}; weights shared between layers have no T-Fixup rule; "
-            "layers of unknown names need patterns="
+            f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but"
+            f" {layer_stacks[0].layers} layers were found at {layer_stacks[0].path!r}; weights"
+            " shared between layers have no T-Fixup rule; layers of unknown names need patterns="
         )
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
-    return list({parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")})
+    return list(
+        {
+            parameter.device
+            for parameter in model.parameters()
+            if parameter.device.type not in ("cpu", "meta")
+        }
+    )
 
 
 def _measured_inputs(
@@ -196,7 +235,8 @@ def _measured_inputs(
     *,
     roles: Roles,
 ) -> tuple[list[InitializedWeight], dict[str, float]]:
-    """Run the batch once; return the rows with their input norms, and the norm that enters each stack."""
+    """Run the batch once; return the rows with their input norms, and the norm that enters each
+    stack."""
     meters = [MeanNorm(step.view.owner_path) for step in steps]
     before: list[tuple[nn.Module, Hook]] = []
     after: list[tuple[nn.Module, Hook]] = []
@@ -209,17 +249,28 @@ def _measured_inputs(
             after += [(table, note) for table in _tables_with(model, owner.weight)]
         else:
             before.append((owner, note))
-    stacks = {layer_stack.stack: MeanNorm(f"input of the {layer_stack.stack}") for layer_stack in layer_stacks}
+    stacks = {
+        layer_stack.stack: MeanNorm(f"input of the {layer_stack.stack}")
+        for layer_stack in layer_stacks
+    }
     for layer_stack in layer_stacks:
         layer = model.get_submodule(layer_stack.layer_paths()[0])
         real = real_tokens(batch, layer_stack.stack, roles)
         before.append((layer, partial(stacks[layer_stack.stack].add, real=real)))
     with quiet_run(model), hooks(before, after):
         call_model(model, batch)
-    measured = [replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)]
-    return measured, {stack: meter.mean for stack, meter in stacks.items() if meter.mean is not None}
+    measured = [
+        replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)
+    ]
+    return measured, {
+        stack: meter.mean for stack, meter in stacks.items() if meter.mean is not None
+    }
 
 
 def _tables_with(model: nn.Module, weight: Tensor) -> list[nn.Module]:
     """Return the embeddings that are tied to one parameter."""
-    return [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is weight]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is weight
+    ]

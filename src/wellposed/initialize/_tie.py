@@ -19,35 +19,43 @@ _BIAS_OF = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
 def tie_queries_and_keys_(
     model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None
 ) -> tuple[str, ...]:
-    """Make `W_K = W_Q` and `b_K = b_Q` in every self-attention, in place and for good: one parameter, not two.
+    """Make `W_K = W_Q` and `b_K = b_Q` in every self-attention, in place and for good: one
+    parameter, not two.
 
-    Exact, and it stays so under any optimizer. The query's numbers are kept and the key's are dropped, so a pretrained
-    model has to be trained again. Needed for Lipschitz L2 attention (Kim, Papamakarios, Mnih 2021, theorem 3.2), not
-    sufficient: see theory note B4. Cross-attention stays as it is: tied or not, it has no bound there.
+    Exact, and it stays so under any optimizer. The query's numbers are kept and the key's are
+    dropped, so a pretrained model has to be trained again. Needed for Lipschitz L2 attention (Kim,
+    Papamakarios, Mnih 2021, theorem 3.2), not
+    sufficient: see theory note B4. Cross-attention stays as it is: tied or not, it has no bound
+    there.
 
-    Separate projections share one `torch.nn.Parameter`. A fused one (GPT-2 ``c_attn``, ``in_proj_weight``, Phi-3
-    ``qkv_proj``) gets a parametrization that holds query and value rows alone and reads the key rows off the query's.
-    Either way ``state_dict`` and ``save_pretrained`` write both, under the names of the plain model. Such a checkpoint
-    loads into a model that is not tied; tie that one again before it is trained on. Into a tied model any checkpoint
-    loads in which query and key are equal.
+    Separate projections share one `torch.nn.Parameter`. A fused one (GPT-2 ``c_attn``,
+    ``in_proj_weight``, Phi-3 ``qkv_proj``) gets a parametrization that holds query and value rows
+    alone and reads the key rows off the query's. Either way ``state_dict`` and ``save_pretrained``
+    write both, under the names of the plain model. Such a checkpoint loads into a model that is not
+    tied; tie that one again before it is trained on. Into a tied model any checkpoint loads in
+    which query and key are equal.
 
     Args:
-        model: any model whose attention `wellposed.find_roles` recognises. Tie before the optimizer is made and before
-            adapters, sharding or `wellposed.constrain_`.
+        model: any model whose attention `wellposed.find_roles` recognises. Tie before the optimizer
+            is made and before adapters, sharding or `wellposed.constrain_`.
         patterns: as in `wellposed.find_roles`.
 
     Returns:
-        Names of the key weights that are now tied, in model order; those that already were are not among them.
+        Names of the key weights that are now tied, in model order; those that already were are not
+        among them.
 
     Raises:
         RoleNotFoundError: no self-attention was found.
         ShapeError: query and key weights differ in shape (grouped heads). Nothing is changed then.
-        ConfigError: only one of them has a bias, or they are parametrised or wrapped. Nothing is changed then.
-        CheckpointError: later, when a state dict in which they differ is loaded into the tied model.
+        ConfigError: only one of them has a bias, or they are parametrised or wrapped. Nothing is
+        changed then.
+        CheckpointError: later, when a state dict in which they differ is loaded into the tied
+        model.
 
     Cost: none for separate projections; for fused ones a copy of the weight in each forward pass.
-    When not to use: norms of queries and keys that have weights of their own, and rotations by position, lie behind the
-    projections and are left untied. A model with a parametrised weight cannot be pickled whole, only its state dict.
+    When not to use: norms of queries and keys that have weights of their own, and rotations by
+    position, lie behind the projections and are left untied. A model with a parametrised weight
+    cannot be pickled whole, only its state dict.
 
     >>> attention = nn.MultiheadAttention(8, 2)
     >>> tie_queries_and_keys_(attention)
@@ -59,8 +67,8 @@ def tie_queries_and_keys_(
     found = [role for role in find_roles(model, patterns=patterns).attention if role.kind == "self"]
     if not found:
         raise RoleNotFoundError(
-            f"tie_queries_and_keys_: no self-attention was found in {type(model).__name__}; name its query, key, value "
-            "and output weights with patterns="
+            f"tie_queries_and_keys_: no self-attention was found in {type(model).__name__}; name"
+            " its query, key, value and output weights with patterns="
         )
     roles = [role for role in found if not _is_tied(role)]
     misshapen = [
@@ -70,10 +78,15 @@ def tie_queries_and_keys_(
     ]
     if misshapen:
         raise ShapeError(
-            "tie_queries_and_keys_: queries and keys of different shape (grouped heads) cannot be one weight; build "
-            "the model with as many key heads as query heads:\n" + listed(misshapen)
+            "tie_queries_and_keys_: queries and keys of different shape (grouped heads) cannot be"
+            " one weight; build the model with as many key heads as query heads:\n"
+            + listed(misshapen)
         )
-    problems = [f"{role.path or 'the model'}: {why}" for role in roles if (why := _obstacle(role)) is not None]
+    problems = [
+        f"{role.path or 'the model'}: {why}"
+        for role in roles
+        if (why := _obstacle(role)) is not None
+    ]
     if problems:
         raise ConfigError("tie_queries_and_keys_ cannot tie:\n" + listed(problems))
     for role in roles:
@@ -85,7 +98,8 @@ def tie_queries_and_keys_(
 
 
 class _KeyIsQuery(nn.Module):
-    """A fused weight from the one without its key part, which lies at ``key`` along ``dim`` and repeats ``query``."""
+    """A fused weight from the one without its key part, which lies at ``key`` along ``dim`` and
+    repeats ``query``."""
 
     def __init__(self, query: tuple[int, int], key: tuple[int, int], dim: int) -> None:
         super().__init__()
@@ -107,7 +121,9 @@ def _tie_fused(role: AttentionRole) -> None:
     query, owner = role.query, role.query.owner
     for name, dim in ((query.attribute, int(query.transposed)), (_BIAS_OF[query.attribute], 0)):
         if getattr(owner, name, None) is not None:
-            parametrize.register_parametrization(owner, name, _KeyIsQuery(_rows(query), _rows(role.key), dim))
+            parametrize.register_parametrization(
+                owner, name, _KeyIsQuery(_rows(query), _rows(role.key), dim)
+            )
     owner.register_state_dict_post_hook(_save_fused)
     owner.register_load_state_dict_pre_hook(_load_fused)
 
@@ -122,7 +138,9 @@ def _load_fused(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     for name, tie in _tied_names(owner).items():
         whole = state.pop(f"{prefix}{name}", None)
         if whole is not None:
-            query, key = (whole.narrow(tie.dim, start, stop - start) for start, stop in (tie.query, tie.key))
+            query, key = (
+                whole.narrow(tie.dim, start, stop - start) for start, stop in (tie.query, tie.key)
+            )
             _check_equal(f"{prefix}{name}", query, key)
             state[f"{prefix}parametrizations.{name}.original"] = tie.right_inverse(whole)
 
@@ -133,18 +151,25 @@ def _tie_separate(role: AttentionRole, attention: nn.Module) -> None:
     for name in ("weight", "bias"):
         if getattr(key.owner, name, None) is not None:
             setattr(key.owner, name, getattr(query.owner, name))
-            names = {"query": f"{query.owner_path[inside:]}.{name}", "key": f"{key.owner_path[inside:]}.{name}"}
+            names = {
+                "query": f"{query.owner_path[inside:]}.{name}",
+                "key": f"{key.owner_path[inside:]}.{name}",
+            }
             attention.register_state_dict_post_hook(partial(_save_separate, **names))
             attention.register_load_state_dict_pre_hook(partial(_load_separate, **names))
 
 
-def _save_separate(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any, query: str, key: str) -> None:
+def _save_separate(
+    _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, query: str, key: str
+) -> None:
     """Give the key a tensor of its own: file formats refuse two names for one."""
     if f"{prefix}{query}" in state and f"{prefix}{key}" in state:
         state[f"{prefix}{key}"] = state[f"{prefix}{key}"].clone()
 
 
-def _load_separate(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any, query: str, key: str) -> None:
+def _load_separate(
+    _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, query: str, key: str
+) -> None:
     if f"{prefix}{query}" in state and f"{prefix}{key}" in state:
         _check_equal(f"{prefix}{key}", state[f"{prefix}{query}"], state[f"{prefix}{key}"])
 
@@ -174,14 +199,20 @@ def _obstacle(role: AttentionRole) -> str | None:
     if (biases[0] is None) != (biases[1] is None):
         return "one of query and key has a bias and the other has none; give both one, or neither"
     names = {name for view in (query, key) for name in (view.attribute, _BIAS_OF[view.attribute])}
-    if any(parametrize.is_parametrized(view.owner, name) for view in (query, key) for name in names):
-        return f"{key.parameter_name} or the query's is parametrised; tie first, then parametrise the result"
+    if any(
+        parametrize.is_parametrized(view.owner, name) for view in (query, key) for name in names
+    ):
+        return (
+            f"{key.parameter_name} or the query's is parametrised; tie first, then parametrise the"
+            " result"
+        )
     return None
 
 
 def _check_equal(name: str, query: Tensor, key: Tensor) -> None:
     if not query.is_meta and not torch.equal(query, key):
         raise CheckpointError(
-            f"{name}: the model has one weight for queries and keys, and in this state dict they differ; load it into "
-            "a new model first, then call tie_queries_and_keys_ (this one is loaded in part)"
+            f"{name}: the model has one weight for queries and keys, and in this state dict they"
+            " differ; load it into a new model first, then call tie_queries_and_keys_ (this one is"
+            " loaded in part)"
         )

@@ -18,11 +18,13 @@ Hook = Callable[[Tensor], None]
 
 
 @contextmanager
-def hooks(inputs: Sequence[tuple[nn.Module, Hook]], outputs: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
+def hooks(
+    inputs: Sequence[tuple[nn.Module, Hook]], outputs: Sequence[tuple[nn.Module, Hook]]
+) -> Iterator[None]:
     """Hand the first floating tensor that enters or leaves each module to its function.
 
-    For torch's attention, whose projections are no modules, that is the query; wrap the hook in `ValueInput` to see the
-    value.
+    For torch's attention, whose projections are no modules, that is the query; wrap the hook in
+    `ValueInput` to see the value.
     """
     with ExitStack() as stack:
         for module, note in inputs:
@@ -79,8 +81,9 @@ def token_norms(hidden: Tensor, real: Tensor | None, where: str) -> Tensor:
     if not bool(norms.isfinite().all()):
         count = int((~norms.isfinite()).sum())
         raise ConvergenceError(
-            f"{where}: {count} of {norms.numel()} token norms are not finite (dtype {hidden.dtype}); the signal "
-            "overflows before this point: look at it with signal_propagation on a float32 copy, and use bf16 or float32"
+            f"{where}: {count} of {norms.numel()} token norms are not finite (dtype"
+            f" {hidden.dtype}); the signal overflows before this point: look at it with"
+            " signal_propagation on a float32 copy, and use bf16 or float32"
         )
     return norms
 

@@ -13,7 +13,9 @@ from wellposed.initialize._report import InitializedWeight
 
 
 @torch.no_grad()
-def write(steps: Sequence[Step], generator: torch.Generator | None = None) -> list[InitializedWeight]:
+def write(
+    steps: Sequence[Step], generator: torch.Generator | None = None
+) -> list[InitializedWeight]:
     """Draw and scale every weight, in place, and return one row for each."""
     return [_write_one(step, generator) for step in steps]
 
@@ -48,18 +50,24 @@ def zero_biases_(steps: Sequence[Step]) -> None:
 
 
 def largest_bias(steps: Sequence[Step]) -> float:
-    """Return the largest magnitude of the biases of output and feed-forward layers, 0 where there are none."""
+    """Return the largest magnitude of the biases of output and feed-forward layers, 0 where there
+    are none."""
     return max((bias.detach().abs().max().item() for bias in _biases(steps)), default=0.0)
 
 
 def _biases(steps: Sequence[Step]) -> list[Tensor]:
-    owners = [step.view.owner for step in steps if step.role in ("output", "feedforward_in", "feedforward_out")]
+    owners = [
+        step.view.owner
+        for step in steps
+        if step.role in ("output", "feedforward_in", "feedforward_out")
+    ]
     biases = [getattr(owner, "bias", None) for owner in owners]
     return [bias for bias in biases if isinstance(bias, Tensor)]
 
 
 def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return fresh numbers, shape (out, in), before the factor: in float32 at least, on a generator's own device."""
+    """Return fresh numbers, shape (out, in), before the factor: in float32 at least, on a
+    generator's own device."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     device = weight.device if generator is None else generator.device
     values = torch.empty(step.view.shape, dtype=dtype, device=device)
@@ -77,6 +85,8 @@ def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Ten
 def _std(weight: Tensor, padding_index: int | None) -> float:
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     if padding_index is not None and values.shape[0] > 1:
-        keep = torch.arange(values.shape[0], device=values.device) != padding_index % values.shape[0]
+        keep = (
+            torch.arange(values.shape[0], device=values.device) != padding_index % values.shape[0]
+        )
         values = values[keep]
     return values.std(correction=0).item()

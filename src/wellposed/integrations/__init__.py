@@ -1,4 +1,5 @@
-"""Thin adapters to training engines and to models of others; importing this package imports neither, nor torch."""
+"""Thin adapters to training engines and to models of others; importing this package imports
+neither, nor torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from wellposed.integrations._condition import ConditionMetrics as ConditionMetrics
     from wellposed.integrations._hf_trainer import ConditionCallback as ConditionCallback
     from wellposed.integrations._hf_trainer import penalized_loss as penalized_loss
-    from wellposed.integrations._lightning import LightningConditionCallback as LightningConditionCallback
+    from wellposed.integrations._lightning import (
+        LightningConditionCallback as LightningConditionCallback,
+    )
 else:  # a Trainer user need not have Lightning, nor the other way round
     __getattr__, __dir__ = import_on_first_use(__name__)

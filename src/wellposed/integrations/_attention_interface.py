@@ -1,4 +1,5 @@
-"""L2 and cosine attention for models of Hugging Face, under names that ``attn_implementation`` takes."""
+"""L2 and cosine attention for models of Hugging Face, under names that ``attn_implementation``
+takes."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ from wellposed.functional.as_dot_product import common_shift, l2_vectors, normal
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 except ImportError as error:
-    raise missing_extra("transformers", "hf", "attention implementations for Hugging Face models") from error
+    raise missing_extra(
+        "transformers", "hf", "attention implementations for Hugging Face models"
+    ) from error
 
 _EPS = 0.01
-# What a model may ask of its attention beside masks, and these kernels cannot do; never to be ignored.
+# What a model may ask of its attention beside masks, and these kernels cannot do; never to be
+# ignored.
 _UNSUPPORTED = {
     "softcap": "a cap on the logits",
     "s_aux": "attention sinks",
@@ -32,34 +36,40 @@ _UNSUPPORTED = {
 
 
 def register_attention() -> tuple[str, ...]:
-    r"""Make ``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to transformers.
+    r"""Make ``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to
+    transformers.
 
-    Exact up to rounding. A model with such a name computes, for each head, with q, k, v its own projections (rotated
-    by position where it does so), ``s`` the factor by which it scales dot products (mostly `1 / sqrt(head_dim)`, 1 in
-    T5) and ``b`` its position bias, if any:
+    Exact up to rounding. A model with such a name computes, for each head, with q, k, v its own
+    projections (rotated by position where it does so), ``s`` the factor by which it scales dot
+    products (mostly `1 / sqrt(head_dim)`, 1 in T5) and ``b`` its position bias, if any:
 
-    - ``wellposed_l2``: `softmax_j(-s |q_i - k_j|^2 + b_ij) v_j`. Kim, Papamakarios, Mnih (2021), eq. 13. Lipschitz
-      only under the conditions of theory notes B1 to B4: self-attention that sees itself, tied queries and keys
-      (`wellposed.tie_queries_and_keys_`), values that read the same subspace, no rotations of queries and keys.
-    - ``wellposed_cosine``: `softmax_j(sqrt(head_dim) n(q_i) . n(k_j) + b_ij) n(v_j)`, `n(a) = a / sqrt(|a|^2 + 0.01)`.
-      Qi et al. (2023), as `wellposed.nn.CosineSelfAttention` starts. Lipschitz in q, k and v for every mask (theory
-      note B6; with a fixed b). ``s`` does not enter: lengths are taken out, and with them their scale.
+    - ``wellposed_l2``: `softmax_j(-s |q_i - k_j|^2 + b_ij) v_j`. Kim, Papamakarios, Mnih (2021),
+      eq. 13. Lipschitz only under the conditions of theory notes B1 to B4: self-attention that sees
+      itself, tied queries and keys (`wellposed.tie_queries_and_keys_`), values that read the same
+      subspace, no rotations of queries and keys.
+    - ``wellposed_cosine``: `softmax_j(sqrt(head_dim) n(q_i) . n(k_j) + b_ij) n(v_j)`,
+      `n(a) = a / sqrt(|a|^2 + 0.01)`. Qi et al. (2023), as `wellposed.nn.CosineSelfAttention`
+      starts. Lipschitz in q, k and v for every mask (theory note B6; with a fixed b). ``s`` does
+      not enter: lengths are taken out, and with them their scale.
 
-    Masks (padding, causal, sliding window, 4d bool or additive), grouped heads, caches, ``generate`` and dropout are
-    those of ``sdpa``, which is called on other vectors, so a compiled or penalised model stays one. Like every
-    implementation it is not written into a saved configuration: name it again in ``from_pretrained``.
+    Masks (padding, causal, sliding window, 4d bool or additive), grouped heads, caches,
+    ``generate`` and dropout are those of ``sdpa``, which is called on other vectors, so a compiled
+    or penalised model stays one. Like every
+    implementation it is not written into a saved configuration: name it again in
+    ``from_pretrained``.
 
     Returns:
         The two names. Calling it again changes nothing.
 
     Raises:
-        ConfigError: transformers is not installed. In a forward pass: the model asks for attention weights, a cap on
-            the logits, attention sinks or a paged cache; or, for L2, it scales its queries itself (OPT, Whisper).
+        ConfigError: transformers is not installed. In a forward pass: the model asks for attention
+            weights, a cap on the logits, attention sinks or a paged cache; or, for L2, it scales
+            its queries itself (OPT, Whisper).
 
     Cost: as `wellposed.functional.l2_attention` and `cosine_attention`, beside sdpa.
-    When not to use: with pretrained weights and no training, which were learnt with another attention; with a family
-    whose code has an attention of its own and ignores the name (XLNet, DeBERTa), which `set_attention_` refuses and
-    ``from_pretrained`` does not.
+    When not to use: with pretrained weights and no training, which were learnt with another
+    attention; with a family whose code has an attention of its own and ignores the name (XLNet,
+    DeBERTa), which `set_attention_` refuses and ``from_pretrained`` does not.
 
     >>> register_attention()
     ('wellposed_l2', 'wellposed_cosine')
@@ -73,19 +83,20 @@ def register_attention() -> tuple[str, ...]:
 def set_attention_(model: nn.Module, name: str) -> None:
     """Give every attention of a model that is already built the implementation ``name``, or refuse.
 
-    Exact, as `register_attention`, which it calls: ``model.set_attn_implementation(name)`` that raises where
-    transformers only logs that it cannot. The configuration notes the name, and `wellposed.models.load_saved_model`
-    reads it; ``from_pretrained`` alone does not.
+    Exact, as `register_attention`, which it calls: ``model.set_attn_implementation(name)`` that
+    raises where transformers only logs that it cannot. The configuration notes the name, and
+    `wellposed.models.load_saved_model` reads it; ``from_pretrained`` alone does not.
 
     Args:
         model: a model of Hugging Face.
         name: ``"wellposed_l2"`` or ``"wellposed_cosine"``.
 
     Raises:
-        ConfigError: another name, another kind of model, or a part whose code does not ask transformers for its
-            attention. The model is as it was then.
+        ConfigError: another name, another kind of model, or a part whose code does not ask
+            transformers for its attention. The model is as it was then.
 
-    Cost: none. When not to use: where the name can be given to ``from_pretrained`` and the family is known to ask.
+    Cost: none. When not to use: where the name can be given to ``from_pretrained`` and the family
+    is known to ask.
 
     >>> from transformers import BertConfig, BertModel
     >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
@@ -98,24 +109,25 @@ def set_attention_(model: nn.Module, name: str) -> None:
         raise unknown_name("attention implementation", name, _FORWARD)
     if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("wellposed."):
         raise ConfigError(
-            f"set_attention_: {type(model).__name__} is no model of transformers that is told its attention by name; "
-            "build wellposed's own with attention='l2' or 'cosine'"
+            f"set_attention_: {type(model).__name__} is no model of transformers that is told its"
+            " attention by name; build wellposed's own with attention='l2' or 'cosine'"
         )
     before = model.config._attn_implementation or "eager"
-    # A part that has an attention of its own keeps whichever name it had, so one of two does not stick.
+    # A part that has an attention of its own keeps whichever name it had, so one of two does not
+    # stick.
     deaf = {part for tried in ("eager", name) for part in _parts_that_ignore(model, tried)}
     if deaf:
         model.set_attn_implementation(before)
         raise ConfigError(
-            f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention of its own:\n"
-            + listed(sorted(deaf))
+            f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention"
+            " of its own:\n" + listed(sorted(deaf))
         )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._supports_sdpa or part._supports_attention_backend for part in parts):
         model.set_attn_implementation(before)
         raise ConfigError(
-            f"set_attention_: {type(model).__name__} asks transformers for no attention, so {name!r} would change "
-            "nothing; leave its attention as it is"
+            f"set_attention_: {type(model).__name__} asks transformers for no attention, so"
+            f" {name!r} would change nothing; leave its attention as it is"
         )
     record(model.config, attention=name)
 
@@ -164,14 +176,17 @@ def _cosine_forward(  # noqa: PLR0917
     _check_options(module, kwargs)
     query, key, value = (normalized_vectors(tokens, _EPS) for tokens in (query, key, value))
     tau = math.sqrt(query.shape[-1])
-    return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, scaling=tau, **kwargs)
+    return AttentionInterface()["sdpa"](
+        module, query, key, value, attention_mask, scaling=tau, **kwargs
+    )
 
 
 _FORWARD = {"wellposed_l2": _l2_forward, "wellposed_cosine": _cosine_forward}
 
 
 def _unseen(mask: Tensor | None) -> Tensor | None:
-    """Return (batch, 1, keys), True where no query of any head sees the key; None where the mask does not say."""
+    """Return (batch, 1, keys), True where no query of any head sees the key; None where the mask
+    does not say."""
     if mask is None or mask.dim() != 4:
         return None
     allowed = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -183,8 +198,8 @@ def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
     asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in given]
     if asked:
         raise ConfigError(
-            f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call asks for; run it with "
-            "attn_implementation='eager', or without:\n" + listed(asked)
+            f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call"
+            " asks for; run it with attn_implementation='eager', or without:\n" + listed(asked)
         )
 
 
@@ -192,7 +207,7 @@ def _check_scaling(module: nn.Module, scaling: float | None) -> None:
     own: Any = getattr(module, "scaling", None)
     if own is not None and scaling is not None and (isinstance(own, Tensor) or own != scaling):
         raise ConfigError(
-            f"{type(module).__name__}: it scales its queries itself (by its `scaling`, while attention "
-            f"is told {scaling}), so |q - k| would compare vectors of two scales; use attn_implementation="
-            "'wellposed_cosine', which does not depend on lengths"
+            f"{type(module).__name__}: it scales its queries itself (by its `scaling`, while"
+            f" attention is told {scaling}), so |q - k| would compare vectors of two scales; use"
+            " attn_implementation='wellposed_cosine', which does not depend on lengths"
         )

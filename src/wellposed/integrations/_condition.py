@@ -1,4 +1,5 @@
-"""What every adapter logs: the numbers of a `Monitor` and the parts of a penalty, by role, under the same names."""
+"""What every adapter logs: the numbers of a `Monitor` and the parts of a penalty, by role, under
+the same names."""
 
 from __future__ import annotations
 
@@ -15,17 +16,20 @@ WORST_IS_LEAST = ("sigma_min", "stable_rank")
 
 
 class ConditionMetrics:
-    """Return ``cond/<role>/<number>/max`` and ``/mean`` over the weights of each role, and ``penalty/<strength>``.
+    """Return ``cond/<role>/<number>/max`` and ``/mean`` over the weights of each role, and
+    ``penalty/<strength>``.
 
-    Status: as `wellposed.Monitor` and `OrthogonalityPenalty.terms`. Where small is bad (``sigma_min``, ``stable_rank``)
-    ``/min`` is in the place of ``/max``. A penalty is summed over the layers; ``penalty/total`` is the sum of all, and
-    its numbers are left out until it has been called once. A step is measured once, however often it is logged.
+    Status: as `wellposed.Monitor` and `OrthogonalityPenalty.terms`. Where small is bad
+    (``sigma_min``, ``stable_rank``) ``/min`` is in the place of ``/max``. A penalty is summed over
+    the layers; ``penalty/total`` is the sum of all, and its numbers are left out until it has been
+    called once. A step is measured once, however often it is logged.
 
     Args:
         penalty: the penalty in use, or None.
         every: measure at every ``every``-th step that is logged.
         spectra: also ``sigma_min`` and ``condition_number``, by SVD.
-        details: also ``cond/<stack>.<layer>.<role>/<number>`` of every weight and ``penalty/<term>`` of every layer.
+        details: also ``cond/<stack>.<layer>.<role>/<number>`` of every weight and
+        ``penalty/<term>`` of every layer.
 
     Cost: that of `wellposed.Monitor.step` at each step that is measured.
 
@@ -60,7 +64,10 @@ class ConditionMetrics:
             parts = _penalty_parts(self.penalty) if measured and self.penalty is not None else {}
             self._metrics = {**_conditions_by_role(measured), **_penalty_by_role(parts)}
             if self.details:
-                self._metrics |= {**measured, **{f"penalty/{name}": value for name, value in parts.items()}}
+                self._metrics |= {
+                    **measured,
+                    **{f"penalty/{name}": value for name, value in parts.items()},
+                }
         return dict(self._metrics)
 
 
@@ -73,7 +80,10 @@ def _conditions_by_role(measured: Mapping[str, float]) -> dict[str, float]:
     found = {}
     for (role, number), values in by_role.items():
         worst, named = (min(values), "min") if number in WORST_IS_LEAST else (max(values), "max")
-        found |= {f"cond/{role}/{number}/{named}": worst, f"cond/{role}/{number}/mean": fmean(values)}
+        found |= {
+            f"cond/{role}/{number}/{named}": worst,
+            f"cond/{role}/{number}/mean": fmean(values),
+        }
     return found
 
 

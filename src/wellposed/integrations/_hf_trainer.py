@@ -1,4 +1,5 @@
-"""Hugging Face Trainer: the penalty as ``compute_loss_func``, and a callback that logs conditioning."""
+"""Hugging Face Trainer: the penalty as ``compute_loss_func``, and a callback that logs
+conditioning."""
 
 from __future__ import annotations
 
@@ -20,44 +21,60 @@ except ImportError as error:
 
 
 def penalized_loss(
-    model: nn.Module, penalty: OrthogonalityPenalty, *, task_loss: Callable[[Any, Tensor], Tensor] | None = None
+    model: nn.Module,
+    penalty: OrthogonalityPenalty,
+    *,
+    task_loss: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Callable[..., Tensor]:
-    """Return ``loss = share * (task loss + penalty)`` as a ``compute_loss_func`` of `transformers.Trainer`.
+    """Return ``loss = share * (task loss + penalty)`` as a ``compute_loss_func`` of
+    `transformers.Trainer`.
 
-    Status: exact. ``share`` is this micro-batch's part of the step's labels, as the Trainer counts them, so accumulated
-    micro-batches and processes add up to one task mean plus one penalty. The penalty is in the loss, so its gradient
-    is there when the Trainer clips. Without gradient (evaluation) it is left out: ``eval_loss`` is the task's alone.
+    Status: exact. ``share`` is this micro-batch's part of the step's labels, as the Trainer counts
+    them, so accumulated micro-batches and processes add up to one task mean plus one penalty. The
+    penalty is in the loss, so its gradient is there when the Trainer clips. Without gradient
+    (evaluation) it is left out: ``eval_loss`` is the task's alone.
 
     Args:
-        model, penalty: the model given to the Trainer, and an `wellposed.OrthogonalityPenalty` on it.
-        task_loss: ``(outputs, labels) -> mean loss``, where the model's own is not wanted or not known.
+        model, penalty: the model given to the Trainer, and an `wellposed.OrthogonalityPenalty` on
+        it.
+        task_loss: ``(outputs, labels) -> mean loss``, where the model's own is not wanted or not
+        known.
 
     Raises:
-        ConfigError: no ``task_loss`` and a model whose own loss needs more than its logits and labels.
+        ConfigError: no ``task_loss`` and a model whose own loss needs more than its logits and
+        labels.
     When not to use: under `torch.nn.DataParallel`; run one process for each device.
     """
     task_loss = task_loss or own_loss(model)
 
-    def compute(outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def compute(
+        outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         if labels is None:
-            raise ConfigError("penalized_loss: the batch holds no 'labels'; give them, or drop compute_loss_func")
+            raise ConfigError(
+                "penalized_loss: the batch holds no 'labels'; give them, or drop compute_loss_func"
+            )
         loss = task_loss(outputs, labels)
         if torch.is_grad_enabled():
             loss = loss + penalty()
         if num_items_in_batch is None:
             return loss
         count = counted_labels(model, labels).ne(-100).sum()
-        return loss * (count / torch.as_tensor(num_items_in_batch, device=count.device)).to(loss.device)
+        return loss * (count / torch.as_tensor(num_items_in_batch, device=count.device)).to(
+            loss.device
+        )
 
     return compute
 
 
 class ConditionCallback(TrainerCallback):
-    """Add maximum and mean a role, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics included.
+    """Add maximum and mean a role, see `ConditionMetrics`, to everything the Trainer logs,
+    evaluation metrics included.
 
-    ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines; `attach` puts the
-    callback before trackers (TensorBoard, W&B), which then get them too. A resumed run sets the penalty's step.
-    ``penalty``, ``every`` (counts logged steps), ``spectra`` and ``details`` are those of `ConditionMetrics`.
+    ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines;
+    `attach` puts the callback before trackers (TensorBoard, W&B), which then get them too. A
+    resumed run sets the penalty's step. ``penalty``, ``every`` (counts logged steps), ``spectra``
+    and ``details`` are those of `ConditionMetrics`.
     """
 
     def __init__(
@@ -74,7 +91,9 @@ class ConditionCallback(TrainerCallback):
         """Place this callback first among those of ``trainer``."""
         trainer.callback_handler.callbacks.insert(0, self)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
         """Set the penalty's step to that of a resumed run."""
         if self.metrics.penalty is not None:
             self.metrics.penalty.step = state.global_step * args.gradient_accumulation_steps

@@ -15,10 +15,12 @@ except ImportError as error:
 
 
 class LightningConditionCallback(Callback):
-    """Log the numbers of `ConditionMetrics` of the module at every ``trainer.log_every_n_steps``-th step.
+    """Log the numbers of `ConditionMetrics` of the module at every ``trainer.log_every_n_steps``-th
+    step.
 
-    The penalty itself goes where the loss is: ``return loss + penalty()`` in ``training_step``, so that Lightning
-    accumulates, scales and clips it like any loss. A resumed run sets the penalty's step.
+    The penalty itself goes where the loss is: ``return loss + penalty()`` in ``training_step``, so
+    that Lightning accumulates, scales and clips it like any loss. A resumed run sets the penalty's
+    step.
 
     Args:
         penalty, every, spectra, details: as `ConditionMetrics`; ``every`` counts logged steps.
@@ -39,7 +41,9 @@ class LightningConditionCallback(Callback):
         if self.metrics.penalty is not None:
             self.metrics.penalty.step = trainer.global_step * trainer.accumulate_grad_batches
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
         """Log the metrics where the trainer logs this step."""
         step, every = trainer.global_step, getattr(trainer, "log_every_n_steps", 1)
         if trainer.is_global_zero and step and step % every == 0:

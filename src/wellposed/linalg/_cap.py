@@ -1,4 +1,5 @@
-"""The largest singular value held below a bound, with a proof in place of a trust in convergence."""
+"""The largest singular value held below a bound, with a proof in place of a trust in
+convergence."""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg._norms import SVD_MARGIN, _gram_by_blocks, _ritz_vectors, certified_spectral_norm
+from wellposed.linalg._norms import (
+    SVD_MARGIN,
+    _gram_by_blocks,
+    _ritz_vectors,
+    certified_spectral_norm,
+)
 from wellposed.linalg._polar import compute_dtype, full_precision, tall
 
 CapMethod = Literal["inside", "polynomial", "exact"]
-# Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most the bound.
+# Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most
+# the bound.
 _ROOM = 3 * SVD_MARGIN
-# Where the root mean square of the singular values is beyond this many bounds, float32 would cancel too much.
+# Where the root mean square of the singular values is beyond this many bounds, float32 would cancel
+# too much.
 _NEAR = 8.0
 # Lanczos steps, and the slacks of the squared norm that are tried above their lower estimate.
 _LANCZOS = 16
@@ -25,33 +33,38 @@ _GLANCE, _SOFT = 4, 1.27
 _SLACKS = (1e-2, 5e-2)
 # A proof in float32 may be this loose (in the squared norm); beyond, it is made in float64.
 _LOOSE = 4e-2
-# Products are summed in pieces of this many terms, which keeps the worst rounding of long sums small.
+# Products are summed in pieces of this many terms, which keeps the worst rounding of long sums
+# small.
 _PIECE = 128
 _PANEL = 192
-# Up to this side a Gram matrix is one product, and eigenvectors cost no more than what would avoid them.
+# Up to this side a Gram matrix is one product, and eigenvectors cost no more than what would avoid
+# them.
 _WHOLE = 128
 _MAX_TRIES = 16
 
 
 class SpectralCap(NamedTuple):
-    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before: of Frobenius where W was outside."""
+    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before: of Frobenius where W
+    was outside."""
 
     method: CapMethod
     before: float
 
 
 def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
-    """Change W as little as is cheap so that ``|W|_2 <= bound``; a W proved to be inside is not touched.
+    """Change W as little as is cheap so that ``|W|_2 <= bound``; a W proved to be inside is not
+    touched.
 
-    Status: certified for the matrix as stored, rounding included: a Cholesky factor of ``L I - W^T W / bound^2`` proves
-    ``|W|_2 <= l bound``, ``l = sqrt L`` (Rump 2006). Where more than 128 columns (or rows) have l below about 1.12,
-    ``W (I - a (W^T W / bound^2)^4)`` is taken: every singular value s becomes ``s - a s^9``, which grows on [0, l] and
-    ends at 1 less the rounding of its products, bounded a priori; a singular value of half the bound moves by
-    ``a / 512``, ``a <= l - 1``. Everywhere else every singular value above the bound is set to it (eigenvectors of
-    ``W^T W``; the nearest such matrix in the Frobenius norm, up to 0.5 % of the bound that rounding may hide), and the
-    stored result is proved anew, which may shrink it by 1e-4 in half precision.
-    Source: `wellposed`; soft caps by odd polynomials are of Newhouse et al. (2025, arXiv 2507.13338), without a proof.
-    Power iteration is nowhere.
+    Status: certified for the matrix as stored, rounding included: a Cholesky factor of ``L I - W^T
+    W / bound^2`` proves ``|W|_2 <= l bound``, ``l = sqrt L`` (Rump 2006). Where more than 128
+    columns (or rows) have l below about 1.12, ``W (I - a (W^T W / bound^2)^4)`` is taken: every
+    singular value s becomes ``s - a s^9``, which grows on [0, l] and ends at 1 less the rounding of
+    its products, bounded a priori; a singular value of half the bound moves by ``a / 512``, ``a <=
+    l - 1``. Everywhere else every singular value above the bound is set to it (eigenvectors of
+    ``W^T W``; the nearest such matrix in the Frobenius norm, up to 0.5 % of the bound that rounding
+    may hide), and the stored result is proved anew, which may shrink it by 1e-4 in half precision.
+    Source: `wellposed`; soft caps by odd polynomials are of Newhouse et al. (2025, arXiv
+    2507.13338), without a proof. Power iteration is nowhere.
 
     Args:
         weight: (rows, columns), floating, changed in place; may be a view.
@@ -61,12 +74,14 @@ def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
         `SpectralCap`.
 
     Raises:
-        ConvergenceError: W is not finite; it is left as it was. ShapeError: not a matrix. ConfigError: bound not above
-            0, or not finite.
+        ConvergenceError: W is not finite; it is left as it was. ShapeError: not a matrix.
+            ConfigError: bound not above 0, or not finite.
 
-    Cost: in products of W with its Gram matrix, float32 at 256 x 256 on a CPU: 2 where W is inside, 6 with the
-    polynomial, about 9 with eigenvectors. `cap_spectral_norms_` does many of one shape at once.
-    When not to use: where a weight is measured only now and then, `certified_spectral_norm` and a division do.
+    Cost: in products of W with its Gram matrix, float32 at 256 x 256 on a CPU: 2 where W is inside,
+    6 with the polynomial, about 9 with eigenvectors. `cap_spectral_norms_` does many of one shape
+    at once.
+    When not to use: where a weight is measured only now and then, `certified_spectral_norm` and a
+    division do.
 
     >>> import torch
     >>> weight = torch.diag(torch.tensor([1.05, 0.5]))
@@ -76,27 +91,31 @@ def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
     return cap_spectral_norms_([weight], bound=bound)[0]
 
 
-def cap_spectral_norms_(weights: Sequence[Tensor], *, bound: float = 1.0, nearest: bool = False) -> list[SpectralCap]:
+def cap_spectral_norms_(
+    weights: Sequence[Tensor], *, bound: float = 1.0, nearest: bool = False
+) -> list[SpectralCap]:
     """Do `cap_spectral_norm_` for matrices of one shape, dtype and device in batched products.
 
-    Status, source and errors: of `cap_spectral_norm_`, whose result differs by the rounding of its products alone. Each
-    matrix has a proof of its own. Nothing is written where one of them is not finite.
+    Status, source and errors: of `cap_spectral_norm_`, whose result differs by the rounding of its
+    products alone. Each matrix has a proof of its own. Nothing is written where one of them is not
+    finite.
 
     Args:
         weights: (rows, columns) each, floating, changed in place; may be views.
         bound: above 0, of all.
-        nearest: True: eigenvectors and proofs in float64 for all, never the polynomial: singular values above the bound
-            end within 3e-6 of it, in float32 and float64, and those below it move by the rounding of the dtype alone.
+        nearest: True: eigenvectors and proofs in float64 for all, never the polynomial: singular
+            values above the bound end within 3e-6 of it, in float32 and float64, and those below it
+            move by the rounding of the dtype alone.
 
     Returns:
         One `SpectralCap` for each matrix.
 
     Raises:
-        ShapeError: no matrices, or not of one shape, dtype and device. ConvergenceError, ConfigError: as
-            `cap_spectral_norm_`.
+        ShapeError: no matrices, or not of one shape, dtype and device. ConvergenceError,
+            ConfigError: as `cap_spectral_norm_`.
 
-    Cost: small matrices take a tenth of the time of one after the other; memory of about six copies of all. With
-    `nearest` more than twice the time in float32.
+    Cost: small matrices take a tenth of the time of one after the other; memory of about six copies
+    of all. With `nearest` more than twice the time in float32.
 
     >>> import torch
     >>> [cap.method for cap in cap_spectral_norms_([0.5 * torch.eye(3), 1.05 * torch.eye(3)])]
@@ -107,11 +126,13 @@ def cap_spectral_norms_(weights: Sequence[Tensor], *, bound: float = 1.0, neares
     if len(kinds) != 1 or targets[0].dim() != 2 or not targets[0].is_floating_point():
         received = ", ".join(f"{dtype} {shape}" for shape, dtype, _ in sorted(kinds, key=str))
         raise ShapeError(
-            "cap_spectral_norm_: expected a floating matrix (rows, columns), or several of one shape, dtype and "
-            f"device, received {received or 'none'}"
+            "cap_spectral_norm_: expected a floating matrix (rows, columns), or several of one"
+            f" shape, dtype and device, received {received or 'none'}"
         )
     if not 0.0 < bound < math.inf:
-        raise ConfigError(f"cap_spectral_norm_: bound must be above 0 and finite, received {bound!r}")
+        raise ConfigError(
+            f"cap_spectral_norm_: bound must be above 0 and finite, received {bound!r}"
+        )
     if targets[0].numel() == 0:
         return [SpectralCap("inside", 0.0)] * len(targets)
     with torch.no_grad(), full_precision(targets[0].device.type):
@@ -120,7 +141,9 @@ def cap_spectral_norms_(weights: Sequence[Tensor], *, bound: float = 1.0, neares
         caps = _cap_(stack, bound, nearest=nearest)
         moved = [index for index, cap in enumerate(caps) if cap.method != "inside"]
         if moved and not is_one:
-            torch._foreach_copy_([targets[index] for index in moved], [stack[index] for index in moved])
+            torch._foreach_copy_(
+                [targets[index] for index in moved], [stack[index] for index in moved]
+            )
     return caps
 
 
@@ -128,7 +151,9 @@ def _cap_(stack: Tensor, bound: float, *, nearest: bool) -> list[SpectralCap]:
     """Cap every matrix of (batch, rows, columns) in place."""
     sizes = (torch.linalg.vector_norm(stack, dim=(-2, -1), dtype=torch.float64) / bound).tolist()
     if not all(map(math.isfinite, sizes)) and not bool(torch.isfinite(stack).all()):
-        raise ConvergenceError(f"cap_spectral_norm_: the {tuple(stack.shape[1:])} matrix is not finite")
+        raise ConvergenceError(
+            f"cap_spectral_norm_: the {tuple(stack.shape[1:])} matrix is not finite"
+        )
     caps = [SpectralCap("exact", size * bound * (1.0 + SVD_MARGIN)) for size in sizes]
     outside = [index for index, size in enumerate(sizes) if size > 1.0 - _ROOM]
     for index in set(range(len(caps))).difference(outside):
@@ -138,15 +163,22 @@ def _cap_(stack: Tensor, bound: float, *, nearest: bool) -> list[SpectralCap]:
     if near:
         left += _cap_near_(stack, near, bound, caps, nearest=nearest)
     if left:
-        clipped = torch.stack([_clipped_in_float64(stack[index], bound * (1.0 - _ROOM)) for index in left])
+        clipped = torch.stack(
+            [_clipped_in_float64(stack[index], bound * (1.0 - _ROOM)) for index in left]
+        )
         stack[left] = _proved(clipped, stack.dtype, bound)
     return caps
 
 
-def _cap_near_(stack: Tensor, members: list[int], bound: float, caps: list[SpectralCap], *, nearest: bool) -> list[int]:
-    """Prove or cap the matrices ``members`` of the stack, and note how; return those for which no proof was found."""
+def _cap_near_(
+    stack: Tensor, members: list[int], bound: float, caps: list[SpectralCap], *, nearest: bool
+) -> list[int]:
+    """Prove or cap the matrices ``members`` of the stack, and note how; return those for which no
+    proof was found."""
     dtype, top = torch.float64 if nearest else compute_dtype(stack), 1.0 - _ROOM
-    kept_off = 0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps  # rounded once more when stored
+    kept_off = (
+        0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps
+    )  # rounded once more when stored
     point = (stack if len(members) == len(stack) else stack[members]).to(dtype) / bound
 
     def keep(capped: Tensor, places: list[int]) -> None:
@@ -166,8 +198,15 @@ def _cap_near_(stack: Tensor, members: list[int], bound: float, caps: list[Spect
         if bent:
             places = list(bent)
             for place in places:
-                caps[members[place]] = SpectralCap("polynomial", math.sqrt(bent[place].limit) * bound)
-            keep(_bent(point[places], grams.gram[places], [bent[place].strength for place in places]), places)
+                caps[members[place]] = SpectralCap(
+                    "polynomial", math.sqrt(bent[place].limit) * bound
+                )
+            keep(
+                _bent(
+                    point[places], grams.gram[places], [bent[place].strength for place in places]
+                ),
+                places,
+            )
         left = _without(left, bent)
     if not left:
         return []
@@ -186,7 +225,8 @@ def _without(places: Iterable[int], others: Container[int]) -> list[int]:
 
 
 class _Bounds(NamedTuple):
-    """Of a matrix X: ``|X^T X|_2 <= limit``, ``|X|_F = size``, and its G is within ``rounding`` of ``X^T X``."""
+    """Of a matrix X: ``|X^T X|_2 <= limit``, ``|X|_F = size``, and its G is within ``rounding`` of
+    ``X^T X``."""
 
     rounding: float
     limit: float
@@ -202,7 +242,9 @@ class _Grams(NamedTuple):
 
     def of(self, places: list[int]) -> _Grams:
         """Those of some of the matrices."""
-        return _Grams(self.gram[places], *([values[place] for place in places] for values in self[1:]))
+        return _Grams(
+            self.gram[places], *([values[place] for place in places] for values in self[1:])
+        )
 
 
 def _measure(point: Tensor) -> _Grams:
@@ -211,7 +253,9 @@ def _measure(point: Tensor) -> _Grams:
     if point.dtype != torch.float64 and terms * columns * _unit(torch.float32) > _LOOSE:
         point = point.double()
     gram = _symmetric_product(point.mT, point)
-    size = torch.linalg.vector_norm(point, dim=(-2, -1)).double() * (1.0 + rows * columns * _unit(point.dtype))
+    size = torch.linalg.vector_norm(point, dim=(-2, -1)).double() * (
+        1.0 + rows * columns * _unit(point.dtype)
+    )
     rounding = terms * _unit(point.dtype) * size * size
     return _Grams(gram, rounding.tolist(), size.tolist())
 
@@ -219,8 +263,8 @@ def _measure(point: Tensor) -> _Grams:
 def _within(grams: _Grams, wanted: list[float]) -> list[int]:
     """Return the places of the matrices for which ``|X|_2^2 <= wanted`` is proved.
 
-    A factorisation of L I - G that runs to its end proves that no eigenvalue of it is below minus its rounding. It is
-    not tried where a column of G is longer than L.
+    A factorisation of L I - G that runs to its end proves that no eigenvalue of it is below minus
+    its rounding. It is not tried where a column of G is longer than L.
     """
     limits = torch.tensor(wanted, dtype=torch.float64)
     longest = torch.linalg.vector_norm(grams.gram, dim=-2).amax(-1).double().cpu()
@@ -235,7 +279,9 @@ def _within(grams: _Grams, wanted: list[float]) -> list[int]:
 def _slack(grams: _Grams, shift: Tensor) -> Tensor:
     """Return what the rounding of a factorisation of ``shift I - G``, and that of G, may hide."""
     trace = grams.gram.diagonal(dim1=-2, dim2=-1).sum(-1).double().cpu()
-    return torch.tensor(grams.rounding, dtype=torch.float64) + _factor_slack(grams.gram, shift, trace)
+    return torch.tensor(grams.rounding, dtype=torch.float64) + _factor_slack(
+        grams.gram, shift, trace
+    )
 
 
 def _factor_slack(gram: Tensor, shift: Tensor, trace: Tensor) -> Tensor:
@@ -252,9 +298,12 @@ def _not_far(places: list[int], gram: Tensor) -> list[int]:
 
 
 def _top_quotients(gram: Tensor, steps: int) -> Tensor:
-    """Return ``v^T G v / v^T v`` of each matrix for the last of its Ritz vectors, in float64 on the CPU."""
+    """Return ``v^T G v / v^T v`` of each matrix for the last of its Ritz vectors, in float64 on the
+    CPU."""
     vectors = _ritz_vectors(gram, steps)[..., -1:].to(gram)
-    return (((gram @ vectors) * vectors).sum((-2, -1)) / vectors.square().sum((-2, -1))).double().cpu()
+    return (
+        (((gram @ vectors) * vectors).sum((-2, -1)) / vectors.square().sum((-2, -1))).double().cpu()
+    )
 
 
 class _Strength(NamedTuple):
@@ -294,8 +343,9 @@ def _has_factor(gram: Tensor, shift: Tensor) -> Tensor:
 def _strength(found: _Bounds, columns: int, unit: float, top: float) -> float | None:
     """Return a with ``|X (I - a G^4)|_2 <= top``, rounding included, or None where X is too large.
 
-    The error of each product is followed in the Frobenius norm, where that of A B is at most ``g |A|_F |B|_F``; of the
-    powers of G it is ``|G^k|_F <= limit^(k - 1/2) |X|_F``, as no eigenvalue exceeds the limit and their sum is |X|_F^2.
+    The error of each product is followed in the Frobenius norm, where that of A B is at most ``g
+    |A|_F |B|_F``; of the powers of G it is ``|G^k|_F <= limit^(k - 1/2) |X|_F``, as no eigenvalue
+    exceeds the limit and their sum is |X|_F^2.
     """
     rounding, limit, own = found
     g = _worst_sum(columns) * unit
@@ -308,7 +358,9 @@ def _strength(found: _Bounds, columns: int, unit: float, top: float) -> float | 
     # The strength multiplies G^4, which rounds once more.
     error = length * error + (g + unit) * own * (length**7 * own + error)
     slope = length**9 - error
-    strength = (length - top + (columns / _PIECE + 10) * unit * own) / slope if slope > 0.0 else math.inf
+    strength = (
+        (length - top + (columns / _PIECE + 10) * unit * own) / slope if slope > 0.0 else math.inf
+    )
     # Beyond, s - a s^9 would not grow up to the largest s.
     return strength if 9.0 * strength * length**8 <= 1.0 else None
 
@@ -323,7 +375,8 @@ def _bent(point: Tensor, gram: Tensor, strengths: list[float]) -> Tensor:
 
 
 def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right``, known to be symmetric, multiplied up to the diagonal and mirrored."""
+    """Return ``left @ right``, known to be symmetric, multiplied up to the diagonal and
+    mirrored."""
     size = right.shape[-1]
     out = right.new_zeros(*right.shape[:-2], size, size)
     for start in range(0, size, _PANEL):
@@ -347,7 +400,8 @@ def _worst_sum(terms: int) -> float:
 
 
 def _clipped(point: Tensor, grams: _Grams, top: float) -> Tensor:
-    """Return the matrices with every singular value above about ``top`` set to it, by eigenvectors of G.
+    """Return the matrices with every singular value above about ``top`` set to it, by eigenvectors
+    of G.
 
     They end as far below as rounding hides from a proof, so that one of ``top`` is found.
     """
@@ -356,11 +410,16 @@ def _clipped(point: Tensor, grams: _Grams, top: float) -> Tensor:
     vectors = vectors[..., -max(1, count) :].to(point)
     after = values.clamp(0.0, top * top).sum(-1).double().cpu()
     own = _worst_sum(point.shape[-2]) * _unit(grams.gram.dtype) * after
-    hidden = 1.5 * (own + _factor_slack(grams.gram, torch.ones_like(after), after)) + 8.0 * _unit(point.dtype) * after
+    hidden = (
+        1.5 * (own + _factor_slack(grams.gram, torch.ones_like(after), after))
+        + 8.0 * _unit(point.dtype) * after
+    )
     goal = (top * top - hidden.clamp_max(_SLACKS[0]).to(point)).sqrt()[:, None, None]
     images = point @ vectors
     lengths = torch.linalg.vector_norm(images, dim=-2, keepdim=True)
-    return torch.baddbmm(point, images * (1.0 - goal / lengths.maximum(goal)), vectors.mT, alpha=-1.0)
+    return torch.baddbmm(
+        point, images * (1.0 - goal / lengths.maximum(goal)), vectors.mT, alpha=-1.0
+    )
 
 
 def _clipped_in_float64(target: Tensor, limit: float) -> Tensor:
@@ -376,7 +435,8 @@ def _clipped_in_float64(target: Tensor, limit: float) -> Tensor:
 
 
 def _proved(value: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
-    """Return the batch in ``dtype``, each matrix shrunk until the rounded one is proved to be inside."""
+    """Return the batch in ``dtype``, each matrix shrunk until the rounded one is proved to be
+    inside."""
     for attempt in range(_MAX_TRIES):
         rounded = value.to(dtype)
         reached = certified_spectral_norm(rounded, method="cholesky")
@@ -386,7 +446,8 @@ def _proved(value: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
         shrink = bound / reached * (1.0 - 2.0 ** (attempt - _MAX_TRIES))
         value = value * torch.where(is_outside, shrink, 1.0)[:, None, None]
     raise ConvergenceError(
-        f"cap_spectral_norm_: {tuple(value.shape[1:])} entries of {dtype} cannot be rounded into |W|_2 <= {bound:g}"
+        f"cap_spectral_norm_: {tuple(value.shape[1:])} entries of {dtype} cannot be rounded into"
+        f" |W|_2 <= {bound:g}"
     )
 
 

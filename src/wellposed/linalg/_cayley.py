@@ -15,24 +15,28 @@ def cayley(free: Tensor) -> Tensor:
 
     For square X, ``A = X - X^T`` and ``Q = 2 (I - A/2)^{-1} - I``. For tall ``X = [X1; X2]``,
     ``A = [[X1 - X1^T, -X2^T], [X2, 0]]``, and only a small inverse is needed: with
-    ``T = I - (X1 - X1^T)/2 + X2^T X2 / 4``, ``Q = [2 T^{-1} - I; X2 T^{-1}]``. ``cayley(0) = [I; 0]``.
+    ``T = I - (X1 - X1^T)/2 + X2^T X2 / 4``, ``Q = [2 T^{-1} - I; X2 T^{-1}]``. ``cayley(0) = [I;
+    0]``.
 
-    Status: to tolerance (1.5e-6 in float32 at ``|A|`` about 1; the error grows with ``|A|``). Source: Cayley 1846;
-    Helfrich, Willmott and Ye 2018, arXiv:1707.09520 (square); Wen and Yin 2013, Math. Program. 142, lemma 4 (low rank).
-    The backward pass is ``dQ = K dA K``, ``K = (I - A/2)^{-1}``: products only, no second solve, differentiable once.
+    Status: to tolerance (1.5e-6 in float32 at ``|A|`` about 1; the error grows with ``|A|``).
+    Source: Cayley 1846; Helfrich, Willmott and Ye 2018, arXiv:1707.09520 (square); Wen and Yin
+    2013, Math. Program. 142, lemma 4 (low rank). The backward pass is ``dQ = K dA K``, ``K = (I -
+    A/2)^{-1}``: products only, no second solve, differentiable once.
 
     Args:
         free: (rows, columns), rows >= columns, float32 or float64, any values.
 
     Returns:
-        (rows, columns) with orthonormal columns; for square X a rotation (determinant +1) without eigenvalue -1.
+        (rows, columns) with orthonormal columns; for square X a rotation (determinant +1) without
+        eigenvalue -1.
         Others need a base: ``base @ cayley(X)``.
 
     Raises:
         ShapeError: not a matrix, or wide.
 
-    Cost: forward one inverse of columns^3; backward two products (square). Not for weights that must pass eigenvalue
-    -1 during training: the map runs to infinity there; move the base (see `wellposed.constrain.orthogonal`).
+    Cost: forward one inverse of columns^3; backward two products (square). Not for weights that
+    must pass eigenvalue -1 during training: the map runs to infinity there; move the base (see
+    `wellposed.constrain.orthogonal`).
 
     >>> import torch
     >>> Q = cayley(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
@@ -44,9 +48,11 @@ def cayley(free: Tensor) -> Tensor:
 
 
 def based_cayley(free: Tensor, base: Tensor) -> Tensor:
-    """Map a square X to ``B cayley(X)``; the product is part of the analytic backward pass (still two products).
+    """Map a square X to ``B cayley(X)``; the product is part of the analytic backward pass (still
+    two products).
 
-    Status, source, errors: as `cayley`. With B orthogonal it reaches every orthogonal matrix near B, of either sign.
+    Status, source, errors: as `cayley`. With B orthogonal it reaches every orthogonal matrix near
+    B, of either sign.
 
     Args:
         free: (n, n). base: (n, n), orthogonal; gets no gradient.
@@ -67,15 +73,18 @@ def based_cayley(free: Tensor, base: Tensor) -> Tensor:
     _require(free)
     if free.shape != base.shape or free.shape[0] != free.shape[1]:
         raise ShapeError(
-            f"based_cayley: expected equal square shapes, received {tuple(free.shape)}, {tuple(base.shape)}"
+            f"based_cayley: expected equal square shapes, received {tuple(free.shape)},"
+            f" {tuple(base.shape)}"
         )
     return cast(tuple[Tensor, Tensor], _Cayley.apply(free, base))[0]
 
 
 def inverse_cayley(isometry: Tensor) -> Tensor:
-    """Return an X with ``cayley(X) = Q``, for Q with orthonormal columns whose top square has no eigenvalue -1.
+    """Return an X with ``cayley(X) = Q``, for Q with orthonormal columns whose top square has no
+    eigenvalue -1.
 
-    Status: to tolerance; conditioning worsens as ``Q1 + I`` becomes singular. Source: the maps of `cayley`, solved.
+    Status: to tolerance; conditioning worsens as ``Q1 + I`` becomes singular. Source: the maps of
+    `cayley`, solved.
 
     Args:
         isometry: (rows, columns), rows >= columns, orthonormal columns.
@@ -84,7 +93,8 @@ def inverse_cayley(isometry: Tensor) -> Tensor:
         (rows, columns), with a skew top square.
 
     Raises:
-        ConvergenceError: Q is out of the map's reach (eigenvalue -1, such as any reflection). ShapeError: wide.
+        ConvergenceError: Q is out of the map's reach (eigenvalue -1, such as any reflection).
+        ShapeError: wide.
 
     Cost: one inverse.
 
@@ -100,8 +110,9 @@ def inverse_cayley(isometry: Tensor) -> Tensor:
     smallest = float(torch.linalg.svdvals(small.double())[-1])
     if smallest < 1e-4:
         raise ConvergenceError(
-            f"inverse_cayley: the matrix is out of reach of the Cayley map (the least singular value of (Q + I)/2 is "
-            f"{smallest:.2g}, expected at least 1e-4: an eigenvalue is -1, as in a reflection); use a base"
+            "inverse_cayley: the matrix is out of reach of the Cayley map (the least singular"
+            f" value of (Q + I)/2 is {smallest:.2g}, expected at least 1e-4: an eigenvalue is -1,"
+            " as in a reflection); use a base"
         )
     inverse = torch.linalg.inv(small)
     bottom = isometry[columns:] @ inverse
@@ -159,4 +170,6 @@ class _Cayley(torch.autograd.Function):
 
 def _require(free: Tensor) -> None:
     if free.dim() != 2 or free.shape[0] < free.shape[1]:
-        raise ShapeError(f"cayley: expected (rows, columns) with rows >= columns, received {tuple(free.shape)}")
+        raise ShapeError(
+            f"cayley: expected (rows, columns) with rows >= columns, received {tuple(free.shape)}"
+        )

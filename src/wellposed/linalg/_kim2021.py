@@ -20,11 +20,14 @@ def kim2021_bound(
     as_printed: bool = False,
     method: SpectralMethod = "svd",
 ) -> Tensor:
-    """Return Theorem 3.2 of Kim, Papamakarios, Mnih (2021) for tied L2 attention with ``A_h = W_h W_h^T / sqrt d``.
+    """Return Theorem 3.2 of Kim, Papamakarios, Mnih (2021) for tied L2 attention with ``A_h = W_h
+    W_h^T / sqrt d``.
 
     ``inf``: ``(4c + 1/sqrt d) max|W_h|_inf |W_h^T|_inf max|W_V,h^T|_inf |W_O^T|_inf``, certified.
-    ``2``: ``sqrt(N/d) (4c + 1) sqrt(sum |W_h|^4 |W_V,h|^2) |W_O|``, certified. With ``as_printed`` the fourth power is
-    the second, as in the paper: that is a slip, and **no upper bound** (the map is quadratic in ``W_h``).
+    ``2``: ``sqrt(N/d) (4c + 1) sqrt(sum |W_h|^4 |W_V,h|^2) |W_O|``, certified. With ``as_printed``
+    the fourth power is
+    the second, as in the paper: that is a slip, and **no upper bound** (the map is quadratic in
+    ``W_h``).
 
     Args:
         projection, value: ``W_h`` and ``W_V,h``, ``(H, D, d)``.
@@ -49,7 +52,11 @@ def kim2021_bound(
         square = infinity_norm(projection) * infinity_norm(projection.mT)
         return bracket * square.amax() * infinity_norm(value.mT).amax() * infinity_norm(output.mT)
     power = 2 if as_printed else 4
-    spectral, values = (certified_spectral_norm(weight, method=method) for weight in (projection, value))
+    spectral, values = (
+        certified_spectral_norm(weight, method=method) for weight in (projection, value)
+    )
     return (
-        bracket * (spectral.pow(power) * values.square()).sum().sqrt() * certified_spectral_norm(output, method=method)
+        bracket
+        * (spectral.pow(power) * values.square()).sum().sqrt()
+        * certified_spectral_norm(output, method=method)
     )

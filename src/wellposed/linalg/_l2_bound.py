@@ -1,9 +1,10 @@
-"""Lipschitz bound of a whole multi-head L2 self-attention layer as a function of its weights (theory note B1, B3).
+"""Lipschitz bound of a whole multi-head L2 self-attention layer as a function of its weights
+(theory note B1, B3).
 
-The layer, in row convention: ``z_h = x W_h`` is query and key of head h, its value is ``z_h R_h``, the head outputs
-are concatenated and multiplied by ``W_O``; ``C_h = R_h W_O,h`` is head h's path to the output. Logits are
-``-tau |z_i - z_j|^2 + b_ij`` for any ``tau > 0``: the bounds do not depend on ``tau``. Shared biases of query and key,
-value biases and output biases change nothing.
+The layer, in row convention: ``z_h = x W_h`` is query and key of head h, its value is ``z_h R_h``,
+the head outputs are concatenated and multiplied by ``W_O``; ``C_h = R_h W_O,h`` is head h's path to
+the output. Logits are ``-tau |z_i - z_j|^2 + b_ij`` for any ``tau > 0``: the bounds do not depend
+on ``tau``. Shared biases of query and key, value biases and output biases change nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from torch import Tensor
 
 from wellposed.errors import ShapeError
 from wellposed.linalg._l2_constants import L2Constants, Norm, check_norm
-from wellposed.linalg._norms import SpectralMethod, certified_spectral_norm, power_of_two, wide_enough
+from wellposed.linalg._norms import (
+    SpectralMethod,
+    certified_spectral_norm,
+    power_of_two,
+    wide_enough,
+)
 from wellposed.linalg._polar import full_precision
 
-# A head this many powers of two below the largest is bounded as if it were there: 1e-15 of the whole, and its square is
-# no denormal number in float32.
+# A head this many powers of two below the largest is bounded as if it were there: 1e-15 of the
+# whole, and its square is no denormal number in float32.
 _LEAST_EXPONENT = -50
 # How far apart in powers of two the scalings of heads are taken.
 _LEAST_SCALING = -20
@@ -31,7 +37,8 @@ _TRY_ALL_BELOW = 128
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper bound (0-dim tensor, which carries gradient where the weights do) and the name of the proved form."""
+    """An upper bound (0-dim tensor, which carries gradient where the weights do) and the name of
+    the proved form."""
 
     value: Tensor
     form: str
@@ -52,28 +59,34 @@ def l2_attention_bound(
     method: SpectralMethod = "svd",
     per_head_only: bool = False,
 ) -> Bound:
-    """Return ``L`` with ``|F(X) - F(Y)| <= L |X - Y|`` for tied L2 self-attention, the least of the proved forms.
+    """Return ``L`` with ``|F(X) - F(Y)| <= L |X - Y|`` for tied L2 self-attention, the least of the
+    proved forms.
 
-    Certified for weights of any size, rounding of this computation included (a bound above the largest float64 is
-    infinite). Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms B1 (inf) and B3 (tok, 2) of the theory
-    note. Beyond the note, ``2`` and ``tok`` use a family of which its forms are members or relaxations: for any
-    ``s_h > 0``, with ``C`` the stack of ``s_h C_h`` over heads,
+    Certified for weights of any size, rounding of this computation included (a bound above the
+    largest float64 is infinite). Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms
+    B1 (inf) and B3 (tok, 2) of the theory note. Beyond the note, ``2`` and ``tok`` use a family of
+    which its forms are members or relaxations: for any ``s_h > 0``, with ``C`` the stack of ``s_h
+    C_h`` over heads,
 
-    - ``2``:   ``|C| |[W_1/s_1 .. W_H/s_H]| (sqrt(colP) + 2c + 2 sqrt(c colT))``, since every term of the Jacobian acts
-      on ``zeta_h = delta W_h`` head by head and ``sum_h |zeta_h / s_h|^2 <= |[W_h/s_h]|^2 |delta|^2``;
-    - ``tok``: ``|C| ((1 + 2c) sqrt(sum_h |W_h|^2/s_h^2) + 2c |[W_h/s_h]|)``, as heads may attend to different tokens
-      but the query term of all heads moves one token.
+    - ``2``:   ``|C| |[W_1/s_1 .. W_H/s_H]| (sqrt(colP) + 2c + 2 sqrt(c colT))``, since every term
+      of the Jacobian acts on ``zeta_h = delta W_h`` head by head and ``sum_h |zeta_h / s_h|^2 <=
+      |[W_h/s_h]|^2 |delta|^2``;
+    - ``tok``: ``|C| ((1 + 2c) sqrt(sum_h |W_h|^2/s_h^2) + 2c |[W_h/s_h]|)``, as heads may attend to
+      different tokens but the query term of all heads moves one token.
 
-    ``s_h = sqrt(|W_h| / |C_h|)`` gives at most ``sum_h |W_h| |C_h|``; ``1/|R_h|`` and 1 give the note's other forms.
+    ``s_h = sqrt(|W_h| / |C_h|)`` gives at most ``sum_h |W_h| |C_h|``; ``1/|R_h|`` and 1 give the
+    note's other forms.
 
     Args:
         projection: ``W_h``, ``(H, D, d)``, query = key = ``x @ W_h``.
-        mixing: ``R_h``, ``(H, d, d)``; Kim et al.: ``W_h^T W_V,h / sqrt d`` (with ``tau = 1/sqrt d``).
+        mixing: ``R_h``, ``(H, d, d)``; Kim et al.: ``W_h^T W_V,h / sqrt d`` (with ``tau = 1/sqrt
+        d``).
         output: ``W_O,h``, ``(H, d, E)``: the rows of ``W_O`` that read head h.
         constants: tokens, mask and biases, from `l2_constants` and its siblings.
         norm: ``"tok"``, ``"inf"`` or ``2``.
         method: how spectral norms are bounded; ``"gram"`` is differentiable and meant for training.
-        per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far cheaper, looser).
+        per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far cheaper,
+        looser).
 
     Returns:
         The value in float64, and its form.
@@ -91,18 +104,24 @@ def l2_attention_bound(
     >>> round(float(bound.value), 3)
     2.114
     """
-    return L2Layer(projection, mixing, output, method=method).bound(constants, norm=norm, per_head_only=per_head_only)
+    return L2Layer(projection, mixing, output, method=method).bound(
+        constants, norm=norm, per_head_only=per_head_only
+    )
 
 
 class L2Layer:
-    """The weights of `l2_attention_bound`, whose spectral norms are computed when first needed and kept.
+    """The weights of `l2_attention_bound`, whose spectral norms are computed when first needed and
+    kept.
 
-    A bound in another norm, or for other constants, of the same weights then costs little. Arguments as there, and
-    ``exponents``, (H,) integers: the mixing is ``2^exponents`` times the one given, where that one would overflow.
+    A bound in another norm, or for other constants, of the same weights then costs little.
+    Arguments as there, and ``exponents``, (H,) integers: the mixing is ``2^exponents`` times the
+    one given, where that one would overflow.
 
-    Inside, every weight of a head is divided by the power of two of its largest entry, which is exact and which the
-    bounds follow: the layer is ``2^exponent`` times one whose largest head has weights of order one, so that nothing
-    overflows or vanishes, whatever the weights. (A head's logits then have another ``tau``, of which no bound depends.)
+    Inside, every weight of a head is divided by the power of two of its largest entry, which is
+    exact and which the
+    bounds follow: the layer is ``2^exponent`` times one whose largest head has weights of order
+    one, so that nothing overflows or vanishes, whatever the weights. (A head's logits then have
+    another ``tau``, of which no bound depends.)
 
     >>> from wellposed.linalg import l2_constants
     >>> W = torch.eye(4).reshape(1, 4, 4)
@@ -136,7 +155,8 @@ class L2Layer:
         heard = sizes[~silent]
         self.exponent = heard.amax() if len(heard) else sizes.new_zeros(())
         self.shares = torch.where(silent, 0.0, torch.exp2(given - self.exponent))
-        """``2^exponents / 2^exponent`` (H,): what the given weights lack to the layer of order one; 0 if silent."""
+        """``2^exponents / 2^exponent`` (H,): what the given weights lack to the layer of order one;
+        0 if silent."""
         shrink = torch.exp2((sizes - self.exponent).clamp(_LEAST_EXPONENT, 0))
         self.projection, self.mixing, output = (
             weight / unit[:, None, None] for weight, unit in zip(weights, units, strict=True)
@@ -147,7 +167,9 @@ class L2Layer:
         # |fl(R W_O) - R W_O| <= gamma |R| |W_O| entry by entry: counts where the product cancels.
         gamma = (mixing.shape[-1] + 4) * torch.finfo(dtype).eps
         mixed, out = self.mixing.detach().abs(), output.detach().abs()
-        self.write_error = gamma * mixed.square().sum((-2, -1)).sqrt() * out.square().sum((-2, -1)).sqrt()
+        self.write_error = (
+            gamma * mixed.square().sum((-2, -1)).sqrt() * out.square().sum((-2, -1)).sqrt()
+        )
         """(H,): how much rounding may have taken from ``|C_h|``."""
         self.column_error = gamma * (mixed.sum(-2).unsqueeze(-1) * out).sum(-2)
         """(H, E): the same for the sum of a column's absolute entries."""
@@ -169,17 +191,23 @@ class L2Layer:
 
     @cached_property
     def scalings(self) -> dict[str, Tensor]:
-        """Choices of ``s_h`` by the name of the form they give, in which the weights are those given."""
+        """Choices of ``s_h`` by the name of the form they give, in which the weights are those
+        given."""
         mixed = certified_spectral_norm(self.mixing, method=self.method)
         scalings = {
             "|W_O| sqrt(sum |W_h|^2|R_h|^2)": self._out_units / _positive(mixed),
             "|stack C_h| |[W_h]|": self._read_units,
-            "balanced stack |s C_h| |[W_h/s]|": (_positive(self.read) / _positive(self.write)).sqrt(),
+            "balanced stack |s C_h| |[W_h/s]|": (
+                (_positive(self.read) / _positive(self.write)).sqrt()
+            ),
         }
         return {form: scales.detach() for form, scales in scalings.items()}
 
-    def bound(self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False) -> Bound:
-        """Return the least of the proved bounds, see `l2_attention_bound`; in float64, infinite above its range."""
+    def bound(
+        self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False
+    ) -> Bound:
+        """Return the least of the proved bounds, see `l2_attention_bound`; in float64, infinite
+        above its range."""
         bound = self.unit_bound(constants, norm=norm, per_head_only=per_head_only)
         half = (self.exponent / 2).floor().double()
         value = bound.value.double() * torch.exp2(half) * torch.exp2(self.exponent.double() - half)
@@ -187,22 +215,37 @@ class L2Layer:
         value = value + (bound.value > 0) * torch.full_like(value, 5e-324)
         return Bound(value, bound.form)
 
-    def unit_bound(self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False) -> Bound:
-        """Return `bound` divided by ``2^exponent``, in the computing dtype, where it neither overflows nor vanishes."""
+    def unit_bound(
+        self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False
+    ) -> Bound:
+        """Return `bound` divided by ``2^exponent``, in the computing dtype, where it neither
+        overflows nor vanishes."""
         check_norm(norm)
         if norm == "inf":
             return _inf_bound(self.projection, self.paths, self.column_error, constants)
-        composite = Bound((self.read * self.write).sum() * constants.bracket(norm), f"sum |W_h||C_h|, {norm} (B3)")
+        composite = Bound(
+            (self.read * self.write).sum() * constants.bracket(norm), f"sum |W_h||C_h|, {norm} (B3)"
+        )
         if per_head_only or self.projection.shape[0] == 1:
             return composite
         forms = list(self.scalings)
         if self.projection.shape[1] > _TRY_ALL_BELOW:
-            # Every scaling is valid, so a guess may choose the one whose two large norms are then certified.
-            forms = [min(forms, key=lambda form: float(self._joint(form, constants, norm, guess=True).detach()))]
-        values = [Bound(self._joint(form, constants, norm), f"{form}, {norm} (B3)") for form in forms]
+            # Every scaling is valid, so a guess may choose the one whose two large norms are then
+            # certified.
+            forms = [
+                min(
+                    forms,
+                    key=lambda form: float(self._joint(form, constants, norm, guess=True).detach()),
+                )
+            ]
+        values = [
+            Bound(self._joint(form, constants, norm), f"{form}, {norm} (B3)") for form in forms
+        ]
         return least([composite, *values])
 
-    def _joint(self, form: str, constants: L2Constants, norm: Norm, *, guess: bool = False) -> Tensor:
+    def _joint(
+        self, form: str, constants: L2Constants, norm: Norm, *, guess: bool = False
+    ) -> Tensor:
         scales = self.scalings[form]
         write, read = self._stack_norms(form, guess)
         if norm == 2:
@@ -223,7 +266,8 @@ class L2Layer:
 
 
 def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Constants) -> Bound:
-    """B1, coordinate r of the output: the averaging term plus 4c, in the inf-norm or through the 2-norm of the head."""
+    """B1, coordinate r of the output: the averaging term plus 4c, in the inf-norm or through the
+    2-norm of the head."""
     head_dim = projection.shape[-1]
     read = projection.abs().sum(-2)
     read_inf, read_two = read.amax(-1, keepdim=True), read.square().sum(-1, keepdim=True).sqrt()
@@ -235,15 +279,22 @@ def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Co
     return least(
         [
             Bound((averaging + through_inf).sum(0).amax() * margin, "composite rows, inf (B1)"),
-            Bound((averaging + through_two).sum(0).amax() * margin, "composite through the 2-norm, inf (B1)"),
-            Bound((averaging + torch.minimum(through_inf, through_two)).sum(0).amax() * margin, "per row, inf (B1)"),
+            Bound(
+                (averaging + through_two).sum(0).amax() * margin,
+                "composite through the 2-norm, inf (B1)",
+            ),
+            Bound(
+                (averaging + torch.minimum(through_inf, through_two)).sum(0).amax() * margin,
+                "per row, inf (B1)",
+            ),
         ]
     )
 
 
 @torch.no_grad()
 def _power_guess(matrix: Tensor) -> Tensor:
-    """Cheap guess of a spectral norm, only to choose among valid scalings; never part of a bound."""
+    """Cheap guess of a spectral norm, only to choose among valid scalings; never part of a
+    bound."""
     matrix = matrix.float()
     vector = torch.linspace(1, 2, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(8):
@@ -253,7 +304,8 @@ def _power_guess(matrix: Tensor) -> Tensor:
 
 
 def _positive(norms: Tensor) -> Tensor:
-    """Replace zero norms by 1: any positive scale is valid, and a silent head then scales like the others."""
+    """Replace zero norms by 1: any positive scale is valid, and a silent head then scales like the
+    others."""
     return torch.where(norms > 0, norms, torch.ones_like(norms))
 
 
@@ -264,6 +316,6 @@ def _check_shapes(projection: Tensor, mixing: Tensor, output: Tensor) -> None:
         fits = tuple(mixing.shape) == (heads, dim, dim) and tuple(output.shape[:2]) == (heads, dim)
     if not fits:
         raise ShapeError(
-            "L2 attention bound: expected projection (H, D, d), mixing (H, d, d), output (H, d, E); received "
-            f"{tuple(projection.shape)}, {tuple(mixing.shape)}, {tuple(output.shape)}"
+            "L2 attention bound: expected projection (H, D, d), mixing (H, d, d), output (H, d,"
+            f" E); received {tuple(projection.shape)}, {tuple(mixing.shape)}, {tuple(output.shape)}"
         )

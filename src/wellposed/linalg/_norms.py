@@ -17,7 +17,8 @@ from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown
 from wellposed.linalg._polar import full_precision
 
 SpectralMethod = Literal["svd", "cholesky", "gram", "interpolation"]
-# Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value, with room to spare.
+# Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value,
+# with room to spare.
 SVD_MARGIN = 1e-6
 # Below this side the eigensolver is as fast as a Cholesky factor.
 _CHOLESKY_FROM = 192
@@ -26,36 +27,40 @@ _CHOLESKY_FROM = 192
 _CHOLESKY_TRIES = ((1, (2e-5, 1.8e-4)), (3, (1.8e-4,)))
 # Lanczos in float32 stops where a step adds this little: some units of its rounding.
 _NOTHING_NEW = 3e-6
-# Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a batch.
+# Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a
+# batch.
 _ONE_BY_ONE = 64
 
 
 def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
     """Return an upper bound of ``|W|_2``, the largest singular value, for every matrix of a batch.
 
-    Certified for the weights as stored (any dtype, denormal numbers included), rounding of this computation included,
-    whatever precision float32 products are set to.
-    ``"svd"``: largest singular value in float64 (a direct eigensolver on the small Gram matrix) times ``1 + 1e-6``, for
-    certificates. ``"cholesky"``: a Lanczos vector v gives ``q = |W v| / |v| <= |W|_2``; a Cholesky factor of
-    ``s^2 I - W^T W`` proves ``|W|_2 < s`` for an s within 1e-4 of q (else as ``"svd"``). So ``|W|_2 <= s <= (1 + 1e-4)
+    Certified for the weights as stored (any dtype, denormal numbers included), rounding of this
+    computation included, whatever precision float32 products are set to.
+    ``"svd"``: largest singular value in float64 (a direct eigensolver on the small Gram matrix)
+    times ``1 + 1e-6``, for certificates. ``"cholesky"``: a Lanczos vector v gives ``q = |W v| / |v|
+    <= |W|_2``; a Cholesky factor of ``s^2 I - W^T W`` proves ``|W|_2 < s`` for an s within 1e-4 of
+    q (else as ``"svd"``). So ``|W|_2 <= s <= (1 + 1e-4)
     |W|_2`` for every spectrum, many equal singular values included; faster than ``"svd"`` for wide matrices, not
-    differentiable. ``"gram"``: differentiable, for training (`gram_iteration_norm`). ``"interpolation"``:
-    ``sqrt(|W|_1 |W|_inf)``.
+    differentiable. ``"gram"``: differentiable, for training (`gram_iteration_norm`).
+    ``"interpolation"``: ``sqrt(|W|_1 |W|_inf)``.
 
     Args:
-        weight: ``(..., m, n)`` real floating, finite. Integers are refused (they are quantised weights more often than
-            not, whose scale is elsewhere), complex numbers too.
+        weight: ``(..., m, n)`` real floating, finite. Integers are refused (they are quantised
+            weights more often than not, whose scale is elsewhere), complex numbers too.
         method: see above.
 
     Returns:
-        ``(...)`` upper bounds; float64 for ``"svd"`` and ``"cholesky"``, else the computing dtype (at least float32).
+        ``(...)`` upper bounds; float64 for ``"svd"`` and ``"cholesky"``, else the computing dtype
+        (at least float32).
 
     Raises:
         ShapeError: fewer than two dimensions.
         ConfigError: unknown method; complex, integer or bool weights.
         NotLipschitzError: the weight holds NaN or infinity.
 
-    Cost: svd O(m n min(m, n)) in float64. Not for use inside a compiled training step: there take ``"gram"``.
+    Cost: svd O(m n min(m, n)) in float64. Not for use inside a compiled training step: there take
+    ``"gram"``.
 
     >>> W = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     >>> bool(4 <= certified_spectral_norm(W) < 4.0001)
@@ -69,20 +74,25 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
         return gram_iteration_norm(weight)
     if method == "interpolation":
         return interpolation_norm(weight)
-    raise unknown_name("spectral norm method", str(method), ("svd", "cholesky", "gram", "interpolation"))
+    raise unknown_name(
+        "spectral norm method", str(method), ("svd", "cholesky", "gram", "interpolation")
+    )
 
 
 def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
-    """Return ``b >= |W|_2`` with ``b <= |W|_2 rank^(1/2^(iterations+1))`` up to rounding, by Gram iteration.
+    """Return ``b >= |W|_2`` with ``b <= |W|_2 rank^(1/2^(iterations+1))`` up to rounding, by Gram
+    iteration.
 
-    Certified, rounding included, and differentiable. ``G_0 = W``, ``G_(k+1) = G_k^T G_k`` (rescaled), and
-    ``|W|_2 <= |G_k|_F^(1/2^k)`` (Delattre, Barthelemy, Araujo, Allauzen, 2023, Theorem 1). Rounding is carried
+    Certified, rounding included, and differentiable. ``G_0 = W``, ``G_(k+1) = G_k^T G_k``
+    (rescaled), and ``|W|_2 <= |G_k|_F^(1/2^k)`` (Delattre, Barthelemy, Araujo, Allauzen, 2023,
+    Theorem 1). Rounding is carried
     backwards: ``|A|_2^2 <= |fl(A^T A)|_2 + gamma |A|_F^2`` at each step.
 
     Args:
-        weight: ``(..., m, n)`` real, finite. Half precision is computed in float32, other dtypes in their own.
-        iterations: Gram products; 8 give a bound within 1.3 % at rank 512, to which float32 adds up to 6 % of rounding
-            allowance (orthogonal 512 x 512) and float64 nothing visible.
+        weight: ``(..., m, n)`` real, finite. Half precision is computed in float32, other dtypes in
+        their own.
+        iterations: Gram products; 8 give a bound within 1.3 % at rank 512, to which float32 adds up
+            to 6 % of rounding allowance (orthogonal 512 x 512) and float64 nothing visible.
 
     Returns:
         ``(...)`` upper bounds in the computing dtype.
@@ -90,8 +100,8 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
     Raises:
         ShapeError, ConfigError, NotLipschitzError: as `certified_spectral_norm`.
 
-    Cost: one m n min(m,n) product, then ``iterations - 1`` of min(m,n)^3. When the gradient is not needed and the
-    tightest value is, use ``certified_spectral_norm(W, method="svd")``.
+    Cost: one m n min(m,n) product, then ``iterations - 1`` of min(m,n)^3. When the gradient is not
+    needed and the tightest value is, use ``certified_spectral_norm(W, method="svd")``.
 
     >>> W = torch.diag(torch.tensor([3.0, 4.0]))
     >>> bool(4 <= gram_iteration_norm(W) < 4.02)
@@ -121,7 +131,8 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
 
 
 def interpolation_norm(weight: Tensor) -> Tensor:
-    """Return ``sqrt(|W|_1 |W|_inf) >= |W|_2``: certified, differentiable, O(mn), usually loose by a small factor.
+    """Return ``sqrt(|W|_1 |W|_inf) >= |W|_2``: certified, differentiable, O(mn), usually loose by a
+    small factor.
 
     >>> float(interpolation_norm(torch.eye(3)))  # doctest: +ELLIPSIS
     1.0000...
@@ -133,14 +144,17 @@ def interpolation_norm(weight: Tensor) -> Tensor:
     magnitude = matrix.abs()
     margin = 1 + (max(matrix.shape[-2:]) + 4) * torch.finfo(matrix.dtype).eps
     # The root of each factor by itself: their product may overflow.
-    return _rescaled(magnitude.sum(-1).amax(-1).sqrt() * magnitude.sum(-2).amax(-1).sqrt() * margin, outer)
+    return _rescaled(
+        magnitude.sum(-1).amax(-1).sqrt() * magnitude.sum(-2).amax(-1).sqrt() * margin, outer
+    )
 
 
 def infinity_norm(weight: Tensor) -> Tensor:
-    """Return ``|W|_inf = max_i sum_j |W_ij|``, the inf-norm of ``x -> W x`` (for `nn.Linear`, of its ``weight``).
+    """Return ``|W|_inf = max_i sum_j |W_ij|``, the inf-norm of ``x -> W x`` (for `nn.Linear`, of
+    its ``weight``).
 
-    Exact up to float64 rounding, which is added. ``(..., m, n) -> (...)``, float64 for float64 or detached input of any
-    dtype. Differentiable.
+    Exact up to float64 rounding, which is added. ``(..., m, n) -> (...)``, float64 for float64 or
+    detached input of any dtype. Differentiable.
 
     >>> float(infinity_norm(torch.tensor([[1.0, -2.0], [0.5, 0.5]])))  # doctest: +ELLIPSIS
     3.0000...
@@ -148,7 +162,9 @@ def infinity_norm(weight: Tensor) -> Tensor:
     matrix = wide_enough(weight, dtype=torch.float64)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
-    return matrix.abs().sum(-1).amax(-1) * (1 + (matrix.shape[-1] + 4) * torch.finfo(torch.float64).eps)
+    return matrix.abs().sum(-1).amax(-1) * (
+        1 + (matrix.shape[-1] + 4) * torch.finfo(torch.float64).eps
+    )
 
 
 def _svd_norm(weight: Tensor) -> Tensor:
@@ -156,8 +172,11 @@ def _svd_norm(weight: Tensor) -> Tensor:
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     gram, outer = _scaled_gram(matrix)
-    # Squaring halves the digits of small singular values only; the largest keeps its relative accuracy.
-    return _rescaled(torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt() * (1 + SVD_MARGIN), outer)
+    # Squaring halves the digits of small singular values only; the largest keeps its relative
+    # accuracy.
+    return _rescaled(
+        torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt() * (1 + SVD_MARGIN), outer
+    )
 
 
 def _cholesky_norm(weight: Tensor) -> Tensor:
@@ -166,21 +185,25 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
         return _svd_norm(weight.detach())
     grams, outers = _scaled_gram(matrix, _gram_by_blocks)
     size = grams.shape[-1]
-    # The factor proves a bound whatever was guessed; the guess is guarded so that the bound is the same every time.
+    # The factor proves a bound whatever was guessed; the guess is guarded so that the bound is the
+    # same every time.
     with full_precision(matrix.device.type):
         squares = [_gram_norm(gram) for gram in grams.reshape(-1, size, size)]
     return _rescaled(torch.stack(squares).reshape(outers.shape).sqrt() * (1 + SVD_MARGIN), outers)
 
 
 def _gram_norm(gram: Tensor) -> Tensor:
-    """Upper bound of the largest eigenvalue of a positive semi-definite matrix, proved by a Cholesky factor.
+    """Upper bound of the largest eigenvalue of a positive semi-definite matrix, proved by a
+    Cholesky factor.
 
-    A factorisation that runs to completion shows that the smallest eigenvalue exceeds minus ``n u`` times the trace
-    (Rump, 2006), which `SVD_MARGIN` covers.
+    A factorisation that runs to completion shows that the smallest eigenvalue exceeds minus ``n u``
+    times the trace (Rump, 2006), which `SVD_MARGIN` covers.
     """
     for times, slacks in _CHOLESKY_TRIES:
         # A step costs size^2, a factor that fails size^3: with the size, more steps are worth it.
-        below = _rayleigh_quotient(gram, times * (16 + len(gram) // 16)).clamp_min(torch.finfo(gram.dtype).tiny)
+        below = _rayleigh_quotient(gram, times * (16 + len(gram) // 16)).clamp_min(
+            torch.finfo(gram.dtype).tiny
+        )
         for slack in slacks:
             candidate = below * (1 + slack)
             shifted = -gram
@@ -191,26 +214,31 @@ def _gram_norm(gram: Tensor) -> Tensor:
 
 
 def _rayleigh_quotient(gram: Tensor, steps: int) -> Tensor:
-    """Return ``v^T G v / v^T v``, never above the largest eigenvalue, for v from Lanczos steps; deterministic."""
+    """Return ``v^T G v / v^T v``, never above the largest eigenvalue, for v from Lanczos steps;
+    deterministic."""
     # The vector may be rough, since its quotient is taken in the precision of the matrix.
     top = _ritz_vectors(gram, steps)[:, -1].to(gram)
     return (top @ (gram @ top)) / top.square().sum()
 
 
 def _ritz_vectors(grams: Tensor, steps: int) -> Tensor:
-    """Return (..., n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``: the last is near the top one.
+    """Return (..., n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``: the last is
+    near the top one.
 
-    A matrix ends where what is new in a step is down to rounding: for a few distinct eigenvalues that is after as many
-    steps, and vectors made of rounding would repeat earlier ones, so that their Ritz values are several times the
-    truth.
+    A matrix ends where what is new in a step is down to rounding: for a few distinct eigenvalues
+    that is after as many steps, and vectors made of rounding would repeat earlier ones, so that
+    their Ritz values are several times the truth.
     """
     side = grams.shape[-1]
     if grams.ndim == 3 and grams.device.type == "cpu" and side > _ONE_BY_ONE:
         return torch.stack([_ritz_vectors(gram, steps) for gram in grams])
     largest = grams.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(grams.dtype).tiny)
     rough = (grams / largest[..., None, None]).float()
-    # The sine of squares looks random: it has a share in every structured eigenvector, such as ones or a few entries.
-    start = torch.arange(1, side + 1, dtype=torch.float64, device=grams.device).square().sin().to(rough)
+    # The sine of squares looks random: it has a share in every structured eigenvector, such as ones
+    # or a few entries.
+    start = (
+        torch.arange(1, side + 1, dtype=torch.float64, device=grams.device).square().sin().to(rough)
+    )
     vector = start[:, None].expand(*rough.shape[:-1], 1)
     basis = rough.new_zeros(*rough.shape[:-2], min(steps, side), side)
     projected = rough.new_zeros(*rough.shape[:-2], basis.shape[-2], basis.shape[-2])
@@ -232,8 +260,11 @@ def _ritz_vectors(grams: Tensor, steps: int) -> Tensor:
     return basis.mT @ torch.linalg.eigh(projected).eigenvectors
 
 
-def _scaled_gram(matrix: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Return the smaller Gram matrix of ``W / m`` and ``m``, a magnitude chosen so that squares keep their digits."""
+def _scaled_gram(
+    matrix: Tensor, product: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the smaller Gram matrix of ``W / m`` and ``m``, a magnitude chosen so that squares
+    keep their digits."""
     product = product or _gram
     gram = product(matrix)
     diagonal = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
@@ -248,7 +279,8 @@ def _gram(matrix: Tensor) -> Tensor:
 
 
 def _gram_by_blocks(matrix: Tensor, blocks: int = 4) -> Tensor:
-    """`_gram` with the upper triangle mirrored instead of multiplied: 5/8 of the work at four blocks; no gradient."""
+    """`_gram` with the upper triangle mirrored instead of multiplied: 5/8 of the work at four
+    blocks; no gradient."""
     wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     size = wide.shape[-2]
     gram = wide.new_empty(*wide.shape[:-1], size)
@@ -260,7 +292,8 @@ def _gram_by_blocks(matrix: Tensor, blocks: int = 4) -> Tensor:
 
 
 def power_of_two(magnitude: Tensor) -> Tensor:
-    """Return the largest power of two not above each magnitude, denormal numbers included; 1 for 0, inf and NaN.
+    """Return the largest power of two not above each magnitude, denormal numbers included; 1 for 0,
+    inf and NaN.
 
     Dividing by it is exact, so that products of what remains neither overflow nor underflow.
 
@@ -284,13 +317,15 @@ def _unit_scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rescaled(bound: Tensor, outer: Tensor) -> Tensor:
-    """Return ``bound * outer``, which is rounded up where it is denormal: there no relative margin helps."""
+    """Return ``bound * outer``, which is rounded up where it is denormal: there no relative margin
+    helps."""
     least = torch.finfo(bound.dtype).smallest_normal * torch.finfo(bound.dtype).eps
     return bound * outer + (outer > 0) * torch.full_like(bound, least)
 
 
 def _frobenius(matrix: Tensor) -> Tensor:
-    """Frobenius norm, kept above zero so that a zero matrix divides and differentiates cleanly, rounding added."""
+    """Frobenius norm, kept above zero so that a zero matrix divides and differentiates cleanly,
+    rounding added."""
     count = matrix.shape[-2] * matrix.shape[-1]
     info = torch.finfo(matrix.dtype)
     margin = 1 + 2 * (math.sqrt(count) + 8) * info.eps
@@ -300,12 +335,14 @@ def _frobenius(matrix: Tensor) -> Tensor:
 def wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Check the weight and return it in the computing dtype (never below float32)."""
     if weight.ndim < 2:
-        raise ShapeError(f"spectral norm: expected a matrix (..., m, n), received shape {tuple(weight.shape)}")
+        raise ShapeError(
+            f"spectral norm: expected a matrix (..., m, n), received shape {tuple(weight.shape)}"
+        )
     if not weight.is_floating_point():
         raise ConfigError(
-            f"spectral norm: expected a real floating weight, received {weight.dtype} of shape {tuple(weight.shape)}; "
-            "of a complex W take [[Re W, -Im W], [Im W, Re W]], which has its norm, of integers their dequantised "
-            "floating values"
+            f"spectral norm: expected a real floating weight, received {weight.dtype} of shape"
+            f" {tuple(weight.shape)}; of a complex W take [[Re W, -Im W], [Im W, Re W]], which has"
+            " its norm, of integers their dequantised floating values"
         )
     if dtype is None:
         dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
@@ -314,7 +351,8 @@ def wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     if not (bool(torch.isfinite(matrix.detach().sum())) or bool(torch.isfinite(matrix).all())):
         bad = int((~torch.isfinite(matrix)).sum())
         raise NotLipschitzError(
-            f"spectral norm: {bad} of {weight.numel()} entries of a {tuple(weight.shape)} weight are NaN or infinite, "
-            "so the map has no Lipschitz constant; look for the step at which training diverged"
+            f"spectral norm: {bad} of {weight.numel()} entries of a {tuple(weight.shape)} weight"
+            " are NaN or infinite, so the map has no Lipschitz constant; look for the step at"
+            " which training diverged"
         )
     return matrix

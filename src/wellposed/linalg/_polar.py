@@ -1,4 +1,5 @@
-"""The nearest orthogonal matrix: polar factor by Newton-Schulz or by SVD, and how far a matrix is from orthogonal."""
+"""The nearest orthogonal matrix: polar factor by Newton-Schulz or by SVD, and how far a matrix is
+from orthogonal."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 
 PolarMethod = Literal["auto", "newton_schulz", "svd"]
 
-# Newton-Schulz converges while every eigenvalue of W^T W lies in (0, 3); from |W^T W - I| < 1 on it does so from below.
+# Newton-Schulz converges while every eigenvalue of W^T W lies in (0, 3); from |W^T W - I| < 1 on it
+# does so from below.
 BASIN = 0.95
 MAX_STEPS = 60
 _PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
@@ -21,12 +23,15 @@ _PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-6, to
 
 @contextlib.contextmanager
 def full_precision(device_type: str = "cpu") -> Iterator[None]:
-    """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram errors of 1e-3).
+    """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram
+    errors of 1e-3).
 
-    Covers `torch.set_float32_matmul_precision`, `torch.backends.fp32_precision` and those of cuda and mkldnn (also
-    inherited), `allow_tf32` and autocast. On leaving, by an exception too, each is as it was. Per process, not thread.
+    Covers `torch.set_float32_matmul_precision`, `torch.backends.fp32_precision` and those of cuda
+    and mkldnn (also inherited), `allow_tf32` and autocast. On leaving, by an exception too, each is
+    as it was. Per process, not thread.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
     reduced = [(backend, backend.fp32_precision) for backend in backends]
     reduced = [(backend, value) for backend, value in reduced if value not in ("none", "ieee")]
     try:
@@ -48,9 +53,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def isometry_error(weight: Tensor, *, gain: float = 1.0) -> Tensor:
-    """Measure ``max |W^T W / gain^2 - I|`` (``W W^T`` if wide): zero exactly when W is ``gain`` times an isometry.
+    """Measure ``max |W^T W / gain^2 - I|`` (``W W^T`` if wide): zero exactly when W is ``gain``
+    times an isometry.
 
-    Status: exact up to the rounding of one Gram product, which is taken in float64 (float32 on devices without it).
+    Status: exact up to the rounding of one Gram product, which is taken in float64 (float32 on
+    devices without it).
 
     Args:
         weight: (..., rows, columns), floating; the Gram matrix of the smaller side is used.
@@ -62,8 +69,8 @@ def isometry_error(weight: Tensor, *, gain: float = 1.0) -> Tensor:
     Raises:
         ShapeError: the tensor has fewer than two dimensions.
 
-    Cost: one product of ``max(rows, columns) * min(rows, columns)^2``. Not for a training loss: the penalties of
-    `wellposed.functional` are smooth and cheaper to differentiate.
+    Cost: one product of ``max(rows, columns) * min(rows, columns)^2``. Not for a training loss: the
+    penalties of `wellposed.functional` are smooth and cheaper to differentiate.
 
     >>> import torch
     >>> float(isometry_error(torch.eye(3)))
@@ -92,12 +99,14 @@ def minus_identity_(square: Tensor) -> Tensor:
 
 
 def largest_row(square: Tensor) -> float:
-    """Return the largest row 2-norm over the batch; for symmetric X every entry of ``X^2`` is at most its square."""
+    """Return the largest row 2-norm over the batch; for symmetric X every entry of ``X^2`` is at
+    most its square."""
     return float(torch.linalg.vector_norm(square, dim=-1).max())
 
 
 def spectral_bound(symmetric: Tensor, squared: Tensor | None = None) -> float:
-    """Return an upper bound on ``|X|_2`` over the batch; with ``X^2`` at hand, the tighter one ``|X^2|^{1/2}``."""
+    """Return an upper bound on ``|X|_2`` over the batch; with ``X^2`` at hand, the tighter one
+    ``|X^2|^{1/2}``."""
     matrix = symmetric if squared is None else squared
     rows = matrix.abs().sum(dim=-1).amax(dim=-1)
     frobenius = torch.linalg.matrix_norm(matrix)
@@ -105,16 +114,21 @@ def spectral_bound(symmetric: Tensor, squared: Tensor | None = None) -> float:
     return bound if squared is None else bound**0.5
 
 
-def newton_schulz_(weight: Tensor, *, tolerance: float | None = None, max_steps: int = MAX_STEPS) -> int:
-    """Drive W to its polar factor in place: ``W <- W (3 I - W^T W) / 2`` until ``max |W^T W - I| <= tolerance``.
+def newton_schulz_(
+    weight: Tensor, *, tolerance: float | None = None, max_steps: int = MAX_STEPS
+) -> int:
+    """Drive W to its polar factor in place: ``W <- W (3 I - W^T W) / 2`` until ``max |W^T W - I| <=
+    tolerance``.
 
-    Status: to tolerance (default 1e-6 in float32, 1e-12 in float64). The last step is not re-measured: after a step
-    with error E the new error is ``-3/4 E^2 + 1/4 E^3``, whose entries are at most the squared row norm of E.
+    Status: to tolerance (default 1e-6 in float32, 1e-12 in float64). The last step is not
+    re-measured: after a step with error E the new error is ``-3/4 E^2 + 1/4 E^3``, whose entries
+    are at most the squared row norm of E.
     Source: Bjorck and Bowie 1971, SIAM J. Numer. Anal. 8(2), the first-order case of eq. (3.1).
 
     Args:
-        weight: (..., rows, columns), float32 or float64, changed in place; wide matrices get orthonormal rows. All
-            singular values must lie in (0, sqrt 3), or the iteration cannot reach this matrix's polar factor.
+        weight: (..., rows, columns), float32 or float64, changed in place; wide matrices get
+            orthonormal rows. All singular values must lie in (0, sqrt 3), or the iteration cannot
+            reach this matrix's polar factor.
         tolerance: the largest accepted entry of ``|W^T W - I|``.
         max_steps: iterations before giving up.
 
@@ -125,8 +139,8 @@ def newton_schulz_(weight: Tensor, *, tolerance: float | None = None, max_steps:
         ConvergenceError: not reached within ``max_steps``; W then holds the last iterate.
         ShapeError: not a matrix, or not float32 / float64.
 
-    Cost: two products of rows x columns x smaller side per step. From ``|E|_2`` = 0.1, 2 steps; use `polar` when the
-    matrix may be far from orthogonal.
+    Cost: two products of rows x columns x smaller side per step. From ``|E|_2`` = 0.1, 2 steps; use
+    `polar` when the matrix may be far from orthogonal.
 
     >>> import torch
     >>> weight = torch.eye(4) + 0.05 * torch.ones(4, 4)
@@ -135,7 +149,10 @@ def newton_schulz_(weight: Tensor, *, tolerance: float | None = None, max_steps:
     """
     _require_matrix("newton_schulz_", weight)
     if weight.dtype not in (torch.float32, torch.float64):
-        raise ShapeError(f"newton_schulz_ works on float32 or float64, received {weight.dtype}; use polar(weight)")
+        raise ShapeError(
+            f"newton_schulz_ works on float32 or float64, received {weight.dtype}; use"
+            " polar(weight)"
+        )
     limit = _PRECISION[weight.dtype] if tolerance is None else tolerance
     point = tall(weight.detach())
     step, worst = 0, float("inf")
@@ -152,33 +169,38 @@ def newton_schulz_(weight: Tensor, *, tolerance: float | None = None, max_steps:
             if row < 1.0 and row * row <= 0.5 * limit:
                 return step + 1
     raise ConvergenceError(
-        f"newton_schulz_: max |W^T W - I| is {worst:.3g} after {step} steps, expected <= {limit:.3g}; every singular "
-        f"value of the {tuple(weight.shape)} matrix must lie in (0, sqrt 3): use polar(weight, method='svd')"
+        f"newton_schulz_: max |W^T W - I| is {worst:.3g} after {step} steps, expected <="
+        f" {limit:.3g}; every singular value of the {tuple(weight.shape)} matrix must lie in (0,"
+        " sqrt 3): use polar(weight, method='svd')"
     )
 
 
 def polar(weight: Tensor, *, method: PolarMethod = "auto") -> Tensor:
-    """Return the polar factor U of ``W = U H``: the isometry nearest to W in every unitarily invariant norm.
+    """Return the polar factor U of ``W = U H``: the isometry nearest to W in every unitarily
+    invariant norm.
 
-    Status: to tolerance: max |U^T U - I| <= 1e-6 in float32, 1e-12 in float64; half types are computed in float32 and
-    rounded once. Source: Fan and Hoffman 1955, Proc. AMS 6 (nearest unitary matrix); Higham 2008, Functions of
-    Matrices, ch. 8. Differentiable: with ``W = P S V^T``, the gradient is ``P K V^T + (I - P P^T) G V S^-1 V^T``,
-    ``K_ij = (P^T G V - V^T G^T P)_ij / (s_i + s_j)``.
+    Status: to tolerance: max |U^T U - I| <= 1e-6 in float32, 1e-12 in float64; half types are
+    computed in float32 and rounded once. Source: Fan and Hoffman 1955, Proc. AMS 6 (nearest unitary
+    matrix); Higham 2008, Functions of Matrices, ch. 8. Differentiable: with ``W = P S V^T``, the
+    gradient is ``P K V^T + (I - P P^T) G V S^-1 V^T``, ``K_ij = (P^T G V - V^T G^T P)_ij / (s_i +
+    s_j)``.
 
     Args:
         weight: (..., rows, columns), floating. Wide matrices get orthonormal rows.
-        method: ``"newton_schulz"`` scales by an upper bound of the spectral norm and iterates (matrix products only);
-            ``"svd"`` factors in float64; ``"auto"`` iterates when a bound shows W near enough, and factors otherwise.
+        method: ``"newton_schulz"`` scales by an upper bound of the spectral norm and iterates
+            (matrix products only); ``"svd"`` factors in float64; ``"auto"`` iterates when a bound
+            shows W near enough, and factors otherwise.
 
     Returns:
-        (..., rows, columns) in the dtype of ``weight``. A singular W has many nearest isometries; one is returned by
-        ``"svd"``.
+        (..., rows, columns) in the dtype of ``weight``. A singular W has many nearest isometries;
+        one is returned by ``"svd"``.
 
     Raises:
         ShapeError: not a matrix. ConfigError: unknown method.
         ConvergenceError: ``"newton_schulz"`` on a (nearly) singular matrix, or W is not finite.
 
-    Cost: 2 to 8 Gram-size products near an isometry, an SVD away from it or when a gradient is wanted. Not for every
+    Cost: 2 to 8 Gram-size products near an isometry, an SVD away from it or when a gradient is
+    wanted. Not for every
     forward pass: see `wellposed.constrain`.
 
     >>> import torch
@@ -187,9 +209,13 @@ def polar(weight: Tensor, *, method: PolarMethod = "auto") -> Tensor:
     """
     _require_matrix("polar", weight)
     if method not in ("auto", "newton_schulz", "svd"):
-        raise ConfigError(f"polar: unknown method {method!r}; expected 'auto', 'newton_schulz' or 'svd'")
+        raise ConfigError(
+            f"polar: unknown method {method!r}; expected 'auto', 'newton_schulz' or 'svd'"
+        )
     if not bool(torch.isfinite(weight.detach()).all()):
-        raise ConvergenceError(f"polar: the {tuple(weight.shape)} matrix holds values that are not finite")
+        raise ConvergenceError(
+            f"polar: the {tuple(weight.shape)} matrix holds values that are not finite"
+        )
     if torch.is_grad_enabled() and weight.requires_grad:
         return cast(Tensor, _Polar.apply(weight))
     with full_precision(weight.device.type):
@@ -203,7 +229,9 @@ def _polar(weight: Tensor, method: PolarMethod) -> Tensor:
         method = "newton_schulz" if spectral_bound(error, error @ error) < BASIN else "svd"
     elif method == "newton_schulz":
         square = gram(tall(point))
-        point.div_(max(spectral_bound(square, square @ square) ** 0.5, torch.finfo(point.dtype).tiny))
+        point.div_(
+            max(spectral_bound(square, square @ square) ** 0.5, torch.finfo(point.dtype).tiny)
+        )
     if method == "newton_schulz":
         newton_schulz_(point)
         return point.to(weight.dtype)
@@ -255,10 +283,12 @@ class NearestOrthogonal(NamedTuple):
 
 
 def nearest_orthogonal(weight: Tensor, *, gain: float | Literal["fit"] = 1.0) -> NearestOrthogonal:
-    """Find the matrix nearest to W among those with ``W'^T W' = gain^2 I``, and report how far it is.
+    """Find the matrix nearest to W among those with ``W'^T W' = gain^2 I``, and report how far it
+    is.
 
-    Status: to tolerance (float64 SVD, rounded to the weight's dtype). Source: Fan and Hoffman 1955; with
-    ``gain="fit"`` the best gain is the mean singular value, because ``|W - g U|_F^2 = sum (s_i - g)^2``.
+    Status: to tolerance (float64 SVD, rounded to the weight's dtype). Source: Fan and Hoffman 1955;
+    with ``gain="fit"`` the best gain is the mean singular value, because ``|W - g U|_F^2 = sum (s_i
+    - g)^2``.
 
     Args:
         weight: (rows, columns), floating.
@@ -268,8 +298,8 @@ def nearest_orthogonal(weight: Tensor, *, gain: float | Literal["fit"] = 1.0) ->
         `NearestOrthogonal`.
 
     Raises:
-        ShapeError: not two-dimensional. ConfigError: gain not above 0. ConvergenceError: W is not finite, or zero
-            while ``gain="fit"``.
+        ShapeError: not two-dimensional. ConfigError: gain not above 0. ConvergenceError: W is not
+            finite, or zero while ``gain="fit"``.
 
     Cost: one SVD. Not for use inside training: `polar` is cheaper near an isometry.
 
@@ -279,16 +309,22 @@ def nearest_orthogonal(weight: Tensor, *, gain: float | Literal["fit"] = 1.0) ->
     (2.0, [[2.0, 0.0], [0.0, 2.0]], 0.447)
     """
     if weight.dim() != 2:
-        raise ShapeError(f"nearest_orthogonal: expected a matrix (rows, columns), received {tuple(weight.shape)}")
+        raise ShapeError(
+            f"nearest_orthogonal: expected a matrix (rows, columns), received {tuple(weight.shape)}"
+        )
     if gain != "fit" and not float(gain) > 0.0:
         raise ConfigError(f"nearest_orthogonal: gain must be above 0 or 'fit', received {gain!r}")
     if not bool(torch.isfinite(weight.detach()).all()):
-        raise ConvergenceError(f"nearest_orthogonal: the {tuple(weight.shape)} matrix holds values that are not finite")
+        raise ConvergenceError(
+            f"nearest_orthogonal: the {tuple(weight.shape)} matrix holds values that are not finite"
+        )
     with full_precision(weight.device.type):
         left, values, right = factor(weight)
         chosen = float(values.mean()) if gain == "fit" else float(gain)
         if chosen <= 0.0:
-            raise ConvergenceError("nearest_orthogonal: the matrix is zero, so gain='fit' has nothing to fit")
+            raise ConvergenceError(
+                "nearest_orthogonal: the matrix is zero, so gain='fit' has nothing to fit"
+            )
         moved = (values - chosen).abs()
         tiny = torch.finfo(values.dtype).tiny
         return NearestOrthogonal(
@@ -302,5 +338,6 @@ def nearest_orthogonal(weight: Tensor, *, gain: float | Literal["fit"] = 1.0) ->
 def _require_matrix(name: str, weight: Tensor) -> None:
     if weight.dim() < 2 or not weight.is_floating_point():
         raise ShapeError(
-            f"{name}: expected a floating tensor (..., rows, columns), received {weight.dtype} {tuple(weight.shape)}"
+            f"{name}: expected a floating tensor (..., rows, columns), received {weight.dtype}"
+            f" {tuple(weight.shape)}"
         )

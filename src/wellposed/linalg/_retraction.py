@@ -1,7 +1,8 @@
-"""Tangent projection and retraction on matrices with ``W^T W = g^2 I``: square (Lie coordinates) and tall (ambient).
+"""Tangent projection and retraction on matrices with ``W^T W = g^2 I``: square (Lie coordinates)
+and tall (ambient).
 
-Shapes: every matrix is (rows, columns) or (batch, rows, columns) with rows >= columns, float32 or float64.
-GEMM = one product of rows x columns x columns.
+Shapes: every matrix is (rows, columns) or (batch, rows, columns) with rows >= columns, float32 or
+float64. GEMM = one product of rows x columns x columns.
 """
 
 from __future__ import annotations
@@ -13,27 +14,39 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
-from wellposed.linalg._polar import BASIN, factor, gram, largest_row, minus_identity_, spectral_bound
+from wellposed.linalg._polar import (
+    BASIN,
+    factor,
+    gram,
+    largest_row,
+    minus_identity_,
+    spectral_bound,
+)
 
 # Above this bound on |A|_2 (radians) the polynomial step is replaced by the matrix exponential.
 QUADRATIC_LIMIT = 1.0
 _MAX_POLISH = 12
-# From this size on, half of a symmetric product is computed in row panels and mirrored (a CPU saves a quarter of it).
+# From this size on, half of a symmetric product is computed in row panels and mirrored (a CPU saves
+# a quarter of it).
 _PANELS_FROM = 256
 _PANEL = 128
-# The share of the tolerance that bounds may use up, the rest being rounding; and what one step that does not measure
-# its error is charged beside its own defect, so that at most seventeen such steps follow each other.
+# The share of the tolerance that bounds may use up, the rest being rounding; and what one step that
+# does not measure its error is charged beside its own defect, so that at most seventeen such steps
+# follow each other.
 _SHARE = 0.9
 _UNSEEN = 0.05
 
 
 class Retraction(NamedTuple):
-    """What a retraction did: its name, and an upper bound on the spectral size of the step it was asked to take."""
+    """What a retraction did: its name, and an upper bound on the spectral size of the step it was
+    asked to take."""
 
     method: str
-    """``"quadratic"``, ``"cubic"``, ``"corrected"``, ``"newton_schulz"``, ``"exponential"``, ``"series"``, ``"svd"``"""
+    """``"quadratic"``, ``"cubic"``, ``"corrected"``, ``"newton_schulz"``, ``"exponential"``,
+    ``"series"``, ``"svd"``"""
     size: float = math.nan
-    """Upper bound on ``|A|_2`` (square) or on ``|W^T W / g^2 - I|_2`` (tall); nan where the method needs none."""
+    """Upper bound on ``|A|_2`` (square) or on ``|W^T W / g^2 - I|_2`` (tall); nan where the method
+    needs none."""
     drift: float = math.nan
     """Bound on ``max |W^T W / g^2 - I|`` after a step of `rotate`, to be handed to the next one."""
 
@@ -50,11 +63,15 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
-    def __call__(self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor, *, padded: bool = False) -> Tensor:
-        """Return the buffer ``name`` of this shape, in the dtype and on the device of ``like``; contents are stale.
+    def __call__(
+        self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor, *, padded: bool = False
+    ) -> Tensor:
+        """Return the buffer ``name`` of this shape, in the dtype and on the device of ``like``;
+        contents are stale.
 
-        Of a padded buffer the rows lie 16 entries further apart: reading columns of a matrix whose rows are a power of
-        two apart falls into few cache sets (on a CPU, a transposed pass at n = 512 costs half as much with padding).
+        Of a padded buffer the rows lie 16 entries further apart: reading columns of a matrix whose
+        rows are a power of two apart falls into few cache sets (on a CPU, a transposed pass at n =
+        512 costs half as much with padding).
         """
         key = (name, tuple(shape), like.dtype, like.device)
         if key not in self._buffers:
@@ -64,14 +81,19 @@ class Workspace:
         return self._buffers[key]
 
 
-def skew_gradient_(point: Tensor, gradient: Tensor, *, gain: float = 1.0, workspace: Workspace | None = None) -> Tensor:
-    """Replace the gradient of a square W by ``skew(W^T G) / gain``: its coordinates in the Lie algebra at W.
+def skew_gradient_(
+    point: Tensor, gradient: Tensor, *, gain: float = 1.0, workspace: Workspace | None = None
+) -> Tensor:
+    """Replace the gradient of a square W by ``skew(W^T G) / gain``: its coordinates in the Lie
+    algebra at W.
 
-    Status: exact (Riemannian gradient of the left-invariant metric). Source: Edelman, Arias and Smith 1998, SIAM J.
-    Matrix Anal. 20(2), sec. 2.2. An optimizer that acts elementwise turns a skew gradient into a skew step.
+    Status: exact (Riemannian gradient of the left-invariant metric). Source: Edelman, Arias and
+    Smith 1998, SIAM J. Matrix Anal. 20(2), sec. 2.2. An optimizer that acts elementwise turns a
+    skew gradient into a skew step.
 
     Args:
-        point: ([batch,] n, n) with ``W^T W = gain^2 I``. gradient: same shape, overwritten. gain: singular value of W.
+        point: ([batch,] n, n) with ``W^T W = gain^2 I``. gradient: same shape, overwritten. gain:
+        singular value of W.
         workspace: buffers to reuse.
 
     Returns:
@@ -96,12 +118,14 @@ def skew_gradient_(point: Tensor, gradient: Tensor, *, gain: float = 1.0, worksp
 def tangent_gradient_(
     point: Tensor, gradient: Tensor, *, gain: float = 1.0, workspace: Workspace | None = None
 ) -> Tensor:
-    """Replace the gradient of a tall W by ``G - W sym(W^T G) / gain^2``: its projection on the tangent space at W.
+    """Replace the gradient of a tall W by ``G - W sym(W^T G) / gain^2``: its projection on the
+    tangent space at W.
 
     Status: exact (Euclidean metric). Source: Edelman, Arias and Smith 1998, eq. (2.4).
 
     Args:
-        point: ([batch,] rows, columns), rows >= columns, ``W^T W = gain^2 I``. gradient: same shape, overwritten.
+        point: ([batch,] rows, columns), rows >= columns, ``W^T W = gain^2 I``. gradient: same
+        shape, overwritten.
         gain: singular value of W. workspace: buffers to reuse.
 
     Returns:
@@ -136,26 +160,32 @@ def rotate(
     drift: float | None = None,
     workspace: Workspace | None = None,
 ) -> Retraction:
-    """Move a square W along ``A = skew(step) / gain``: ``out = W exp(A) + O(|A|^3)``, ``out^T out = gain^2 I``.
+    """Move a square W along ``A = skew(step) / gain``: ``out = W exp(A) + O(|A|^3)``, ``out^T out =
+    gain^2 I``.
 
-    Status: to tolerance. The rung is chosen by bounds that hold in exact arithmetic. With p = ``I + A + A^2/2``,
-    ``p^T p - I = A^4/4``; with the term ``A^3/8`` added (not /6: that of the Taylor series leaves ``A^4/12``) it is
-    ``-A^6/64``. No entry of either is larger than the largest squared row norm of ``A^2/2``, or ``A^3/8``, so the
-    cubic term is added where the quadratic would use up 0.4 of the tolerance. The defects of such steps add up, and
-    before they reach the tolerance, ``E = W^T W / g^2 - I`` is measured and ``W (p - E/2)`` taken, which leaves at most
-    ``b e + b^2 |E|_2 + e^2`` beside the step's own defect, for the largest row norms b, e of ``p - I`` and E. Where
-    that is too much, ``W p`` is polished by Newton-Schulz. From ``|A|_2 > 1`` (bound ``|A^2|^{1/2}``) on, ``W exp(A)``
-    is polished instead. The result stays on the component (sign of the determinant) of W. Source: `wellposed` (the
-    ladder); Absil, Mahony and Sepulchre 2008, Optimization Algorithms on Matrix Manifolds, ch. 4 (retractions).
+    Status: to tolerance. The rung is chosen by bounds that hold in exact arithmetic. With p = ``I +
+    A + A^2/2``, ``p^T p - I = A^4/4``; with the term ``A^3/8`` added (not /6: that of the Taylor
+    series leaves ``A^4/12``) it is ``-A^6/64``. No entry of either is larger than the largest
+    squared row norm of ``A^2/2``, or ``A^3/8``, so the cubic term is added where the quadratic
+    would use up 0.4 of the tolerance. The defects of such steps add up, and before they reach the
+    tolerance, ``E = W^T W / g^2 - I`` is measured and ``W (p - E/2)`` taken, which leaves at most
+    ``b e + b^2 |E|_2 + e^2`` beside the step's own defect, for the largest row norms b, e of ``p -
+    I`` and E. Where that is too much, ``W p`` is polished by Newton-Schulz. From ``|A|_2 > 1``
+    (bound ``|A^2|^{1/2}``) on, ``W exp(A)`` is polished instead. The result stays on the component
+    (sign of the determinant) of W. Source: `wellposed` (the ladder); Absil, Mahony and Sepulchre
+    2008, Optimization Algorithms on Matrix Manifolds, ch. 4 (retractions).
 
     Args:
-        point: ([batch,] n, n), nearly ``gain`` times orthogonal. step: same shape, the move an optimizer made, in the
-            coordinates of `skew_gradient_`; only its skew part is used, and it is not changed unless it is ``out``.
+        point: ([batch,] n, n), nearly ``gain`` times orthogonal. step: same shape, the move an
+            optimizer made, in the coordinates of `skew_gradient_`; only its skew part is used, and
+            it is not changed unless it is ``out``.
         out: same shape, receives the result; must not overlap ``point``, and may be ``step``.
         gain: singular value of W. tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``.
-        step_is_skew: the step is skew-symmetric up to rounding already, so the pass that makes it so is left out.
-        drift: the ``drift`` of the retraction that made ``point``, if nothing touched it since: the correction, and its
-            product, are then left out until such steps have used up the tolerance. None measures.
+        step_is_skew: the step is skew-symmetric up to rounding already, so the pass that makes it
+        so is left out.
+        drift: the ``drift`` of the retraction that made ``point``, if nothing touched it since: the
+            correction, and its product, are then left out until such steps have used up the
+            tolerance. None measures.
         workspace: buffers to reuse.
 
     Returns:
@@ -165,8 +195,9 @@ def rotate(
         ConvergenceError: the step or the point is not finite; ``out`` then holds ``point``.
         ShapeError: the matrices are not square or differ in shape.
 
-    Cost: 2 GEMM up to about 0.1 radians, 3 up to 0.4, now and then one more; 5 for larger steps, about 10 with the
-    exponential. All but the last of each are symmetric, which from 256 columns on saves a CPU a quarter of them.
+    Cost: 2 GEMM up to about 0.1 radians, 3 up to 0.4, now and then one more; 5 for larger steps,
+    about 10 with the exponential. All but the last of each are symmetric, which from 256 columns on
+    saves a CPU a quarter of them.
 
     >>> import torch
     >>> point, out = torch.eye(2, dtype=torch.float64), torch.empty(2, 2, dtype=torch.float64)
@@ -184,7 +215,9 @@ def rotate(
     half = largest_row(moved)
     if not math.isfinite(half):
         out.copy_(point)
-        raise ConvergenceError(f"the step of a {tuple(point.shape)} orthogonal weight is not finite")
+        raise ConvergenceError(
+            f"the step of a {tuple(point.shape)} orthogonal weight is not finite"
+        )
     budget = _SHARE * tolerance
     # |A|_2^2 <= |A^2|_F <= sqrt(n) times its largest row, and so for A^3; the tighter bound costs two passes.
     size = (2.0 * half * math.sqrt(point.shape[-1])) ** 0.5
@@ -224,24 +257,32 @@ def rotate(
 
 
 def retract_(
-    weight: Tensor, *, gain: float = 1.0, tolerance: float = 1e-5, workspace: Workspace | None = None
+    weight: Tensor,
+    *,
+    gain: float = 1.0,
+    tolerance: float = 1e-5,
+    workspace: Workspace | None = None,
 ) -> Retraction:
-    """Replace a tall W by ``gain`` times its polar factor: ``W (I + E)^{-1/2}``, ``E = W^T W / gain^2 - I``.
+    """Replace a tall W by ``gain`` times its polar factor: ``W (I + E)^{-1/2}``, ``E = W^T W /
+    gain^2 - I``.
 
-    Status: to tolerance. The series ``I - E/2 + 3/8 E^2 - 5/16 E^3`` is formed on the small side and applied once; it
-    leaves ``35/64 E^4 + O(E^5)``. If its row-norm bound exceeds the tolerance, measured Newton-Schulz steps follow; if
-    no bound shows ``|E|_2 < 1``, the polar factor is taken by a float64 SVD. Source: Higham 2008, Functions of
-    Matrices, sec. 8.3.
+    Status: to tolerance. The series ``I - E/2 + 3/8 E^2 - 5/16 E^3`` is formed on the small side
+    and applied once; it leaves ``35/64 E^4 + O(E^5)``. If its row-norm bound exceeds the tolerance,
+    measured Newton-Schulz steps follow; if no bound shows ``|E|_2 < 1``, the polar factor is taken
+    by a float64 SVD. Source: Higham 2008, Functions of Matrices, sec. 8.3.
 
     Args:
-        weight: ([batch,] rows, columns), rows >= columns, changed in place. gain: singular value wanted.
+        weight: ([batch,] rows, columns), rows >= columns, changed in place. gain: singular value
+        wanted.
         tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``. workspace: buffers to reuse.
 
     Returns:
-        `Retraction`, with an upper bound on ``|E|_2`` (about twice the spectral size of the step taken).
+        `Retraction`, with an upper bound on ``|E|_2`` (about twice the spectral size of the step
+        taken).
 
     Raises:
-        ConvergenceError: the weight is not finite (it is then left as it was). ShapeError: the matrix is wide.
+        ConvergenceError: the weight is not finite (it is then left as it was). ShapeError: the
+        matrix is wide.
 
     Cost: 2 GEMM and 2 products of columns^3.
 
@@ -256,28 +297,39 @@ def retract_(
     squared = torch.matmul(error, error, out=work("square", error.shape, weight))
     size = spectral_bound(error, squared)
     if not math.isfinite(size):
-        raise ConvergenceError(f"the step of a {tuple(weight.shape)} orthogonal weight is not finite")
+        raise ConvergenceError(
+            f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
+        )
     if size >= BASIN:
         return Retraction(_svd_(weight, gain), size)
     e2 = largest_row(squared)
     slope = torch.mul(error, -5 / 16, out=work("skew", error.shape, weight))
     slope.diagonal(dim1=-2, dim2=-1).add_(3 / 8)
-    cubic = torch.matmul(squared, slope, out=work("cubic", error.shape, weight)).sub_(error, alpha=0.5)
+    cubic = torch.matmul(squared, slope, out=work("cubic", error.shape, weight)).sub_(
+        error, alpha=0.5
+    )
     weight.add_(torch.matmul(weight, cubic, out=work("tall", weight.shape, weight)))
     if 0.55 * e2 * e2 * (1.0 + size) <= 0.5 * tolerance:
         return Retraction("series", size)
     return Retraction(_polish_(weight, gain, tolerance, work)[0], size)
 
 
-def _polish_into(weight: Tensor, out: Tensor, gain: float, tolerance: float, work: Workspace) -> tuple[str, float]:
-    """Write ``W (I - E/2)`` to ``out``, and polish that further if need be; return the method and what it leaves."""
+def _polish_into(
+    weight: Tensor, out: Tensor, gain: float, tolerance: float, work: Workspace
+) -> tuple[str, float]:
+    """Write ``W (I - E/2)`` to ``out``, and polish that further if need be; return the method and
+    what it leaves."""
     error, row = _half_error(weight, gain, work)
     if not row * math.sqrt(weight.shape[-1]) < BASIN:
         out.copy_(weight)
         return _polish_(out, gain, tolerance, work)
     error.diagonal(dim1=-2, dim2=-1).add_(1.0)
     torch.matmul(weight, error, out=out)
-    return ("newton_schulz", row * row) if row * row <= 0.5 * tolerance else _polish_(out, gain, tolerance, work)
+    return (
+        ("newton_schulz", row * row)
+        if row * row <= 0.5 * tolerance
+        else _polish_(out, gain, tolerance, work)
+    )
 
 
 def _half_error(weight: Tensor, gain: float, work: Workspace) -> tuple[Tensor, float]:
@@ -289,7 +341,8 @@ def _half_error(weight: Tensor, gain: float, work: Workspace) -> tuple[Tensor, f
 
 
 def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> tuple[str, float]:
-    """Take measured Newton-Schulz steps until the next error is certainly within tolerance; SVD outside the basin.
+    """Take measured Newton-Schulz steps until the next error is certainly within tolerance; SVD
+    outside the basin.
 
     Returns the method and a bound on the error it leaves, rounding apart.
     """
@@ -297,7 +350,9 @@ def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> 
         error = _error(weight, gain, work)
         row = largest_row(error)
         if not math.isfinite(row):
-            raise ConvergenceError(f"the step of a {tuple(weight.shape)} orthogonal weight is not finite")
+            raise ConvergenceError(
+                f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
+            )
         # row <= |E|_2 <= sqrt(n) row; the dearer bounds are needed only between.
         if row >= BASIN or (
             row * math.sqrt(weight.shape[-1]) >= BASIN
@@ -331,7 +386,9 @@ def _product(left: Tensor, right: Tensor, *, out: Tensor, alpha: float) -> None:
     multiply(out, left, right, beta=0, alpha=alpha, out=out)
 
 
-def _mirrored_product(left: Tensor, right: Tensor, *, out: Tensor, alpha: float, sign: int = 1) -> None:
+def _mirrored_product(
+    left: Tensor, right: Tensor, *, out: Tensor, alpha: float, sign: int = 1
+) -> None:
     """Write ``alpha * left @ right``, known to be symmetric, or skew-symmetric with sign -1."""
     size = out.shape[-1]
     if out.dim() > 2 or size < _PANELS_FROM or out.device.type != "cpu":
@@ -353,4 +410,6 @@ def _require(point: Tensor, other: Tensor, *, square: bool) -> None:
     rows, columns = point.shape[-2:]
     if point.shape != other.shape or rows < columns or (square and rows != columns):
         wanted = "equal square shapes" if square else "equal shapes with rows >= columns"
-        raise ShapeError(f"expected {wanted}, received {tuple(point.shape)} and {tuple(other.shape)}")
+        raise ShapeError(
+            f"expected {wanted}, received {tuple(point.shape)} and {tuple(other.shape)}"
+        )

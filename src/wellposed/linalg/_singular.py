@@ -1,7 +1,7 @@
 """Singular values: all of them exactly, or the largest one quickly and from below.
 
-The quick one is Golub-Kahan Lanczos, never power iteration: near-orthogonal weights have a flat top, where power
-iteration does not converge in hundreds of steps and Lanczos needs about twenty.
+The quick one is Golub-Kahan Lanczos, never power iteration: near-orthogonal weights have a flat
+top, where power iteration does not converge in hundreds of steps and Lanczos needs about twenty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ START_SEED = 20210
 
 
 class LanczosEstimate(NamedTuple):
-    """``value <= sigma_max`` up to rounding; ``error`` estimates ``1 - value / sigma_max``; ``steps`` were taken."""
+    """``value <= sigma_max`` up to rounding; ``error`` estimates ``1 - value / sigma_max``;
+    ``steps`` were taken."""
 
     value: float
     error: float
@@ -31,8 +32,8 @@ class LanczosEstimate(NamedTuple):
 def singular_values(weight: Tensor) -> Tensor:
     """Return all singular values ``sigma_1 >= ... >= sigma_min(m, n) >= 0`` of ``W``.
 
-    Status: exact to float64 rounding, about ``1e-16 sigma_1 min(m, n)`` absolute, for the weight as stored in any
-    dtype. Method: LAPACK's SVD without vectors in float64.
+    Status: exact to float64 rounding, about ``1e-16 sigma_1 min(m, n)`` absolute, for the weight as
+    stored in any dtype. Method: LAPACK's SVD without vectors in float64.
 
     Args:
         weight: ``(m, n)``, real, finite.
@@ -45,8 +46,8 @@ def singular_values(weight: Tensor) -> Tensor:
         ConfigError: not a floating-point tensor (a quantised weight).
         ConvergenceError: the weight holds NaN or infinity.
 
-    Cost: ``O(m n min(m, n))`` in float64. When only the largest is needed, `largest_singular_value` is more than ten
-    times cheaper; when an upper bound is needed, use `certified_spectral_norm`.
+    Cost: ``O(m n min(m, n))`` in float64. When only the largest is needed, `largest_singular_value`
+    is more than ten times cheaper; when an upper bound is needed, use `certified_spectral_norm`.
 
     >>> singular_values(torch.tensor([[0.0, 4.0], [3.0, 0.0]])).tolist()
     [4.0, 3.0]
@@ -55,18 +56,23 @@ def singular_values(weight: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix.to(torch.float64))
 
 
-def largest_singular_value(weight: Tensor, *, method: SingularMethod = "lanczos", tol: float = 1e-3) -> float:
+def largest_singular_value(
+    weight: Tensor, *, method: SingularMethod = "lanczos", tol: float = 1e-3
+) -> float:
     """Return an estimate of ``sigma_1 = |W|_2``.
 
-    Status: ``"lanczos"`` is empirical: a lower estimate, never a certificate, stopped when its own estimate of the
-    relative error is below ``tol`` (a top pair of nearly equal singular values can hide a little more). ``"svd"`` is
-    exact to float64 rounding. Method: Golub and Kahan (1965) bidiagonalisation from a fixed random start, one matrix
-    at a time, every vector orthogonalised against all before it; 16 steps at least.
+    Status: ``"lanczos"`` is empirical: a lower estimate, never a certificate, stopped when its own
+    estimate of the relative error is below ``tol`` (a top pair of nearly equal singular values can
+    hide a little more). ``"svd"`` is exact to float64 rounding. Method: Golub and Kahan (1965)
+    bidiagonalisation from a fixed random start, one matrix at a time, every vector orthogonalised
+    against all before it; 16 steps at least.
 
     Args:
-        weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in their own.
+        weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in
+        their own.
         method: ``"lanczos"`` or ``"svd"``.
-        tol: relative error at which Lanczos stops; below the rounding of the dtype it ends in the SVD.
+        tol: relative error at which Lanczos stops; below the rounding of the dtype it ends in the
+        SVD.
 
     Returns:
         The estimate. The same weight gives the same number; no global random state is used.
@@ -76,8 +82,9 @@ def largest_singular_value(weight: Tensor, *, method: SingularMethod = "lanczos"
         ConfigError: not a floating-point tensor, ``tol`` not positive, an unknown method.
         ConvergenceError: the weight holds NaN or infinity.
 
-    Cost: 16 to 50 products with ``W`` and as many with its transpose, about 28 on Gaussian weights: a tenth of the SVD
-    at width 768. When not to use: in a certificate, where an upper bound is needed (`certified_spectral_norm`).
+    Cost: 16 to 50 products with ``W`` and as many with its transpose, about 28 on Gaussian weights:
+    a tenth of the SVD at width 768. When not to use: in a certificate, where an upper bound is
+    needed (`certified_spectral_norm`).
 
     >>> round(largest_singular_value(torch.diag(torch.tensor([3.0, 4.0, 1.0]))), 5)
     4.0
@@ -90,11 +97,13 @@ def largest_singular_value(weight: Tensor, *, method: SingularMethod = "lanczos"
 
 
 def lanczos_singular_value(weight: Tensor, *, tol: float = 1e-3) -> LanczosEstimate:
-    """Return the estimate of `largest_singular_value` with its own error estimate and number of steps.
+    """Return the estimate of `largest_singular_value` with its own error estimate and number of
+    steps.
 
-    The error estimate is the less of two: ``r^2 / gap`` with the residual ``r = |W^T u - sigma v|`` and the gap to the
-    second Ritz value (second order in r), and the growth of the Ritz value since half as many steps, which stays
-    honest on flat spectra where the gap closes. Where 200 steps do not reach ``tol`` the SVD is taken.
+    The error estimate is the less of two: ``r^2 / gap`` with the residual ``r = |W^T u - sigma v|``
+    and the gap to the second Ritz value (second order in r), and the growth of the Ritz value since
+    half as many steps, which stays honest on flat spectra where the gap closes. Where 200 steps do
+    not reach ``tol`` the SVD is taken.
 
     >>> lanczos_singular_value(torch.eye(5)).steps
     1
@@ -118,7 +127,8 @@ def lanczos_singular_value(weight: Tensor, *, tol: float = 1e-3) -> LanczosEstim
 
 
 def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
-    """Run the bidiagonalisation ``W V = U B``, ``W^T U = V B^T + beta v e^T``; None where it did not reach ``tol``."""
+    """Run the bidiagonalisation ``W V = U B``, ``W^T U = V B^T + beta v e^T``; None where it did
+    not reach ``tol``."""
     rows, cols = matrix.shape
     limit = min(rows, cols)
     steps = min(limit, MAX_STEPS)
@@ -136,8 +146,14 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
             left = _orthogonalised(left.sub_(lefts[k - 1], alpha=beta), lefts[:k])
         alpha = torch.linalg.vector_norm(left).item()
         top = max(top, alpha)
-        if alpha <= rounding * top:  # the start vector's part in the null space; nothing is left to find
-            return LanczosEstimate(_ritz(band[:k, : k + 1], 0.0)[0], 0.0, k) if k else LanczosEstimate(0.0, 0.0, 1)
+        if (
+            alpha <= rounding * top
+        ):  # the start vector's part in the null space; nothing is left to find
+            return (
+                LanczosEstimate(_ritz(band[:k, : k + 1], 0.0)[0], 0.0, k)
+                if k
+                else LanczosEstimate(0.0, 0.0, 1)
+            )
         lefts[k] = left / alpha
         right = _orthogonalised((lefts[k] @ matrix).sub_(rights[k], alpha=alpha), rights[: k + 1])
         beta = torch.linalg.vector_norm(right).item()
@@ -145,10 +161,14 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
         if k + 1 < steps:
             band[k, k + 1] = beta
         done = k + 1
-        if beta <= rounding * top or done == limit:  # an invariant subspace, or all of the space: exact
+        if (
+            beta <= rounding * top or done == limit
+        ):  # an invariant subspace, or all of the space: exact
             last = torch.zeros(done, 1, dtype=torch.float64)
             last[-1] = beta
-            return LanczosEstimate(_ritz(torch.cat([band[:done, :done], last], 1), 0.0)[0], 0.0, done)
+            return LanczosEstimate(
+                _ritz(torch.cat([band[:done, :done], last], 1), 0.0)[0], 0.0, done
+            )
         if done >= FIRST_CHECK and (done - FIRST_CHECK) % CHECK_EVERY == 0:
             value, error = _ritz(band[:done, :done], beta)
             error = max(error, torch.finfo(matrix.dtype).eps)
@@ -174,9 +194,11 @@ def _ritz(band: Tensor, beta: float) -> tuple[float, float]:
 
 
 def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
-    """Subtract what rounding has left of the projection on the rows of ``basis``; the two-term part is gone already.
+    """Subtract what rounding has left of the projection on the rows of ``basis``; the two-term part
+    is gone already.
 
-    Without this second pass near-orthogonal weights, where beta is far below alpha, lose all digits in ten steps.
+    Without this second pass near-orthogonal weights, where beta is far below alpha, lose all digits
+    in ten steps.
     """
     return vector - (basis @ vector) @ basis
 
@@ -185,18 +207,20 @@ def _checked(weight: Tensor) -> Tensor:
     """Return the matrix without its graph, or raise for what has no singular values."""
     if weight.ndim != 2 or weight.numel() == 0:
         raise ShapeError(
-            f"singular values belong to a non-empty matrix; received a tensor of shape {tuple(weight.shape)}"
+            "singular values belong to a non-empty matrix; received a tensor of shape"
+            f" {tuple(weight.shape)}"
         )
     if not weight.is_floating_point():
         raise ConfigError(
-            f"received a weight of dtype {weight.dtype}; expected a real floating-point one, dequantise first"
+            f"received a weight of dtype {weight.dtype}; expected a real floating-point one,"
+            " dequantise first"
         )
     matrix = weight.detach()
     low, high = matrix.aminmax()
     if not (torch.isfinite(low) and torch.isfinite(high)):
         bad = int((~torch.isfinite(matrix)).sum())
         raise ConvergenceError(
-            f"the weight of shape {tuple(weight.shape)} holds {bad} NaN or infinite values of {weight.numel()}; "
-            "it has no singular values"
+            f"the weight of shape {tuple(weight.shape)} holds {bad} NaN or infinite values of"
+            f" {weight.numel()}; it has no singular values"
         )
     return matrix

@@ -11,10 +11,11 @@ from wellposed.linalg._singular import singular_values
 
 
 def condition_number(weight: Tensor) -> float:
-    """Return ``sigma_1 / sigma_min(m, n)``: 1 for (a multiple of) an orthogonal weight, infinite for one of lower rank.
+    """Return ``sigma_1 / sigma_min(m, n)``: 1 for (a multiple of) an orthogonal weight, infinite
+    for one of lower rank.
 
-    Status: exact to float64 rounding of the SVD; a ratio above about 1e16 is not told from infinity. A rectangular
-    weight is judged by its ``min(m, n)`` singular values.
+    Status: exact to float64 rounding of the SVD; a ratio above about 1e16 is not told from
+    infinity. A rectangular weight is judged by its ``min(m, n)`` singular values.
 
     Args:
         weight: ``(m, n)``, real, finite, any floating dtype.
@@ -34,10 +35,11 @@ def condition_number(weight: Tensor) -> float:
 
 
 def stable_rank(weight: Tensor) -> float:
-    """Return ``|W|_F^2 / |W|_2^2``, from 1 to ``min(m, n)``, which it is if and only if all singular values agree.
+    """Return ``|W|_F^2 / |W|_2^2``, from 1 to ``min(m, n)``, which it is if and only if all
+    singular values agree.
 
-    Status: exact to float64 rounding. Source: Rudelson and Vershynin (2007); not the ratio of mean to largest singular
-    value, which some libraries call by this name.
+    Status: exact to float64 rounding. Source: Rudelson and Vershynin (2007); not the ratio of mean
+    to largest singular value, which some libraries call by this name.
 
     Args:
         weight: ``(m, n)``, real, finite, not zero.
@@ -54,11 +56,14 @@ def stable_rank(weight: Tensor) -> float:
     """
     values = singular_values(weight)
     if values[0] == 0:
-        raise ShapeError(f"the weight of shape {tuple(weight.shape)} is zero; its stable rank does not exist")
+        raise ShapeError(
+            f"the weight of shape {tuple(weight.shape)} is zero; its stable rank does not exist"
+        )
     return (values / values[0]).square().sum().item()
 
 
 def condition_of(values: Tensor) -> float:
-    """Return the ratio of the first to the last of descending singular values; infinite where the last is 0."""
+    """Return the ratio of the first to the last of descending singular values; infinite where the
+    last is 0."""
     largest, smallest = values[0].item(), values[-1].item()
     return largest / smallest if smallest > 0 else math.inf

@@ -1,4 +1,5 @@
-"""Plain tensors and DTensors (FSDP2, tensor parallel) behind the same verbs: read all of it, write it back."""
+"""Plain tensors and DTensors (FSDP2, tensor parallel) behind the same verbs: read all of it, write
+it back."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
-    """Whether the tensor is a DTensor; none can exist before ``torch.distributed.tensor`` is imported."""
+    """Whether the tensor is a DTensor; none can exist before ``torch.distributed.tensor`` is
+    imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -27,27 +29,33 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def write_(target: Tensor, value: Tensor) -> None:
-    """Copy a whole matrix into ``target``; of a DTensor each rank fills its own shard, without communication."""
+    """Copy a whole matrix into ``target``; of a DTensor each rank fills its own shard, without
+    communication."""
     plain = target.detach()
     plain.copy_(cut_like(plain, value.to(plain.dtype)))
 
 
 def cut_like(target: Tensor, value: Tensor) -> Tensor:
-    """Return the whole ``value`` cut as ``target`` is, without communication; itself where ``target`` is whole."""
+    """Return the whole ``value`` cut as ``target`` is, without communication; itself where
+    ``target`` is whole."""
     if not is_sharded(target):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = target.device_mesh
-    whole = DTensor.from_local(value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = DTensor.from_local(
+        value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
     return whole.redistribute(placements=target.placements)
 
 
 def mean_over_ranks(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return ``value``, computed alike by every rank from sharded ``weights``, with the gradient of the mean loss.
+    """Return ``value``, computed alike by every rank from sharded ``weights``, with the gradient of
+    the mean loss.
 
-    FSDP2 averages the gradients of the losses of its ranks. What reads shards directly takes no part in that: without
-    this each shard would follow the loss of its own rank. One scalar all-reduce in the backward pass.
+    FSDP2 averages the gradients of the losses of its ranks. What reads shards directly takes no
+    part in that: without this each shard would follow the loss of its own rank. One scalar
+    all-reduce in the backward pass.
     """
     mesh = next((weight.device_mesh for weight in weights if is_sharded(weight)), None)
     return value if mesh is None else _MeanOverRanks.apply(value, mesh)  # type: ignore[return-value]

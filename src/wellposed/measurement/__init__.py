@@ -1,4 +1,5 @@
-"""Measure how well conditioned a model is. Importing this package does not import torch; measuring does."""
+"""Measure how well conditioned a model is. Importing this package does not import torch; measuring
+does."""
 
 from __future__ import annotations
 

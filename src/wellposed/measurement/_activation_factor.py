@@ -1,4 +1,5 @@
-"""The activation factor of sengupta2023: how much the layers of a model stretch the distances between tokens."""
+"""The activation factor of sengupta2023: how much the layers of a model stretch the distances
+between tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.measurement._states import States, checked_mask, read_states, refuse_non_finite, sequences
+from wellposed.measurement._states import (
+    States,
+    checked_mask,
+    read_states,
+    refuse_non_finite,
+    sequences,
+)
 from wellposed.measurement._token_distances import DistanceMetric, between, check_metric, paired
 
 _BLOCK = 512  # tokens whose distances to all others are held at once
@@ -29,7 +36,8 @@ class ActivationFactor:
     smallest: list[float]
     """Least ratio of any pair."""
     largest: list[float]
-    """Largest ratio of any pair: a lower bound of the layers' Lipschitz constant, for ``euclidean``."""
+    """Largest ratio of any pair: a lower bound of the layers' Lipschitz constant, for
+    ``euclidean``."""
     standard_error: list[float | None]
     """Of the mean, from the spread over sequences; None for a single one."""
     per_sequence: list[list[float]]
@@ -37,7 +45,8 @@ class ActivationFactor:
     pairs: int
     """Pairs of tokens looked at."""
     left_out: int
-    """Pairs left out, because their distance in ``x_0`` is 0 (or a state holds a zero vector, for ``cosine``)."""
+    """Pairs left out, because their distance in ``x_0`` is 0 (or a state holds a zero vector, for
+    ``cosine``)."""
     short: int
     """Sequences left out, for want of a pair."""
     status: str
@@ -70,14 +79,17 @@ def activation_factor(
 ) -> ActivationFactor:
     """Return ``A(l) = E_X E_{i != j} |x_i^l - x_j^l| / |x_i^0 - x_j^0|`` for every layer l.
 
-    Status: exact to float64 rounding over the sequences given; with ``pairs`` empirical: an unbiased sample of each
-    sequence's pairs. Source: Sengupta et al. (2023, eq. 5); 1 means that distances are kept on average. The mean over
-    X weighs every sequence alike, however long. Between two tokens with the same vector in ``x_0`` no ratio exists;
-    such pairs are counted in ``left_out``.
+    Status: exact to float64 rounding over the sequences given; with ``pairs`` empirical: an
+    unbiased sample of each sequence's pairs. Source: Sengupta et al. (2023, eq. 5); 1 means that
+    distances are kept on average. The mean over X weighs every sequence alike, however long.
+    Between two tokens with the same vector in ``x_0`` no ratio exists; such pairs are counted in
+    ``left_out``.
 
     Args:
-        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with ``hidden_states``.
-        metric: ``"euclidean"``; ``"cosine"`` for ratios of ``1 - cos``; ``"dot"`` for ratios of ``x_i . x_j``, whose
+        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with
+        ``hidden_states``.
+        metric: ``"euclidean"``; ``"cosine"`` for ratios of ``1 - cos``; ``"dot"`` for ratios of
+            ``x_i . x_j``, whose
             denominator may be near zero and of either sign: read the median.
         attention_mask: (batch, tokens), 1 for real tokens; padding is left out.
         pairs: how many pairs of each sequence are drawn (with replacement); None takes all of them.
@@ -87,12 +99,14 @@ def activation_factor(
         `ActivationFactor`.
 
     Raises:
-        ConfigError: unknown metric, ``pairs`` below 1, no hidden states, or no pair of different tokens at all.
-        ShapeError: states or mask do not fit. ConvergenceError: a real token holds NaN or infinity, or its distances
-        overflow.
+        ConfigError: unknown metric, ``pairs`` below 1, no hidden states, or no pair of different
+        tokens at all.
+        ShapeError: states or mask do not fit. ConvergenceError: a real token holds NaN or infinity,
+        or its distances overflow.
 
-    Cost: ``L batch tokens^2 width``, or ``L batch pairs width``; memory: 512 x tokens distances. When not to use: as
-    a certificate; ``wellposed.certify`` bounds the ratio of every pair from above.
+    Cost: ``L batch tokens^2 width``, or ``L batch pairs width``; memory: 512 x tokens distances.
+    When not to use: as a certificate; ``wellposed.certify`` bounds the ratio of every pair from
+    above.
 
     >>> x = torch.randn(2, 5, 3)
     >>> [round(factor, 4) for factor in activation_factor([x, 2 * x, x + 1]).mean]
@@ -100,7 +114,9 @@ def activation_factor(
     """
     check_metric(metric)
     if pairs is not None and (not isinstance(pairs, int) or pairs < 1):
-        raise ConfigError(f"activation_factor: pairs = {pairs!r}, expected a whole number of at least 1, or None")
+        raise ConfigError(
+            f"activation_factor: pairs = {pairs!r}, expected a whole number of at least 1, or None"
+        )
     found = read_states(states)
     generator = torch.Generator().manual_seed(seed)
     real = checked_mask(attention_mask, found[0])
@@ -109,16 +125,20 @@ def activation_factor(
     left_out = 0
     for sequence in sequences(found, real):
         tally = _Tally(len(found) - 1, cosine=metric == "cosine")
-        drawn = _all_pairs(sequence, metric) if pairs is None else _drawn_pairs(sequence, metric, pairs, generator)
+        drawn = (
+            _all_pairs(sequence, metric)
+            if pairs is None
+            else _drawn_pairs(sequence, metric, pairs, generator)
+        )
         for distances in drawn:
             left_out += tally.add(distances)
         tallies.append(tally)
     seen = [tally for tally in tallies if tally.count]
     if not seen:
         raise ConfigError(
-            f"activation_factor: none of the {len(tallies)} sequences has two real tokens at a distance other than 0 "
-            "in state 0 (for cosine: and no zero vector in any state), so there is no ratio; give sequences of at "
-            "least two different tokens"
+            f"activation_factor: none of the {len(tallies)} sequences has two real tokens at a"
+            " distance other than 0 in state 0 (for cosine: and no zero vector in any state), so"
+            " there is no ratio; give sequences of at least two different tokens"
         )
     means = torch.stack([tally.total / tally.count for tally in seen], dim=1)
     spread = means.std(dim=1) / math.sqrt(len(seen)) if len(seen) > 1 else None
@@ -148,15 +168,16 @@ class _Tally:
         self.most = torch.full((layers,), -math.inf, dtype=torch.float64)
 
     def add(self, distances: Sequence[Tensor]) -> int:
-        """Take in the distances of the same pairs in every state; return how many pairs have no ratio."""
+        """Take in the distances of the same pairs in every state; return how many pairs have no
+        ratio."""
         stack = torch.stack(list(distances))
         usable = stack[0] != 0
         if self.cosine:
             usable &= ~stack.isnan().any(0)  # a zero vector has no angle
         if not bool(torch.isfinite(stack[:, usable]).all()):
             raise ConvergenceError(
-                "activation_factor: finite states lie so far apart that their distances overflow; the model has "
-                "diverged, or the states are to be divided by a common number first"
+                "activation_factor: finite states lie so far apart that their distances overflow;"
+                " the model has diverged, or the states are to be divided by a common number first"
             )
         ratios = (stack[1:, usable] / stack[0, usable]).cpu().to(torch.float64)
         if ratios.shape[1]:
@@ -172,7 +193,9 @@ def _all_pairs(sequence: Sequence[Tensor], metric: DistanceMetric) -> Iterator[l
     tokens = sequence[0].shape[0]
     for start in range(0, tokens - 1, _BLOCK):
         stop = min(start + _BLOCK, tokens)
-        above = torch.ones(stop - start, tokens - start, dtype=torch.bool, device=sequence[0].device).triu(1)
+        above = torch.ones(
+            stop - start, tokens - start, dtype=torch.bool, device=sequence[0].device
+        ).triu(1)
         yield [between(state[start:stop], state[start:], metric)[above] for state in sequence]
 
 

@@ -9,7 +9,8 @@ from wellposed.functional import attention_entropy, softmax_sensitivity
 
 
 class AttentionStatistics:
-    """Sums per head, for one attention module: of entropy and sensitivity over queries, of err_orth over examples."""
+    """Sums per head, for one attention module: of entropy and sensitivity over queries, of err_orth
+    over examples."""
 
     def __init__(self) -> None:
         self.entropy: Tensor | None = None
@@ -20,7 +21,8 @@ class AttentionStatistics:
         self.masked = 0
 
     def add(self, probabilities: Tensor, real: Tensor | None) -> None:
-        """Add weights ``(batch, heads, queries, keys)``; ``real`` (batch, queries) leaves out padded queries."""
+        """Add weights ``(batch, heads, queries, keys)``; ``real`` (batch, queries) leaves out
+        padded queries."""
         entropy = attention_entropy(probabilities).double()
         sensitivity = softmax_sensitivity(probabilities).double()
         batch, _, queries = entropy.shape
@@ -34,14 +36,21 @@ class AttentionStatistics:
         self.examples += int(keep.any(-1).sum())
         keep = keep[:, None, :]
         zero = entropy.new_zeros(())
-        totals = [torch.where(keep, values, zero).sum((0, 2)).cpu() for values in (entropy, sensitivity)]
+        totals = [
+            torch.where(keep, values, zero).sum((0, 2)).cpu() for values in (entropy, sensitivity)
+        ]
         self.entropy = _added(self.entropy, totals[0])
         self.sensitivity = _added(self.sensitivity, totals[1])
         self.queries += int(keep.sum())
 
     def per_head(self) -> dict[str, list[float]] | None:
         """Return the means per head by the names of a row, or None where no attention was seen."""
-        if self.entropy is None or self.sensitivity is None or self.error is None or self.queries == 0:
+        if (
+            self.entropy is None
+            or self.sensitivity is None
+            or self.error is None
+            or self.queries == 0
+        ):
             return None
         return {
             "attention_entropy": (self.entropy / self.queries).tolist(),
@@ -55,9 +64,11 @@ def _added(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _orthogonality_error(probabilities: Tensor, keep: Tensor) -> Tensor:
-    """Return ``max |(A A^T)_ij|`` over queries i != j marked in ``keep`` (batch, queries): per head, batch summed.
+    """Return ``max |(A A^T)_ij|`` over queries i != j marked in ``keep`` (batch, queries): per
+    head, batch summed.
 
-    McGrath (2024, eq. 3). One example at a time, so that one more N x N matrix per head is held, not a batch of them.
+    McGrath (2024, eq. 3). One example at a time, so that one more N x N matrix per head is held,
+    not a batch of them.
     """
     total = torch.zeros(probabilities.shape[1], dtype=torch.float64)
     with torch.autocast(probabilities.device.type, enabled=False):

@@ -26,11 +26,14 @@ class Correlation:
     n: int
 
 
-def correlate(first: Sequence[float], second: Sequence[float], *, names: tuple[str, str] = ("x", "y")) -> Correlation:
+def correlate(
+    first: Sequence[float], second: Sequence[float], *, names: tuple[str, str] = ("x", "y")
+) -> Correlation:
     """Return Pearson's ``r = cov(x, y) / (std x std y)``, its p-value and n.
 
-    Status: r is exact; the p-value is exact for independent normal pairs, approximate otherwise. With four models, as
-    in Sengupta et al. (2023), |r| must exceed 0.95 to be below p = 0.05. Source: Student (1908).
+    Status: r is exact; the p-value is exact for independent normal pairs, approximate otherwise.
+    With four models, as in Sengupta et al. (2023), |r| must exceed 0.95 to be below p = 0.05.
+    Source: Student (1908).
 
     Args:
         first: one number for each model. second: as many. names: what they are.
@@ -39,10 +42,11 @@ def correlate(first: Sequence[float], second: Sequence[float], *, names: tuple[s
         `Correlation`.
 
     Raises:
-        ShapeError: different numbers of values, or fewer than three. ConfigError: a quantity that does not vary or is
-        not finite, or scipy is not installed.
+        ShapeError: different numbers of values, or fewer than three. ConfigError: a quantity that
+        does not vary or is not finite, or scipy is not installed.
 
-    Cost: O(n log n) for n models. When not to use: to claim a cause, or to test many pairs without a correction.
+    Cost: O(n log n) for n models. When not to use: to claim a cause, or to test many pairs without
+    a correction.
 
     >>> found = correlate([1, 2, 3, 4], [2, 4, 6, 9])
     >>> round(found.pearson, 4), found.n, round(found.spearman, 4)
@@ -55,29 +59,37 @@ def correlate(first: Sequence[float], second: Sequence[float], *, names: tuple[s
     x, y = [float(value) for value in first], [float(value) for value in second]
     if len(x) != len(y) or len(x) < 3:
         raise ShapeError(
-            f"correlate: {len(x)} values of {names[0]} and {len(y)} of {names[1]}; expected at least three pairs"
+            f"correlate: {len(x)} values of {names[0]} and {len(y)} of {names[1]}; expected at"
+            " least three pairs"
         )
     for name, values in zip(names, (x, y), strict=True):
         if not all(map(math.isfinite, values)) or min(values) == max(values):
-            raise ConfigError(f"correlate: {name} = {values}; expected finite values that are not all equal")
+            raise ConfigError(
+                f"correlate: {name} = {values}; expected finite values that are not all equal"
+            )
     found: Any = stats.pearsonr(x, y)
     ranked: Any = stats.pearsonr(stats.rankdata(x), stats.rankdata(y))
-    return Correlation(*names, float(found.statistic), float(found.pvalue), float(ranked.statistic), len(x))
+    return Correlation(
+        *names, float(found.statistic), float(found.pvalue), float(ranked.statistic), len(x)
+    )
 
 
 def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]:
     """Return the `correlate` of every two quantities measured on the same models.
 
-    Status: as `correlate`. Source: Sengupta et al. (2023, sec. 5): activation factor, entropy and accuracy.
+    Status: as `correlate`. Source: Sengupta et al. (2023, sec. 5): activation factor, entropy and
+    accuracy.
 
     Args:
-        models: model name -> quantity -> value; every model holds the same quantities, two at least.
+        models: model name -> quantity -> value; every model holds the same quantities, two at
+        least.
 
     Returns:
         one `Correlation` for each two quantities, in the order of the first model.
 
     Raises:
-        ConfigError: models with other quantities than the first, or fewer than two. Those of `correlate`.
+        ConfigError: models with other quantities than the first, or fewer than two. Those of
+        `correlate`.
 
     Cost: that of `correlate` for each two quantities. When not to use: see `correlate`.
 
@@ -87,11 +99,19 @@ def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]
     """
     quantities = list(next(iter(models.values()), {}))
     if len(quantities) < 2:
-        raise ConfigError(f"correlations: quantities {quantities}; expected at least two, measured on every model")
-    uneven = [f"{name}: {sorted(row)}" for name, row in models.items() if set(row) != set(quantities)]
+        raise ConfigError(
+            f"correlations: quantities {quantities}; expected at least two, measured on every model"
+        )
+    uneven = [
+        f"{name}: {sorted(row)}" for name, row in models.items() if set(row) != set(quantities)
+    ]
     if uneven:
-        raise ConfigError(f"correlations: these models do not hold {sorted(quantities)}:\n{listed(uneven)}")
+        raise ConfigError(
+            f"correlations: these models do not hold {sorted(quantities)}:\n{listed(uneven)}"
+        )
     return [
-        correlate([row[a] for row in models.values()], [row[b] for row in models.values()], names=(a, b))
+        correlate(
+            [row[a] for row in models.values()], [row[b] for row in models.values()], names=(a, b)
+        )
         for a, b in itertools.combinations(quantities, 2)
     ]

@@ -22,32 +22,38 @@ def differential_entropy(
     neighbors: int = 3,
     bins: int | None = None,
 ) -> Tensor:
-    """Estimate ``h = -E log p(x)``, in nats, of the distribution that the values along the last axis are drawn from.
+    """Estimate ``h = -E log p(x)``, in nats, of the distribution that the values along the last
+    axis are drawn from.
 
-    Status: empirical. ``"knn"`` is consistent, with a bias that falls as 1/n for smooth densities: Kozachenko and
-    Leonenko (1987), ``psi(n) - psi(k) + log 2 + mean log r_i`` with r_i the distance of value i to its k-th
-    neighbour. ``"histogram"`` is ``-sum p log p + log width`` over equal bins between the extremes, biased by the
-    width of the bins. Source of the measure: Sengupta et al. (2023, eq. 6), where neither estimator nor bins are given.
+    Status: empirical. ``"knn"`` is consistent, with a bias that falls as 1/n for smooth densities:
+    Kozachenko and Leonenko (1987), ``psi(n) - psi(k) + log 2 + mean log r_i`` with r_i the distance
+    of value i to its k-th neighbour. ``"histogram"`` is ``-sum p log p + log width`` over equal
+    bins between the extremes, biased by the width of the bins. Source of the measure: Sengupta et
+    al. (2023, eq. 6), where neither estimator nor bins are given.
 
-    Entropy depends on scale: ``h(s x) = h(x) + log s``. Smaller activations have lower entropy whatever their order, so
-    compare models with ``standardize=True`` as well, which measures the shape of the distribution alone.
+    Entropy depends on scale: ``h(s x) = h(x) + log s``. Smaller activations have lower entropy
+    whatever their order, so compare models with ``standardize=True`` as well, which measures the
+    shape of the distribution alone.
 
     Args:
         x: (..., n), floating, finite; the n values of one variable along the last axis.
         estimator: ``"knn"`` or ``"histogram"``.
-        standardize: divide by the standard deviation first; a Gaussian has the most then, ``log(2 pi e) / 2`` = 1.419.
+        standardize: divide by the standard deviation first; a Gaussian has the most then, ``log(2
+        pi e) / 2`` = 1.419.
         neighbors: k of ``"knn"``; more give less variance and more bias.
         bins: of ``"histogram"``; None takes ``sqrt(n)``, rounded.
 
     Returns:
-        (...), float64. ``-inf`` where the values are constant, and for ``"knn"`` where some value occurs more than
-        ``neighbors`` times (a discrete distribution has no density; half types round to few values).
+        (...), float64. ``-inf`` where the values are constant, and for ``"knn"`` where some value
+        occurs more than ``neighbors`` times (a discrete distribution has no density; half types
+        round to few values).
 
     Raises:
-        ConfigError: unknown estimator, ``neighbors`` or ``bins`` that do not fit. ShapeError: no axis, or too few
-        values. ConvergenceError: values that are not finite.
+        ConfigError: unknown estimator, ``neighbors`` or ``bins`` that do not fit. ShapeError: no
+        axis, or too few values. ConvergenceError: values that are not finite.
 
-    Cost: one sort. When not to use: for the joint entropy of several variables; this one is of each alone.
+    Cost: one sort. When not to use: for the joint entropy of several variables; this one is of each
+    alone.
 
     >>> x = 4 * torch.rand(50_000, generator=torch.Generator().manual_seed(0))  # log 4 = 1.386
     >>> [round(differential_entropy(x, name).item(), 1) for name in ("knn", "histogram")]
@@ -59,7 +65,9 @@ def differential_entropy(
     if standardize:
         values = values - values.mean(-1, keepdim=True)
         # Constant values are 0 / 0 otherwise; 0 / 1 is constant still.
-        values = values / torch.where((deviation := values.std(-1, keepdim=True)) > 0, deviation, 1.0)
+        values = values / torch.where(
+            (deviation := values.std(-1, keepdim=True)) > 0, deviation, 1.0
+        )
     if estimator == "knn":
         return _nearest(values, neighbors)
     return _histogram(values, round(math.sqrt(values.shape[-1])) if bins is None else bins)
@@ -75,13 +83,16 @@ def layer_entropy(
     neighbors: int = 3,
     bins: int | None = None,
 ) -> Tensor:
-    """Return ``E_j h(x_j)``: the mean over tokens j of the entropy of their hidden values, for each layer and head.
+    """Return ``E_j h(x_j)``: the mean over tokens j of the entropy of their hidden values, for each
+    layer and head.
 
-    Status: empirical; see `differential_entropy`. Source: Sengupta et al. (2023, eq. 6 and Figure 3b).
+    Status: empirical; see `differential_entropy`. Source: Sengupta et al. (2023, eq. 6 and Figure
+    3b).
 
     Args:
-        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with ``hidden_states``. For the
-            experts of a mixture, their outputs side by side along the width.
+        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with
+            ``hidden_states``. For the experts of a mixture, their outputs side by side along the
+            width.
         estimator: ``"knn"`` or ``"histogram"``.
         heads: equal parts of the width that are measured by themselves: heads or experts.
         attention_mask: (batch, tokens), 1 for real tokens.
@@ -91,11 +102,11 @@ def layer_entropy(
         (L + 1, heads), float64.
 
     Raises:
-        ConfigError: no hidden states, no real token, or an option of `differential_entropy`. ShapeError: a width that
-        is no multiple of ``heads``.
+        ConfigError: no hidden states, no real token, or an option of `differential_entropy`.
+        ShapeError: a width that is no multiple of ``heads``.
 
-    Cost: a sort of every token's values. When not to use: on few values per head (below about 50 the bias is a tenth
-    of a nat).
+    Cost: a sort of every token's values. When not to use: on few values per head (below about 50
+    the bias is a tenth of a nat).
 
     >>> x = torch.randn(1, 4, 64)
     >>> entropy = layer_entropy([x, 10 * x], heads=2)
@@ -105,13 +116,21 @@ def layer_entropy(
     found = read_states(states)
     real = checked_mask(attention_mask, found[0])
     if not bool(real.any()):
-        raise ConfigError("layer_entropy: the attention_mask marks no real token, so there is nothing to measure")
+        raise ConfigError(
+            "layer_entropy: the attention_mask marks no real token, so there is nothing to measure"
+        )
     uneven = sorted({state.shape[-1] for state in found if heads < 1 or state.shape[-1] % heads})
     if uneven:
-        raise ShapeError(f"layer_entropy: widths {uneven} cannot be cut into heads = {heads} equal parts")
+        raise ShapeError(
+            f"layer_entropy: widths {uneven} cannot be cut into heads = {heads} equal parts"
+        )
     layers = [
         differential_entropy(
-            state[real].unflatten(-1, (heads, -1)), estimator, standardize=standardize, neighbors=neighbors, bins=bins
+            state[real].unflatten(-1, (heads, -1)),
+            estimator,
+            standardize=standardize,
+            neighbors=neighbors,
+            bins=bins,
         ).mean(0)
         for state in found
     ]
@@ -138,7 +157,9 @@ def _histogram(values: Tensor, bins: int) -> Tensor:
     low, high = values.aminmax(dim=-1, keepdim=True)
     width = (high - low) / bins
     spread = torch.where(width > 0, width, 1.0)
-    index = ((values - low) / spread).floor().clamp_(0, bins - 1).to(torch.int64)  # the largest closes the last bin
+    index = (
+        ((values - low) / spread).floor().clamp_(0, bins - 1).to(torch.int64)
+    )  # the largest closes the last bin
     counts = torch.zeros((*values.shape[:-1], bins), dtype=values.dtype, device=values.device)
     counts.scatter_add_(-1, index, torch.ones_like(values))
     share = counts / values.shape[-1]
@@ -148,20 +169,27 @@ def _histogram(values: Tensor, bins: int) -> Tensor:
 def _checked(x: Tensor, neighbors: int, bins: int | None, estimator: str) -> Tensor:
     if x.ndim < 1 or not x.is_floating_point():
         raise ShapeError(
-            f"differential_entropy: expected a floating tensor (..., n), received {x.dtype} {tuple(x.shape)}"
+            f"differential_entropy: expected a floating tensor (..., n), received {x.dtype}"
+            f" {tuple(x.shape)}"
         )
     if not isinstance(neighbors, int) or neighbors < 1:
-        raise ConfigError(f"differential_entropy: neighbors = {neighbors!r}, expected a whole number of at least 1")
+        raise ConfigError(
+            f"differential_entropy: neighbors = {neighbors!r}, expected a whole number of at"
+            " least 1"
+        )
     if bins is not None and (not isinstance(bins, int) or bins < 1):
-        raise ConfigError(f"differential_entropy: bins = {bins!r}, expected a whole number of at least 1, or None")
+        raise ConfigError(
+            f"differential_entropy: bins = {bins!r}, expected a whole number of at least 1, or None"
+        )
     least = neighbors + 1 if estimator == "knn" else 2
     if x.shape[-1] < least or x.numel() == 0:
         raise ShapeError(
-            f"differential_entropy: shape {tuple(x.shape)}; estimator {estimator!r} needs at least {least} values "
-            "along the last axis"
+            f"differential_entropy: shape {tuple(x.shape)}; estimator {estimator!r} needs at least"
+            f" {least} values along the last axis"
         )
     if not bool(torch.isfinite(x).all()):
         raise ConvergenceError(
-            f"differential_entropy: {int((~torch.isfinite(x)).sum())} of {x.numel()} values are not finite"
+            f"differential_entropy: {int((~torch.isfinite(x)).sum())} of {x.numel()} values are not"
+            " finite"
         )
     return x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)

@@ -24,23 +24,29 @@ class IsomapPoints:
 
     rows: list[dict[str, Any]]
     residual_variance: list[float]
-    """For each layer, 1 - r^2 between geodesic and drawn distances: what the plane could not show. NaN where all
-    geodesic distances are equal (an equilateral triangle), which correlate with nothing."""
+    """For each layer, 1 - r^2 between geodesic and drawn distances: what the plane could not show.
+    NaN where all geodesic distances are equal (an equilateral triangle), which correlate with
+    nothing."""
 
     def to_csv(self, path: str | Path) -> Path:
         """Write the rows as CSV."""
         return write_csv(Path(path), COLUMNS, self.rows)
 
 
-def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (), neighbors: int = 5) -> IsomapPoints:
-    """Place the tokens of one sequence in a plane so that distances along their neighbourhood graph are kept.
+def isomap(
+    states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (), neighbors: int = 5
+) -> IsomapPoints:
+    """Place the tokens of one sequence in a plane so that distances along their neighbourhood graph
+    are kept.
 
-    Status: empirical, a picture. Each layer is fitted alone, then turned (and mirrored, never scaled) onto the layer
-    before it, so that what moves between two pictures moved in the model. Source: Tenenbaum, de Silva and
-    Langford (2000), by scikit-learn; Sengupta et al. (2023, Figure 4).
+    Status: empirical, a picture. Each layer is fitted alone, then turned (and mirrored, never
+    scaled) onto the layer before it, so that what moves between two pictures moved in the model.
+    Source: Tenenbaum, de Silva and Langford (2000), by scikit-learn; Sengupta et al. (2023, Figure
+    4).
 
     Args:
-        states: ``(x_0, ..., x_L)``, each (1, tokens, width), or a model output with ``hidden_states``.
+        states: ``(x_0, ..., x_L)``, each (1, tokens, width), or a model output with
+        ``hidden_states``.
         tokens: the text of every token, without padding: as many as the states hold.
         chosen: texts of the tokens to mark, each of which must occur.
         neighbors: edges of the graph from each token.
@@ -49,11 +55,12 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
         `IsomapPoints`.
 
     Raises:
-        ConfigError: scikit-learn is not installed; ``neighbors`` does not fit; a chosen token that does not occur; a
-        state in which all tokens are equal. ShapeError: more than one sequence, fewer than three tokens, or another
-        number of names. ConvergenceError: NaN or infinity.
+        ConfigError: scikit-learn is not installed; ``neighbors`` does not fit; a chosen token that
+        does not occur; a state in which all tokens are equal. ShapeError: more than one sequence,
+        fewer than three tokens, or another number of names. ConvergenceError: NaN or infinity.
 
-    Cost: ``tokens^3`` for each layer. When not to use: for numbers; `activation_factor` and `token_distances` are.
+    Cost: ``tokens^3`` for each layer. When not to use: for numbers; `activation_factor` and
+    `token_distances` are.
 
     >>> x = torch.randn(1, 8, 3, generator=torch.Generator().manual_seed(0))
     >>> len(isomap([x, 2 * x], list("abcdefgh"), chosen=["a"], neighbors=4).rows)
@@ -66,21 +73,29 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
     found = read_states(states)
     if found[0].shape[:2] != (1, len(tokens)):
         raise ShapeError(
-            f"isomap: the states hold {found[0].shape[0]} sequences of {found[0].shape[1]} tokens and {len(tokens)} "
-            "names were given; expected one sequence and a name for each token (cut the padding off first)"
+            f"isomap: the states hold {found[0].shape[0]} sequences of {found[0].shape[1]} tokens"
+            f" and {len(tokens)} names were given; expected one sequence and a name for each token"
+            " (cut the padding off first)"
         )
     if len(tokens) < 3:
         raise ShapeError(
-            f"isomap: received {len(tokens)} tokens; expected at least three, for a plane to show anything"
+            f"isomap: received {len(tokens)} tokens; expected at least three, for a plane to show"
+            " anything"
         )
-    if isinstance(neighbors, bool) or not isinstance(neighbors, int) or not 1 <= neighbors < len(tokens):
+    if (
+        isinstance(neighbors, bool)
+        or not isinstance(neighbors, int)
+        or not 1 <= neighbors < len(tokens)
+    ):
         raise ConfigError(
-            f"isomap: neighbors = {neighbors!r}, expected a whole number from 1 to {len(tokens) - 1} with "
-            f"{len(tokens)} tokens"
+            f"isomap: neighbors = {neighbors!r}, expected a whole number from 1 to"
+            f" {len(tokens) - 1} with {len(tokens)} tokens"
         )
     absent = [token for token in chosen if token not in tokens]
     if absent:
-        raise ConfigError(f"isomap: chosen tokens {absent} do not occur; the tokens are {list(tokens)}")
+        raise ConfigError(
+            f"isomap: chosen tokens {absent} do not occur; the tokens are {list(tokens)}"
+        )
     _check_values(found)
     rows: list[dict[str, Any]] = []
     residual: list[float] = []
@@ -91,7 +106,14 @@ def isomap(states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (),
         plane = _turned(plane - plane.mean(0), before)
         residual.append(_residual(torch.as_tensor(fitted.dist_matrix_), plane))
         rows += [
-            {"layer": layer, "position": index, "token": token, "chosen": token in chosen, "x": x, "y": y}
+            {
+                "layer": layer,
+                "position": index,
+                "token": token,
+                "chosen": token in chosen,
+                "x": x,
+                "y": y,
+            }
             for index, (token, (x, y)) in enumerate(zip(tokens, plane.tolist(), strict=True))
         ]
         before = plane
@@ -103,12 +125,14 @@ def _check_values(states: Sequence[Tensor]) -> None:
     collapsed = [index for index, state in enumerate(states) if bool((state == state[:, :1]).all())]
     if collapsed:
         raise ConfigError(
-            f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw; leave these states out"
+            f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw;"
+            " leave these states out"
         )
 
 
 def _turned(plane: Tensor, before: Tensor | None) -> Tensor:
-    """Return the plane under the orthogonal map that brings it nearest to the one before (Procrustes)."""
+    """Return the plane under the orthogonal map that brings it nearest to the one before
+    (Procrustes)."""
     if before is None:
         return plane
     left, _, right = torch.linalg.svd(plane.mT @ before)

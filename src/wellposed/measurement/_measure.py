@@ -18,28 +18,33 @@ from wellposed.roles import RoleWeight, find_roles
 
 
 def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Measurement:
-    """Return how far every weight with a role is from orthogonal, its singular values, their ratio and stable rank.
+    """Return how far every weight with a role is from orthogonal, its singular values, their ratio
+    and stable rank.
 
-    ``min_s |G / s - I|_F / sqrt(n)`` and ``max_{i != j} |G_ij|`` with G of n rows the smaller of ``W W^T`` and
-    ``W^T W`` (the larger cannot be near the identity; ``gram`` in each row says which: ``"rows"`` or ``"columns"``),
-    ``sigma_max``, ``sigma_min``, ``sigma_max / sigma_min`` and ``|W|_F^2 / |W|_2^2``. The first does not change when W
-    is multiplied by a number; the second does, by its square.
+    ``min_s |G / s - I|_F / sqrt(n)`` and ``max_{i != j} |G_ij|`` with G of n rows the smaller of
+    ``W W^T`` and ``W^T W`` (the larger cannot be near the identity; ``gram`` in each row says
+    which: ``"rows"`` or ``"columns"``), ``sigma_max``, ``sigma_min``, ``sigma_max / sigma_min`` and
+    ``|W|_F^2 / |W|_2^2``. The first does not change when W is multiplied by a number; the second
+    does, by its square.
 
-    Status: with ``spectra`` exact to float64 rounding (SVD); without, ``sigma_max`` and the stable rank are empirical
-    (Lanczos to 1e-3, from below), and ``sigma_min`` and the condition number are ``None``. Both errors are exact to
-    float32 rounding. Sources: McGrath (2024, eq. 3) for ``max |G_ij|``; Rudelson and Vershynin (2007) for the stable
-    rank. On a batch: mean and largest 2-norm of the token vectors behind every layer, attention
-    and feed-forward module, and per head the mean entropy (nats) of the attention rows, their mean sensitivity
-    ``p1 (1 - p1 + p2)`` and the orthogonality error of the affinity A (McGrath, 2024, sec. 4.3): the largest
-    ``|(A A^T)_ij|`` over queries i != j, mean of the batch. Padded tokens are left out where the batch holds a mask.
+    Status: with ``spectra`` exact to float64 rounding (SVD); without, ``sigma_max`` and the stable
+    rank are empirical (Lanczos to 1e-3, from below), and ``sigma_min`` and the condition number are
+    ``None``. Both errors are exact to float32 rounding. Sources: McGrath (2024, eq. 3) for ``max
+    |G_ij|``; Rudelson and Vershynin (2007) for the stable rank. On a batch: mean and largest 2-norm
+    of the token vectors behind every layer, attention
+    and feed-forward module, and per head the mean entropy (nats) of the attention rows, their mean
+    sensitivity ``p1 (1 - p1 + p2)`` and the orthogonality error of the affinity A (McGrath, 2024,
+    sec. 4.3): the largest ``|(A A^T)_ij|`` over queries i != j, mean of the batch. Padded tokens
+    are left out where the batch holds a mask.
 
-    The model runs in evaluation mode without gradients and is left as it was: training flags, gradients, hooks and
-    random state.
+    The model runs in evaluation mode without gradients and is left as it was: training flags,
+    gradients, hooks and random state.
 
     Args:
         model: any model in which `find_roles` finds weights.
-        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of keywords such as
-            ``{"input_ids": ..., "attention_mask": ...}``; ``None`` measures weights alone.
+        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of
+            keywords such as ``{"input_ids": ..., "attention_mask": ...}``; ``None`` measures
+            weights alone.
         spectra: keep all singular values of every weight.
 
     Returns:
@@ -50,8 +55,9 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
         ConvergenceError: weights hold NaN or infinity; all are named.
         ConfigError: a quantised weight, or a batch of another type.
 
-    Cost: with ``spectra`` one float64 SVD per weight, without about a tenth of it; the batch costs one forward pass,
-    the N x N attention weights of one layer at a time, and 2 N^3 FLOPs per example and head for ``A A^T``. When not
+    Cost: with ``spectra`` one float64 SVD per weight, without about a tenth of it; the batch costs
+    one forward pass, the N x N attention weights of one layer at a time, and 2 N^3 FLOPs per
+    example and head for ``A A^T``. When not
     to use: inside every training step; see `Monitor`.
 
     >>> m = measure(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(2, 5, 16))
@@ -77,10 +83,17 @@ def check_measurable(weights: Sequence[RoleWeight]) -> None:
         if not w.view.parameter.is_floating_point()
     ]
     if quantised:
-        raise ConfigError(f"these weights are quantised; measure the model before quantisation:\n{listed(quantised)}")
-    broken = dict.fromkeys(w.view.parameter_name for w in weights if not torch.isfinite(w.view.parameter).all())
+        raise ConfigError(
+            "these weights are quantised; measure the model before"
+            f" quantisation:\n{listed(quantised)}"
+        )
+    broken = dict.fromkeys(
+        w.view.parameter_name for w in weights if not torch.isfinite(w.view.parameter).all()
+    )
     if broken:
-        raise ConvergenceError(f"these weights hold NaN or infinity and cannot be measured:\n{listed(list(broken))}")
+        raise ConvergenceError(
+            f"these weights hold NaN or infinity and cannot be measured:\n{listed(list(broken))}"
+        )
 
 
 @torch.no_grad()
@@ -98,7 +111,9 @@ def weight_row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
         "parameter": weight.view.parameter_name,
         "rows": rows,
         "cols": cols,
-        "scale_free_orthogonality_error": None if errors.scale_free.isnan() else errors.scale_free.item(),
+        "scale_free_orthogonality_error": (
+            None if errors.scale_free.isnan() else errors.scale_free.item()
+        ),
         "orthogonality_error": errors.raw.item(),
         "gram": "rows" if rows <= cols else "columns",
     }
@@ -120,7 +135,9 @@ def _exact(matrix: Tensor) -> dict[str, Any]:
 
 def _quick(matrix: Tensor) -> dict[str, Any]:
     largest = largest_singular_value(matrix)
-    frobenius = torch.linalg.vector_norm(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)).item()
+    frobenius = torch.linalg.vector_norm(
+        matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
+    ).item()
     return {
         "sigma_max": largest,
         "sigma_min": None,

@@ -1,4 +1,5 @@
-"""The record of one measurement; free of torch, so that a report can read it without importing torch."""
+"""The record of one measurement; free of torch, so that a report can read it without importing
+torch."""
 
 from __future__ import annotations
 
@@ -40,19 +41,22 @@ ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm",
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers of every weight that plays a role: orthogonality errors, singular values, condition, stable rank.
+    """Numbers of every weight that plays a role: orthogonality errors, singular values, condition,
+    stable rank.
 
-    ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter, rows, cols,
-    scale_free_orthogonality_error, orthogonality_error, gram, sigma_max, sigma_min, condition_number, stable_rank,
-    sigma_max_status`` (``"exact"``: float64 SVD; ``"empirical"``: Lanczos, a lower estimate) and, where spectra were
-    asked for, ``singular_values``. With G the smaller of ``W W^T`` (``gram`` is ``"rows"``) and ``W^T W``
-    (``"columns"``), n x n: ``scale_free_orthogonality_error`` is ``min_s |G / s - I|_F / sqrt(n)``, between 0 and 1
-    (absent from files of version 0.1); ``orthogonality_error`` is ``max_{i != j} |G_ij|``.
-    ``activations`` holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
-    max_norm, attention_entropy, attention_sensitivity, affinity_orthogonality_error``. The last three are lists of one
-    value per head, or ``None`` where attention was not seen; the last is ``max |(A A^T)_ij|`` over pairs of different
-    real tokens, mean of the batch: 0 if and only if no two tokens attend to a common one. What could not be measured is
-    ``None`` and said in ``notes``.
+    ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter,
+    rows, cols, scale_free_orthogonality_error, orthogonality_error, gram, sigma_max, sigma_min,
+    condition_number, stable_rank, sigma_max_status`` (``"exact"``: float64 SVD; ``"empirical"``:
+    Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``. With G the
+    smaller of ``W W^T`` (``gram`` is ``"rows"``) and ``W^T W`` (``"columns"``), n x n:
+    ``scale_free_orthogonality_error`` is ``min_s |G / s - I|_F / sqrt(n)``, between 0 and 1 (absent
+    from files of version 0.1); ``orthogonality_error`` is ``max_{i != j} |G_ij|``. ``activations``
+    holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
+    max_norm, attention_entropy, attention_sensitivity, affinity_orthogonality_error``. The last
+    three are lists of one value per head, or ``None`` where attention was not seen; the last is
+    ``max |(A A^T)_ij|`` over pairs of different
+    real tokens, mean of the batch: 0 if and only if no two tokens attend to a common one. What
+    could not be measured is ``None`` and said in ``notes``.
 
     >>> m = Measurement(rows=[{"stack": "encoder", "layer": 0, "role": "query", "path": "a", "sigma_max": 1.5}])
     >>> m.find(role="query")[0]["sigma_max"]
@@ -64,13 +68,18 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
 
     def find(self, **values: Any) -> list[dict[str, Any]]:
-        """Return the rows whose named entries have the given values, as in ``find(role="query", layer=0)``."""
-        return [row for row in self.rows if all(row.get(key) == value for key, value in values.items())]
+        """Return the rows whose named entries have the given values, as in ``find(role="query",
+        layer=0)``."""
+        return [
+            row for row in self.rows if all(row.get(key) == value for key, value in values.items())
+        ]
 
     def normalised_by(self, initial: Measurement) -> Measurement:
-        """Return the same measurement with ``orthogonality_error_ratio = err_orth / err_orth(initial)`` in every row.
+        """Return the same measurement with ``orthogonality_error_ratio = err_orth /
+        err_orth(initial)`` in every row.
 
-        This is the vertical axis of McGrath (2024), Figure 3. The ratio is ``None`` where the initial error is 0.
+        This is the vertical axis of McGrath (2024), Figure 3. The ratio is ``None`` where the
+        initial error is 0.
 
         Raises:
             ConfigError: ``initial`` lacks a row of this measurement; every missing row is named.
@@ -80,13 +89,20 @@ class Measurement:
         missing = [name for name, row in names if _identity(row) not in before]
         if missing:
             raise ConfigError(
-                "the initial measurement lacks these weights, so it was not taken of the same model:\n"
-                + listed(missing)
+                "the initial measurement lacks these weights, so it was not taken of the same"
+                " model:\n" + listed(missing)
             )
         rows = []
         for row in self.rows:
             base = before[_identity(row)]
-            rows.append({**row, "orthogonality_error_ratio": row["orthogonality_error"] / base if base > 0 else None})
+            rows.append(
+                {
+                    **row,
+                    "orthogonality_error_ratio": (
+                        row["orthogonality_error"] / base if base > 0 else None
+                    ),
+                }
+            )
         return Measurement(rows=rows, activations=self.activations, notes=self.notes)
 
     def table(self) -> str:
@@ -113,12 +129,23 @@ class Measurement:
             columns.append("err_orth / initial")
             keys.append("orthogonality_error_ratio")
         body = [
-            [name, f"{row.get('rows')} x {row.get('cols')}", *(format_number(row.get(key)) for key in keys)]
+            [
+                name,
+                f"{row.get('rows')} x {row.get('cols')}",
+                *(format_number(row.get(key)) for key in keys),
+            ]
             for name, row in zip(row_names(self.rows), self.rows, strict=True)
         ]
         parts = [text_table("Weights", columns, body)]
         if self.activations:
-            columns = ["module", "kind", "mean norm", "max norm", "attention entropy (nats)*", "affinity err_orth*"]
+            columns = [
+                "module",
+                "kind",
+                "mean norm",
+                "max norm",
+                "attention entropy (nats)*",
+                "affinity err_orth*",
+            ]
             body = [
                 [
                     str(row["path"]),
@@ -135,9 +162,11 @@ class Measurement:
         return "\n\n".join(parts)
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write one line per weight to ``path`` and, with a batch, one per module to ``<stem>-activations<suffix>``.
+        """Write one line per weight to ``path`` and, with a batch, one per module to
+        ``<stem>-activations<suffix>``.
 
-        Lists (one value per head) are written as values joined by a space; singular values are left to `to_json`.
+        Lists (one value per head) are written as values joined by a space; singular values are left
+        to `to_json`.
         """
         path = Path(path)
         extra = [c for c in ("orthogonality_error_ratio",) if any(c in row for row in self.rows)]
@@ -148,7 +177,8 @@ class Measurement:
         return path
 
     def to_json(self, path: str | Path) -> Path:
-        """Write everything, singular values included, to ``path``; an infinite condition number is written as null."""
+        """Write everything, singular values included, to ``path``; an infinite condition number is
+        written as null."""
         path = Path(path)
         record = {
             "schema_version": SCHEMA_VERSION,
@@ -171,7 +201,9 @@ class Measurement:
         try:
             record = from_json(read_bytes(path))
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); expected a measurement") from error
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); expected a measurement"
+            ) from error
         except ValueError as error:
             raise DataError(
                 f"{path}: not valid JSON ({error}); the file is cut off or damaged, measure again"
@@ -183,10 +215,13 @@ class Measurement:
         for row in rows:
             if row.get("sigma_min") == 0 and row.get("condition_number") is None:
                 row["condition_number"] = math.inf
-        return cls(rows=rows, activations=record.get("activations", []), notes=record.get("notes", []))
+        return cls(
+            rows=rows, activations=record.get("activations", []), notes=record.get("notes", [])
+        )
 
     def plot(self, path: str | Path) -> Path:
-        """Draw ``err_orth`` as a layers x roles heat map and, where measured, the spectra; SVG or PNG by suffix.
+        """Draw ``err_orth`` as a layers x roles heat map and, where measured, the spectra; SVG or
+        PNG by suffix.
 
         Raises:
             ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
@@ -197,9 +232,11 @@ class Measurement:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write dictionaries as CSV with ``\\n`` line ends; lists become values joined by a space, ``None`` empty.
+    """Write dictionaries as CSV with ``\\n`` line ends; lists become values joined by a space,
+    ``None`` empty.
 
-    Text that a spreadsheet would run as a formula gets an apostrophe in front, which spreadsheets do not show.
+    Text that a spreadsheet would run as a formula gets an apostrophe in front, which spreadsheets
+    do not show.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(csv_text(columns, rows), encoding="utf-8", newline="")
@@ -243,25 +280,34 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name per row: ``encoder.3.query``, ``decoder.0.cross_key``, ``token_embedding``.
 
-    Where two weights would share a name (two towers, experts), the path of the owning module follows after an @.
+    Where two weights would share a name (two towers, experts), the path of the owning module
+    follows after an @.
     """
     plain = [_plain_name(row) for row in rows]
     return [
-        name if plain.count(name) == 1 else f"{name}@{row.get('path')}" for name, row in zip(plain, rows, strict=True)
+        name if plain.count(name) == 1 else f"{name}@{row.get('path')}"
+        for name, row in zip(plain, rows, strict=True)
     ]
 
 
 def _plain_name(row: Mapping[str, Any]) -> str:
     role = f"cross_{row['role']}" if row.get("kind") == "cross" else row["role"]
-    return ".".join(str(part) for part in (row.get("stack"), row.get("layer"), role) if part is not None)
+    return ".".join(
+        str(part) for part in (row.get("stack"), row.get("layer"), role) if part is not None
+    )
 
 
 def _schema_problem(record: Any) -> str | None:
     if not isinstance(record, dict):
         return f"holds a {type(record).__name__}, not an object"
     if record.get("schema_version") != SCHEMA_VERSION:
-        return f"schema_version is {record.get('schema_version')!r}, this version reads {SCHEMA_VERSION}"
-    if not isinstance(record.get("rows"), list) or not all(isinstance(row, dict) for row in record["rows"]):
+        return (
+            f"schema_version is {record.get('schema_version')!r}, this version reads"
+            f" {SCHEMA_VERSION}"
+        )
+    if not isinstance(record.get("rows"), list) or not all(
+        isinstance(row, dict) for row in record["rows"]
+    ):
         return "has no list of rows"
     for row in record["rows"]:
         bad = [name for name, value in row.items() if not _fits(name, value)]
@@ -277,5 +323,7 @@ def _fits(name: str, value: Any) -> bool:
     if name in (*IDENTITY, "kind", "parameter", "gram", "sigma_max_status"):
         return value is None or isinstance(value, int if name == "layer" else str)
     if name == "singular_values":
-        return value is None or (isinstance(value, list) and all(isinstance(item, (int, float)) for item in value))
+        return value is None or (
+            isinstance(value, list) and all(isinstance(item, (int, float)) for item in value)
+        )
     return value is None or isinstance(value, (int, float))

@@ -1,4 +1,5 @@
-"""Numbers to log while a model trains, without an engine: one call per step, one flat dictionary."""
+"""Numbers to log while a model trains, without an engine: one call per step, one flat
+dictionary."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ EXACT = (*QUICK, "sigma_min", "condition_number")
 
 
 class Monitor:
-    """Every k-th `step` gives ``{"cond/<stack>.<layer>.<role>/<number>": value}`` of every weight with a role.
+    """Every k-th `step` gives ``{"cond/<stack>.<layer>.<role>/<number>": value}`` of every weight
+    with a role.
 
-    Status: as `measure`: with ``spectra`` exact, without (the default) empirical and an order of magnitude cheaper. The
-    names are public: ``cond/encoder.3.query/sigma_max``, ``cond/decoder.0.cross_key/orthogonality_error``,
-    ``cond/token_embedding/stable_rank``; a number that does not exist (the stable rank of a zero weight) is left out of
-    that step. Weights are read where they are; nothing is attached to the model.
+    Status: as `measure`: with ``spectra`` exact, without (the default) empirical and an order of
+    magnitude cheaper. The
+    names are public: ``cond/encoder.3.query/sigma_max``,
+    ``cond/decoder.0.cross_key/orthogonality_error``, ``cond/token_embedding/stable_rank``; a number
+    that does not exist (the stable rank of a zero weight) is left out of that step. Weights are
+    read where they are; nothing is attached to the model.
 
     Args:
         model: any model in which `find_roles` finds weights.
@@ -31,7 +35,8 @@ class Monitor:
         ConfigError: ``every`` is not a positive whole number.
         ConvergenceError: from `step`, where weights hold NaN or infinity.
 
-    Cost: nothing on other steps. When not to use: under sharding, where a weight must be gathered first.
+    Cost: nothing on other steps. When not to use: under sharding, where a weight must be gathered
+    first.
 
     >>> monitor = Monitor(nn.TransformerEncoderLayer(16, 4, 32), every=2)
     >>> [len(monitor.step()) for _ in range(3)]

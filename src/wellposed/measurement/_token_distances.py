@@ -19,11 +19,14 @@ def token_distances(
 ) -> tuple[Tensor, ...]:
     """Return ``|x_i^l - x_j^l|`` for all tokens i, j of each sequence and every layer l.
 
-    Status: exact to float64 rounding. Source: Sengupta et al. (2023), Figure 4 compares them over layers.
+    Status: exact to float64 rounding. Source: Sengupta et al. (2023), Figure 4 compares them over
+    layers.
 
     Args:
-        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with ``hidden_states``.
-        metric: ``"euclidean"``; ``"cosine"``, the distance ``1 - cos``; ``"dot"``, the product ``x_i . x_j``.
+        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with
+        ``hidden_states``.
+        metric: ``"euclidean"``; ``"cosine"``, the distance ``1 - cos``; ``"dot"``, the product
+        ``x_i . x_j``.
         attention_mask: (batch, tokens), 1 for real tokens; the rest become NaN.
 
     Returns:
@@ -32,8 +35,9 @@ def token_distances(
     Raises:
         ConfigError: unknown metric, or no hidden states. ShapeError: states or mask do not fit.
 
-    Cost: ``(L + 1) batch tokens^2 width``, and as much memory without the width: for a few sequences, to look at.
-    For a mean over a corpus use `activation_factor`, which holds one block of one sequence at a time.
+    Cost: ``(L + 1) batch tokens^2 width``, and as much memory without the width: for a few
+    sequences, to look at. For a mean over a corpus use `activation_factor`, which holds one block
+    of one sequence at a time.
 
     >>> still, moved = token_distances([torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[0.0], [3.0]]])])
     >>> moved[0].tolist()
@@ -45,7 +49,9 @@ def token_distances(
     both = real.unsqueeze(1) & real.unsqueeze(2)
     wide = torch.float32 if real.device.type == "mps" else torch.float64
     return tuple(
-        torch.stack([between(item, item, metric) for item in state.to(wide)]).masked_fill(~both, torch.nan)
+        torch.stack([between(item, item, metric) for item in state.to(wide)]).masked_fill(
+            ~both, torch.nan
+        )
         for state in found
     )
 
@@ -64,7 +70,9 @@ def between(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
     exact = "donot_use_mm_for_euclid_dist"
     if metric == "euclidean":
         return torch.cdist(first, second, compute_mode=exact)
-    return torch.cdist(_unit(first), _unit(second), compute_mode=exact).square() / 2  # 1 - u.v = |u - v|^2 / 2
+    return (
+        torch.cdist(_unit(first), _unit(second), compute_mode=exact).square() / 2
+    )  # 1 - u.v = |u - v|^2 / 2
 
 
 def paired(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
@@ -77,4 +85,6 @@ def paired(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    return rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # NaN for a zero vector, which has no angle
+    return rows / torch.linalg.vector_norm(
+        rows, dim=-1, keepdim=True
+    )  # NaN for a zero vector, which has no angle

@@ -1,4 +1,5 @@
-"""Heat maps and spectra drawn with matplotlib, as files or as inline SVG that follows the page's text colour.
+"""Heat maps and spectra drawn with matplotlib, as files or as inline SVG that follows the page's
+text colour.
 
 Free of torch and of pyplot's global state: a figure here is an object, never the current one.
 """
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 # Text and axes are drawn in this colour, which inline SVG replaces by currentColor.
 INK = "#0a0b0c"
 COLOUR_MAP = "viridis"
-# Okabe and Ito (2008): told apart with any kind of colour vision; grey is last, and black is left out for dark pages.
+# Okabe and Ito (2008): told apart with any kind of colour vision; grey is last, and black is left
+# out for dark pages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 SPECTRUM_POINTS = 48
 # `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
@@ -113,7 +115,8 @@ def add_grid(axes: Axes) -> None:
 
 
 def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
-    """Return ``figure`` as an ``<svg>`` element to put in a page: no ids shared with other figures, no date.
+    """Return ``figure`` as an ``<svg>`` element to put in a page: no ids shared with other figures,
+    no date.
 
     Text and axes take the colour of the surrounding text; ``label`` is what a screen reader says.
     """
@@ -144,7 +147,8 @@ class HeatMap(NamedTuple):
 
 
 def heat_map(rows: Sequence[Mapping[str, Any]], value: str) -> HeatMap:
-    """Arrange ``value`` of measurement rows as layers x roles; embeddings, which have no layer, are left out.
+    """Arrange ``value`` of measurement rows as layers x roles; embeddings, which have no layer, are
+    left out.
 
     Two weights of one layer and role (cross-attention, experts) get a column each.
     """
@@ -168,9 +172,12 @@ class ErrorShown(NamedTuple):
 
 
 def error_shown(rows: Iterable[Mapping[str, Any]]) -> ErrorShown:
-    """Return the scale-free error where every row has it, else (rows of version 0.1, zero weights) the raw one."""
+    """Return the scale-free error where every row has it, else (rows of version 0.1, zero weights)
+    the raw one."""
     if all(row.get("scale_free_orthogonality_error") is not None for row in rows):
-        return ErrorShown("scale_free_orthogonality_error", "|W Wᵀ / s - I| / |I| at the best scale s")
+        return ErrorShown(
+            "scale_free_orthogonality_error", "|W Wᵀ / s - I| / |I| at the best scale s"
+        )
     return ErrorShown("orthogonality_error", "max off-diagonal of |W Wᵀ|")
 
 
@@ -178,7 +185,13 @@ def shared_log_norm(maps: Sequence[HeatMap]) -> Normalize:
     """Return one logarithmic colour scale for all maps, so that their colours can be compared."""
     from matplotlib.colors import LogNorm
 
-    values = [v for m in maps for line in m.values for v in line if v is not None and v > 0 and math.isfinite(v)]
+    values = [
+        v
+        for m in maps
+        for line in m.values
+        for v in line
+        if v is not None and v > 0 and math.isfinite(v)
+    ]
     low, high = (min(values), max(values)) if values else (1e-3, 1.0)
     if high < low * 1.01:
         low, high = low / 2, high * 2
@@ -186,7 +199,8 @@ def shared_log_norm(maps: Sequence[HeatMap]) -> Normalize:
 
 
 def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any:
-    """Draw one layers x roles map with the number in every cell; None where no weight belongs to a layer."""
+    """Draw one layers x roles map with the number in every cell; None where no weight belongs to a
+    layer."""
     import matplotlib as mpl
     import numpy as np
 
@@ -194,11 +208,19 @@ def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any
         axes.set_axis_off()
         axes.set_title(f"{title}: no weight belongs to a layer", loc="left")
         return None
-    values = np.array([[np.nan if v is None else max(v, float(norm.vmin or 0)) for v in line] for line in heat.values])
+    values = np.array(
+        [
+            [np.nan if v is None else max(v, float(norm.vmin or 0)) for v in line]
+            for line in heat.values
+        ]
+    )
     colours = mpl.colormaps[COLOUR_MAP].resampled(64)
     mesh = axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=colours, edgecolors="none")
     axes.set_xticks(
-        [i + 0.5 for i in range(len(heat.roles))], [short_role(name) for name in heat.roles], rotation=35, ha="right"
+        [i + 0.5 for i in range(len(heat.roles))],
+        [short_role(name) for name in heat.roles],
+        rotation=35,
+        ha="right",
     )
     axes.set_yticks([i + 0.5 for i in range(len(heat.layers))], heat.layers)
     axes.tick_params(length=0)
@@ -211,7 +233,15 @@ def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any
             if value is not None:
                 red, green, blue, _ = colours(norm(values[i, j]))
                 ink = "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else "#000000"
-                axes.text(j + 0.5, i + 0.5, short_number(value), ha="center", va="center", fontsize=7.5, color=ink)
+                axes.text(
+                    j + 0.5,
+                    i + 0.5,
+                    short_number(value),
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color=ink,
+                )
     return mesh
 
 
@@ -240,7 +270,8 @@ class Spectrum(NamedTuple):
 
 
 def draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
-    """Draw singular values, largest first, against their share of the width; the colour tells the depth."""
+    """Draw singular values, largest first, against their share of the width; the colour tells the
+    depth."""
     import matplotlib as mpl
     import numpy as np
 
@@ -262,9 +293,12 @@ def draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
 
 
 def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
-    """Draw err_orth as a heat map and one panel of spectra per role; what was not measured is left out."""
+    """Draw err_orth as a heat map and one panel of spectra per role; what was not measured is left
+    out."""
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path}: a figure is written as .svg or .png, received suffix {path.suffix!r}")
+        raise ConfigError(
+            f"{path}: a figure is written as .svg or .png, received suffix {path.suffix!r}"
+        )
     with figure_style():
         error = error_shown(measurement.rows)
         heat = heat_map(measurement.rows, error.name)
@@ -287,10 +321,17 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
                 draw_spectra(axes, curves, short_role(name))
             for axes in panels[len(roles) :]:
                 axes.set_visible(False)
-            parts[1, 0].supxlabel("share of singular values (colour: layer, dark first)", fontsize=9)
+            parts[1, 0].supxlabel(
+                "share of singular values (colour: layer, dark first)", fontsize=9
+            )
             parts[1, 0].supylabel("singular value", fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+        figure.savefig(
+            path,
+            facecolor="white",
+            metadata={"Date": None} if path.suffix == ".svg" else None,
+            dpi=150,
+        )
     return path
 
 
@@ -299,7 +340,10 @@ def spectra_by_role(
 ) -> dict[str, list[Spectrum]]:
     """Return, per role, the spectra of its weights."""
     measured = [row for row in rows if row.get("singular_values")]
-    layers = sorted({(str(row["stack"]), row["layer"]) for row in measured if row["layer"] is not None}, key=_layer_key)
+    layers = sorted(
+        {(str(row["stack"]), row["layer"]) for row in measured if row["layer"] is not None},
+        key=_layer_key,
+    )
     depth = {layer: index / max(len(layers) - 1, 1) for index, layer in enumerate(layers)}
     curves: dict[str, list[Spectrum]] = {}
     for row in measured:
@@ -322,12 +366,17 @@ def short_number(value: float) -> str:
     if abs(value) < 0.005 or abs(value) >= 1e4:
         mantissa, _, exponent = f"{value:.0e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
+    return (
+        f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
+    )
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Role of every row, ``cross_`` before that of cross-attention; twins (experts) carry their module's name."""
-    names = [f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"]) for row in rows]
+    """Role of every row, ``cross_`` before that of cross-attention; twins (experts) carry their
+    module's name."""
+    names = [
+        f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"]) for row in rows
+    ]
     places = [(row["stack"], row["layer"], name) for row, name in zip(rows, names, strict=True)]
     seen = Counter(places)
     return [
@@ -347,11 +396,16 @@ def _layer_key(layer: tuple[str, Any]) -> tuple[bool, str, Any]:
 
 
 def _role_key(name: str) -> tuple[bool, int, list[str | int]]:
-    """Self-attention, feed-forward, then cross-attention; roles in the order data flows, 2 before 10."""
+    """Self-attention, feed-forward, then cross-attention; roles in the order data flows, 2 before
+    10."""
     role = name.partition(" ")[0].removeprefix("cross_")
     order = ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER)
     parts = re.split(r"(\d+)", name)
-    return (name.startswith("cross_"), order, [int(part) if part.isdecimal() else part for part in parts])
+    return (
+        name.startswith("cross_"),
+        order,
+        [int(part) if part.isdecimal() else part for part in parts],
+    )
 
 
 def _matplotlib() -> Any:

@@ -1,4 +1,5 @@
-"""Models that load and save like any Hugging Face model; importing this package makes the Auto classes know them."""
+"""Models that load and save like any Hugging Face model; importing this package makes the Auto
+classes know them."""
 
 from wellposed.errors import missing_extra
 
@@ -66,6 +67,10 @@ from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPre
 _transformers.AutoConfig.register(WellposedConfig.model_type, WellposedConfig)
 _transformers.AutoModel.register(WellposedConfig, WellposedModel)
 _transformers.AutoModelForCausalLM.register(WellposedConfig, WellposedForCausalLM)
-_transformers.AutoModelForSequenceClassification.register(WellposedConfig, WellposedForSequenceClassification)
-AutoModelForSequencePairClassification.register(WellposedConfig, WellposedForSequencePairClassification)
+_transformers.AutoModelForSequenceClassification.register(
+    WellposedConfig, WellposedForSequenceClassification
+)
+AutoModelForSequencePairClassification.register(
+    WellposedConfig, WellposedForSequencePairClassification
+)
 _transformers.AutoModelForSeq2SeqLM.register(WellposedConfig, WellposedForSeq2SeqLM)

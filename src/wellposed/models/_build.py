@@ -54,7 +54,8 @@ def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTraine
         **config_kwargs: keywords of the architecture's configuration.
 
     Raises:
-        ConfigError: an unknown architecture or kind (the nearest three are named), or a configuration not usable.
+        ConfigError: an unknown architecture or kind (the nearest three are named), or a
+        configuration not usable.
 
     >>> model = build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2)
     >>> type(model).__name__
@@ -67,22 +68,35 @@ def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTraine
 
 
 def model_keywords(options: ModelOptions) -> dict[str, Any]:
-    """Return the keywords of `build_model` that the architecture's configuration takes and ``options`` gives.
+    """Return the keywords of `build_model` that the architecture's configuration takes and
+    ``options`` gives.
 
     Raises:
-        ConfigError: an unknown architecture, or an option that it lacks and that is not at its default.
+        ConfigError: an unknown architecture, or an option that it lacks and that is not at its
+        default.
 
     >>> model_keywords(ModelOptions(architecture="transject", num_experts=2))["num_experts"]
     2
     """
     kind = ARCHITECTURES.get(options.architecture).config
-    known = kind.names() if issubclass(kind, CheckedConfig) else {item.name for item in fields(kind)}
-    given = {item: getattr(options, item.name) for item in fields(options) if item.name != "architecture"}
+    known = (
+        kind.names() if issubclass(kind, CheckedConfig) else {item.name for item in fields(kind)}
+    )
+    given = {
+        item: getattr(options, item.name) for item in fields(options) if item.name != "architecture"
+    }
     foreign = [
         f"model.{item.name}: received {value!r}; leave it {item.default!r}"
         for item, value in given.items()
-        if item.name not in known and value not in (item.default, item.metadata.get("neutral", item.default))
+        if item.name not in known
+        and value not in (item.default, item.metadata.get("neutral", item.default))
     ]
     if foreign:
-        raise ConfigError(f"architecture {options.architecture!r} has no such option:\n" + listed(foreign))
-    return {item.name: value for item, value in given.items() if item.name in known and value is not None}
+        raise ConfigError(
+            f"architecture {options.architecture!r} has no such option:\n" + listed(foreign)
+        )
+    return {
+        item.name: value
+        for item, value in given.items()
+        if item.name in known and value is not None
+    }

@@ -22,7 +22,8 @@ class LayerView:
 
 
 class MemoryView:
-    """The memory's keys and values in one layer of an encoder-decoder cache, as `wellposed.nn.MemoryCache` wants it."""
+    """The memory's keys and values in one layer of an encoder-decoder cache, as
+    `wellposed.nn.MemoryCache` wants it."""
 
     def __init__(self, cache: EncoderDecoderCache, layer_index: int) -> None:
         self.cache = cache

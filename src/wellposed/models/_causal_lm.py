@@ -38,19 +38,22 @@ class GenericForCausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Output:
-        """Return the logits of the next token at every position and, with labels, their mean cross-entropy in nats.
+        """Return the logits of the next token at every position and, with labels, their mean
+        cross-entropy in nats.
 
         Args:
-            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the arguments not named
-                here.
+            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the
+                arguments not named here.
             labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
             logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, the labels of all micro-batches of a step, in place of
-                the number of labels here; an auxiliary loss then counts by the part of them that is here.
+            num_items_in_batch: divide the summed loss by this, the labels of all micro-batches of a
+                step, in place of the number of labels here; an auxiliary loss then counts by the
+                part of them that is here.
 
         Returns:
-            `loss` where labels are given, plus the body's auxiliary loss where it has one; `logits` (batch, kept
-            tokens, vocab_size); and of what the body returns all that the output has a field for.
+            `loss` where labels are given, plus the body's auxiliary loss where it has one; `logits`
+            (batch, kept tokens, vocab_size); and of what the body returns all that the output has a
+            field for.
 
         Raises:
             ShapeError: see the body's `forward`.
@@ -78,7 +81,8 @@ class GenericForCausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
 class WellposedForCausalLM(
     GenericForCausalLM[CausalLMOutputWithPast, Cache], WellposedPreTrainedModel, GenerationMixin
 ):
-    """`logits_i = W x_i`, where `x_i` depends on tokens 1..i only; `W` is the token embedding where tied.
+    """`logits_i = W x_i`, where `x_i` depends on tokens 1..i only; `W` is the token embedding where
+    tied.
 
     Causality is exact: later tokens have weight 0, not a small one.
 
@@ -108,7 +112,9 @@ class WellposedForCausalLM(
 def as_causal(config: ConfigKind, where: str) -> ConfigKind:
     """Return a copy that says `is_causal=True`; raise `ConfigError` where it says otherwise."""
     if getattr(config, "is_causal", None) is False:
-        raise ConfigError(f"{where}: received is_causal=False; a language model is causal, leave it None")
+        raise ConfigError(
+            f"{where}: received is_causal=False; a language model is causal, leave it None"
+        )
     config = copy.copy(config)
     config.is_causal = True
     config.use_cache = config.use_cache and config.num_hidden_layers > 0

@@ -1,7 +1,8 @@
 """How `wellposed.certify` reads our models: from ``inputs_embeds`` to hidden states or logits.
 
-The perturbation acts on ``inputs_embeds``, before the factor ``s = sqrt(D)`` where the embeddings are scaled, so that
-an attack on the model and a certificate of it speak of the same thing. ``radius`` bounds a row of ``inputs_embeds``.
+The perturbation acts on ``inputs_embeds``, before the factor ``s = sqrt(D)`` where the embeddings
+are scaled, so that an attack on the model and a certificate of it speak of the same thing.
+``radius`` bounds a row of ``inputs_embeds``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import LayerBound, Site, mean_pooling, of_one_vector, one_token, register_rule
+from wellposed.certification import (
+    LayerBound,
+    Site,
+    mean_pooling,
+    of_one_vector,
+    one_token,
+    register_rule,
+)
 from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._embeddings import Embeddings
 from wellposed.models._pair_head import PairHead, before_output
@@ -21,13 +29,17 @@ from wellposed.models._pooling import first_pool, max_pool, mean_pool
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
 from wellposed.models._sequence_pair_classification import WellposedForSequencePairClassification
 from wellposed.models._transject import TransJectModel
-from wellposed.models._transject_heads import TransJectForSequenceClassification, TransJectForSequencePairClassification
+from wellposed.models._transject_heads import (
+    TransJectForSequenceClassification,
+    TransJectForSequencePairClassification,
+)
 from wellposed.models._wellposed import WellposedModel
 from wellposed.nn import DecoderBlock, UnitEmbedding
 
 
 def embedding_radius(model: nn.Module) -> float:
-    """Return ``max_v |E_v|_2``, the ``radius`` (without perturbation) that covers every input a tokenizer can give.
+    """Return ``max_v |E_v|_2``, the ``radius`` (without perturbation) that covers every input a
+    tokenizer can give.
 
     Exact, float64. Add the size of the perturbation to be certified against.
 
@@ -46,15 +58,21 @@ def _embeddings(module: Embeddings, site: Site, num_positions: int) -> LayerBoun
     """``e -> s (e + P)``: the positions only shift, but they enlarge the ball."""
     with torch.no_grad():
         device = cast(nn.Embedding, module.token).weight.device
-        largest = float(module.position(torch.arange(num_positions, device=device)).double().norm(dim=-1).max())
+        largest = float(
+            module.position(torch.arange(num_positions, device=device)).double().norm(dim=-1).max()
+        )
     radius = module.scale * (site.radius + largest)
     return LayerBound(float(module.scale), "scale of the embeddings", "exact", out_radius=radius)
 
 
-def input_vectors(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Return the ``inputs_embeds`` with which a model gives what it gives for ``input_ids``, (batch, tokens, width).
+def input_vectors(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Return the ``inputs_embeds`` with which a model gives what it gives for ``input_ids``,
+    (batch, tokens, width).
 
-    Exact. For TransJect that is X^0, position codes included; for every other model the rows of its token embedding.
+    Exact. For TransJect that is X^0, position codes included; for every other model the rows of its
+    token embedding.
 
     >>> from wellposed.models import TransJectConfig
     >>> model = TransJectModel(TransJectConfig(hidden_size=8)).eval()
@@ -63,7 +81,9 @@ def input_vectors(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | 
     """
     body = getattr(model, "base_model", model)
     if isinstance(body, TransJectModel):
-        return body(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True).hidden_states[0]
+        return body(
+            input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True
+        ).hidden_states[0]
     return model.get_input_embeddings()(input_ids)  # pyright: ignore[reportCallIssue]
 
 
@@ -77,10 +97,14 @@ def _transject(module: TransJectModel, site: Site) -> LayerBound:
 def _body(module: WellposedModel, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
     embedded = site.record(
-        module.embeddings, "embeddings", _embeddings(module.embeddings, site, module.config.max_position_embeddings)
+        module.embeddings,
+        "embeddings",
+        _embeddings(module.embeddings, site, module.config.max_position_embeddings),
     )
     layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
-    dropout = site.child(module.embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
+    dropout = site.child(
+        module.embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius
+    )
     rest = site.at_radius(dropout.out_radius).chain([*layers, ("final_norm", module.final_norm)])
     return site.product([embedded, dropout, rest])
 
@@ -97,7 +121,8 @@ def _causal_lm(module: WellposedForCausalLM, site: Site) -> LayerBound:
 def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
     del module
     return site.refuse(
-        "a decoder's block is a function of two sequences; certify the encoder, or cross_attention alone"
+        "a decoder's block is a function of two sequences; certify the encoder, or cross_attention"
+        " alone"
     )
 
 
@@ -133,7 +158,9 @@ def _classifier_route(module: Classifier, site: Site) -> LayerBound:
         return site.product([before, head])
     if isinstance(module.classifier, PairHead):
         # Read again, beside its rows, for the part before the last linear map.
-        hidden = before_output(module.classifier, site.in_norm(site.norm).at_radius(before.out_radius))
+        hidden = before_output(
+            module.classifier, site.in_norm(site.norm).at_radius(before.out_radius)
+        )
         site.set_head(module.classifier.output.weight, site.product([before, hidden]))
     else:
         site.set_head(module.classifier.weight, before)
@@ -141,9 +168,12 @@ def _classifier_route(module: Classifier, site: Site) -> LayerBound:
 
 
 def _max(site: Site) -> LayerBound:
-    """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known here."""
+    """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known
+    here."""
     bound = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
-    return LayerBound(bound, "largest of each coordinate", out_radius=math.sqrt(site.seq_len) * site.radius)
+    return LayerBound(
+        bound, "largest of each coordinate", out_radius=math.sqrt(site.seq_len) * site.radius
+    )
 
 
 _POOLINGS = {mean_pool: mean_pooling, first_pool: one_token, max_pool: _max}

@@ -1,4 +1,5 @@
-"""A configuration whose every value is checked, when it is made and again when a model is made of it."""
+"""A configuration whose every value is checked, when it is made and again when a model is made of
+it."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ _HUGGING_FACE = {
 
 
 class CheckedConfig(PreTrainedConfig):
-    """What the configurations of all families share: bad values, and keys that nobody reads, in one error.
+    """What the configurations of all families share: bad values, and keys that nobody reads, in one
+    error.
 
-    The options that only some parts read are declared with the parts; a configuration has them as attributes.
+    The options that only some parts read are declared with the parts; a configuration has them as
+    attributes.
     """
 
     absent_keys: ClassVar[Mapping[str, str]] = {}
@@ -65,7 +68,9 @@ class CheckedConfig(PreTrainedConfig):
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
         found = out_of_range(self, self.part_options().values())
-        return [f"{name}: received {value!r}; expected {expected}" for name, value, expected in found]
+        return [
+            f"{name}: received {value!r}; expected {expected}" for name, value, expected in found
+        ]
 
 
 def size_problems(config: object, names: Iterable[str]) -> list[str]:
@@ -86,7 +91,11 @@ def rate_problems(config: object, names: Iterable[str]) -> list[str]:
 def _problems(config: object, names: Iterable[str], check: Check) -> list[str]:
     expected, holds = check
     values = {name: getattr(config, name) for name in names}
-    return [f"{name}: received {value!r}; expected {expected}" for name, value in values.items() if not holds(value)]
+    return [
+        f"{name}: received {value!r}; expected {expected}"
+        for name, value in values.items()
+        if not holds(value)
+    ]
 
 
 def name_problems(config: object, registries: Mapping[str, Registry[Any]]) -> list[str]:
@@ -117,17 +126,23 @@ def token_problems(config: Any, names: Iterable[str]) -> list[str]:
 def label_problems(config: PreTrainedConfig) -> list[str]:
     """Return one line where the number of labels is below 1."""
     labels = config.num_labels
-    return [f"num_labels: received {labels}; expected at least 1"] if labels is not None and labels < 1 else []
+    return (
+        [f"num_labels: received {labels}; expected at least 1"]
+        if labels is not None and labels < 1
+        else []
+    )
 
 
 def unknown_keys(kwargs: Iterable[str], known: set[str], absent: Mapping[str, str]) -> list[str]:
-    """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass in silence.
+    """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass in
+    silence.
 
     ``absent`` says of keys that other families have why this one does not.
     """
     accepted = known | _HUGGING_FACE | set(GenerationConfig().to_dict())
     return [
-        f"{key}: unknown key; {absent.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
+        f"{key}: unknown key;"
+        f" {absent.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
         for key in kwargs
         if key not in accepted and not key.startswith("_") and key != "per_layer_config"
     ]

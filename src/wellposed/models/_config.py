@@ -46,7 +46,8 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_
 
 
 class WellposedConfig(CheckedConfig):
-    """What a wellposed model is made of; each name is looked up in a registry of `wellposed.nn` or `wellposed.models`.
+    """What a wellposed model is made of; each name is looked up in a registry of `wellposed.nn` or
+    `wellposed.models`.
 
     Args:
         vocab_size: number of tokens.
@@ -57,35 +58,40 @@ class WellposedConfig(CheckedConfig):
         intermediate_size: width of the feed-forward layer; 4 D where None.
         attention: registered attention.
         feedforward: registered feed-forward.
-        unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by sqrt(D).
+        unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by
+        sqrt(D).
         norm: where LayerNorm stands: pre, post or none.
         residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0.
         qk_norm: normalise queries and keys per head.
         position: learned or sinusoidal.
-        scale_embeddings: multiply token and position vectors by sqrt(D) (Vaswani et al. 2017, sec. 3.4), so that the
-            entries of a token have variance one under `init="xavier"`.
+        scale_embeddings: multiply token and position vectors by sqrt(D) (Vaswani et al. 2017, sec.
+            3.4), so that the entries of a token have variance one under `init="xavier"`.
         tie_word_embeddings: share the token embedding with the output layer of a language model.
         dropout: on embeddings and on both branches of a block, in [0, 1).
         attention_dropout: on attention weights, in [0, 1).
         init: registered initialisation.
         pooling: how a classifier pools tokens: mean, first or max.
-        num_decoder_layers: number of blocks of the decoder of an encoder-decoder; num_hidden_layers where None.
+        num_decoder_layers: number of blocks of the decoder of an encoder-decoder; num_hidden_layers
+        where None.
         share_embeddings: one table of tokens for the source and the target of an encoder-decoder.
-        cross_attention: registered cross-attention of an encoder-decoder. None is the one of the same name as
-            `attention`; cosine beside the L2 attentions, whose cross form has no Lipschitz constant.
+        cross_attention: registered cross-attention of an encoder-decoder. None is the one of the
+            same name as `attention`; cosine beside the L2 attentions, whose cross form has no
+            Lipschitz constant.
         decoder_start_token_id: first token of a target; bos_token_id where None.
-        is_causal: whether a token is kept from later ones; None lets the head say: a language model is causal, a
-            classifier is not.
+        is_causal: whether a token is kept from later ones; None lets the head say: a language model
+            is causal, a classifier is not.
         layer_norm_eps: epsilon of every LayerNorm.
         pad_token_id: token that fills up a batch.
         bos_token_id: first token of a text.
         eos_token_id: token, or tokens, at which generation ends.
         use_cache: whether `generate` keeps keys and values.
-        **kwargs: the options of the named parts, as `wellposed.model_options` declares them (`contractive` of attention
-            l2_contractive, ...), and what every Hugging Face configuration takes: `num_labels`, `id2label`, ...
+        **kwargs: the options of the named parts, as `wellposed.model_options` declares them
+            (`contractive` of attention l2_contractive, ...), and what every Hugging Face
+            configuration takes: `num_labels`, `id2label`, ...
 
     Raises:
-        ConfigError: values out of range, names that are not registered or keys that nobody reads, all in one message.
+        ConfigError: values out of range, names that are not registered or keys that nobody reads,
+        all in one message.
 
     >>> WellposedConfig(hidden_size=64, num_attention_heads=4).intermediate_size
     256
@@ -146,10 +152,15 @@ class WellposedConfig(CheckedConfig):
     @property
     def decoder_depth(self) -> int:
         """Number of blocks of a decoder."""
-        return self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
+        return (
+            self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
+        )
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> WellposedConfig:
-        """Return the configuration of one side of an encoder-decoder; caches are made for the depth it names."""
+    def get_text_config(
+        self, decoder: bool | None = None, encoder: bool | None = None
+    ) -> WellposedConfig:
+        """Return the configuration of one side of an encoder-decoder; caches are made for the depth
+        it names."""
         if not decoder or encoder or self.decoder_depth == self.num_hidden_layers:
             return self
         side = copy.copy(self)
@@ -188,7 +199,8 @@ def _decoder_problems(config: WellposedConfig) -> list[str]:
     problems = []
     if config.num_decoder_layers is not None and not is_size(config.num_decoder_layers):
         problems.append(
-            f"num_decoder_layers: received {config.num_decoder_layers!r}; expected an integer >= 1, or None"
+            f"num_decoder_layers: received {config.num_decoder_layers!r}; expected an integer >= 1,"
+            " or None"
         )
     try:
         cross_attention_name(str(config.attention), config.cross_attention)
@@ -202,9 +214,17 @@ def _shape_problems(config: WellposedConfig) -> list[str]:
     width, heads = config.hidden_size, config.num_attention_heads
     if is_size(width) and is_size(heads):
         if width % heads:
-            problems.append(f"hidden_size: received {width}; expected a multiple of num_attention_heads = {heads}")
+            problems.append(
+                f"hidden_size: received {width}; expected a multiple of num_attention_heads ="
+                f" {heads}"
+            )
         elif config.qk_norm and width == heads:
-            problems.append("qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer heads")
+            problems.append(
+                "qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer"
+                " heads"
+            )
     if not config.layer_norm_eps > 0:
-        problems.append(f"layer_norm_eps: received {config.layer_norm_eps!r}; expected a number > 0")
+        problems.append(
+            f"layer_norm_eps: received {config.layer_norm_eps!r}; expected a number > 0"
+        )
     return problems

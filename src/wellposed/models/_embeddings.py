@@ -13,10 +13,11 @@ from wellposed.nn import POSITIONS, SinusoidalPositions, UnitEmbedding
 
 
 class Embeddings(nn.Module):
-    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout; E of norm 1 with `unit_embeddings`.
+    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout; E of norm 1
+    with `unit_embeddings`.
 
-    Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after the factor, as there.
-    `position_scale` is a further factor on sines; see `WellposedConfig`.
+    Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after
+    the factor, as there. `position_scale` is a further factor on sines; see `WellposedConfig`.
 
     Args:
         config: what the model is made of.
@@ -29,14 +30,20 @@ class Embeddings(nn.Module):
     torch.Size([1, 2, 8])
     """
 
-    def __init__(self, config: Any, *, own_tokens: bool = True, position_scale: float = 1.0) -> None:
+    def __init__(
+        self, config: Any, *, own_tokens: bool = True, position_scale: float = 1.0
+    ) -> None:
         super().__init__()
         table = UnitEmbedding if config.unit_embeddings else nn.Embedding
         self.token = table(config.vocab_size, config.hidden_size) if own_tokens else None
         self.position = POSITIONS.get(config.position)(config)
         if isinstance(self.position, SinusoidalPositions):
             self.position.rescale(position_scale)
-        self.scale = math.sqrt(config.hidden_size) if config.scale_embeddings and not config.unit_embeddings else 1.0
+        self.scale = (
+            math.sqrt(config.hidden_size)
+            if config.scale_embeddings and not config.unit_embeddings
+            else 1.0
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -47,13 +54,21 @@ class Embeddings(nn.Module):
         *,
         table: nn.Module | None = None,
     ) -> Tensor:
-        """Map token ids (batch, tokens), or their vectors (batch, tokens, D), to the input of the first block."""
-        tokens = cast(nn.Module, table or self.token)(input_ids) if inputs_embeds is None else inputs_embeds
-        return self.dropout(torch.add(self.scale * self.position(positions), tokens, alpha=self.scale))
+        """Map token ids (batch, tokens), or their vectors (batch, tokens, D), to the input of the
+        first block."""
+        tokens = (
+            cast(nn.Module, table or self.token)(input_ids)
+            if inputs_embeds is None
+            else inputs_embeds
+        )
+        return self.dropout(
+            torch.add(self.scale * self.position(positions), tokens, alpha=self.scale)
+        )
 
 
 def position_scale(config: Any, stack: str) -> float:
-    """Return the factor on sinusoidal positions; under T-Fixup, unless given, that of the stack's token embeddings."""
+    """Return the factor on sinusoidal positions; under T-Fixup, unless given, that of the stack's
+    token embeddings."""
     if config.position_scale is not None:
         return float(config.position_scale)
     if config.init != "t_fixup":

@@ -1,4 +1,5 @@
-"""What the heads of all families share: the call of a body, losses, what is returned, and the output layer."""
+"""What the heads of all families share: the call of a body, losses, what is returned, and the
+output layer."""
 
 from __future__ import annotations
 
@@ -16,26 +17,36 @@ Output = TypeVar("Output", bound=ModelOutput)
 
 
 class Head(nn.Module, Generic[Output]):
-    """What stands behind a body `model`; it comes before the family's `PreTrainedModel` among the bases of a class.
+    """What stands behind a body `model`; it comes before the family's `PreTrainedModel` among the
+    bases of a class.
 
     A body with a loss of its own returns it as `auxiliary_loss`, and it is added to the loss.
     """
 
     output_class: Callable[..., Output]
-    """What `forward` returns: loss, logits, and what the body returns under the names of its other fields."""
+    """What `forward` returns: loss, logits, and what the body returns under the names of its other
+    fields."""
     _output_fields: frozenset[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "output_class" in vars(cls):  # read here, as torch.compile cannot
-            cls._output_fields = frozenset(field.name for field in fields(cast(Any, cls.output_class)))
+            cls._output_fields = frozenset(
+                field.name for field in fields(cast(Any, cls.output_class))
+            )
 
     def run_body(self, **given: Any) -> Any:
-        """Call the body, which returns a tuple where the configuration asks for tuples, for its output by name."""
+        """Call the body, which returns a tuple where the configuration asks for tuples, for its
+        output by name."""
         return cast(nn.Module, self.model)(**given, return_dict=True)
 
     def result(
-        self, logits: Tensor, loss: Tensor | None, found: Mapping[str, Any], *, share: Tensor | float = 1.0
+        self,
+        logits: Tensor,
+        loss: Tensor | None,
+        found: Mapping[str, Any],
+        *,
+        share: Tensor | float = 1.0,
     ) -> Output:
         """Return logits and loss, and what there is a field for in ``found``, the body's output.
 
@@ -69,8 +80,11 @@ class LanguageHead(Head[Output]):
         """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""
         return self.lm_head(states)
 
-    def token_loss(self, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the mean cross-entropy in nats of `targets`, which stand at their logits; -100 is not counted."""
+    def token_loss(
+        self, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Return the mean cross-entropy in nats of `targets`, which stand at their logits; -100 is
+        not counted."""
         model = cast(Any, self)
         return model.loss_function(
             logits=logits,
@@ -101,4 +115,6 @@ def share_of(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor
     >>> float(share_of(torch.tensor([[3, -100], [1, 2]]), 12))
     0.25
     """
-    return 1.0 if num_items_in_batch is None else targets.ne(IGNORED_LABEL).sum() / num_items_in_batch
+    return (
+        1.0 if num_items_in_batch is None else targets.ne(IGNORED_LABEL).sum() / num_items_in_batch
+    )

@@ -16,15 +16,18 @@ from wellposed.registry import Registry
 
 @dataclass(frozen=True)
 class Initializer:
-    """How a fresh model gets its weights; weights that were loaded from a checkpoint are never touched.
+    """How a fresh model gets its weights; weights that were loaded from a checkpoint are never
+    touched.
 
-    Write weights with the functions of `torch.nn.init` only: while a checkpoint loads, they leave loaded weights alone.
+    Write weights with the functions of `torch.nn.init` only: while a checkpoint loads, they leave
+    loaded weights alone.
     """
 
     module: Callable[[nn.Module, Any], None]
     """`module(module, config)`, called on each submodule, children first."""
     model: Callable[[nn.Module], None] | None = None
-    """`model(model)`, called once on a whole fresh model after all its modules; never when a checkpoint is loaded."""
+    """`model(model)`, called once on a whole fresh model after all its modules; never when a
+    checkpoint is loaded."""
     reads: tuple[str, ...] = ()
     """Options of the configuration that this initialisation reads and others do not."""
 
@@ -34,13 +37,15 @@ INITS = Registry[Initializer]("init")
 
 
 def xavier_(module: nn.Module, config: Any) -> None:
-    """Set linear weights to U(-b, b), b = sqrt(6 / (fan_in + fan_out)), biases to 0 and embeddings to N(0, 1 / D).
+    """Set linear weights to U(-b, b), b = sqrt(6 / (fan_in + fan_out)), biases to 0 and embeddings
+    to N(0, 1 / D).
 
-    Exact in distribution. Glorot and Bengio (2010), eq. 16, on each of the four attention projections by itself.
-    Embeddings have standard deviation D^-1/2 (Vaswani et al. 2017 and its public code): a tied output layer then gives
-    logits of variance about one for normalised states, and the factor sqrt(D) of `scale_embeddings` gives token vectors
-    entries of variance one, the size of a normalised state. Other modules are reset to their own defaults: LayerNorm to
-    scale 1 and shift 0, rezero to 0.
+    Exact in distribution. Glorot and Bengio (2010), eq. 16, on each of the four attention
+    projections by itself. Embeddings have standard deviation D^-1/2 (Vaswani et al. 2017 and its
+    public code): a tied output layer then gives logits of variance about one for normalised states,
+    and the factor sqrt(D) of `scale_embeddings` gives token vectors entries of variance one, the
+    size of a normalised state. Other modules are reset to their own defaults: LayerNorm to scale 1
+    and shift 0, rezero to 0.
 
     >>> layer = nn.Linear(4, 2)
     >>> xavier_(layer, config=None)
@@ -65,22 +70,27 @@ def owns_weights(module: nn.Module) -> bool:
     >>> owns_weights(nn.Linear(2, 2)), owns_weights(nn.Sequential(nn.Linear(2, 2)))
     (True, False)
     """
-    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+    return any(True for _ in module.parameters(recurse=False)) or any(
+        True for _ in module.buffers(recurse=False)
+    )
 
 
 INITS.register("xavier")(Initializer(module=xavier_))
 
 
 def t_fixup_model_(model: Any) -> None:
-    """Draw T-Fixup's weights on a whole model built without norms (Huang et al. 2020); see `wellposed.t_fixup_`.
+    """Draw T-Fixup's weights on a whole model built without norms (Huang et al. 2020); see
+    `wellposed.t_fixup_`.
 
-    Norms of queries and keys stay where the configuration asks for them: they are no part of the residual sum.
+    Norms of queries and keys stay where the configuration asks for them: they are no part of the
+    residual sum.
 
     Raises:
         ConfigError: the model was built with LayerNorms; give `norm="none"`.
     """
     keep = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
-    # queries and keys are Xavier already: drawing them again would only shift the random numbers of every run
+    # queries and keys are Xavier already: drawing them again would only shift the random numbers of
+    # every run
     t_fixup_(model, remove_norms=False, keep=keep, leave=("query", "key"))
 
 
@@ -91,10 +101,11 @@ _KIM2021_SCALE = 2.0**-4
 
 
 def kim2021_model_(model: Any) -> None:
-    """Set every weight of L2 attention to U(-s, s) / sqrt(D), s = `config.l2_init_scale` (2^-4 where None).
+    """Set every weight of L2 attention to U(-s, s) / sqrt(D), s = `config.l2_init_scale` (2^-4
+    where None).
 
-    Exact in distribution; all other weights are left as they are. Kim, Papamakarios, Mnih (2021), appendix I, who tune
-    s and take 2^-4 at D = 512.
+    Exact in distribution; all other weights are left as they are. Kim, Papamakarios, Mnih (2021),
+    appendix I, who tune s and take 2^-4 at D = 512.
 
     >>> from types import SimpleNamespace
     >>> model = nn.Sequential(L2SelfAttention(16, 2))
@@ -110,4 +121,6 @@ def kim2021_model_(model: Any) -> None:
             module.reset_parameters()
 
 
-INITS.register("kim2021")(Initializer(module=xavier_, model=kim2021_model_, reads=("l2_init_scale",)))
+INITS.register("kim2021")(
+    Initializer(module=xavier_, model=kim2021_model_, reads=("l2_init_scale",))
+)

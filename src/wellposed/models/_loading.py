@@ -1,4 +1,5 @@
-"""Loading what others saved: none of its code runs, weights come from safetensors alone, and none is missing."""
+"""Loading what others saved: none of its code runs, weights come from safetensors alone, and none
+is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ AUTO_CLASSES: dict[str, Any] = {
 }
 """Auto class by the end of a class name."""
 _DEPTHS, _DEEP = ("layers", "n_layer"), 1000
-"""How names of a number of layers end, and a number that weights shared by layers leave in doubt."""
+"""How names of a number of layers end, and a number that weights shared by layers leave in
+doubt."""
 
 
 def auto_class(architecture: str) -> Any | None:
@@ -39,18 +41,22 @@ def auto_class(architecture: str) -> Any | None:
     >>> auto_class("WellposedForSeq2SeqLM").__name__
     'AutoModelForSeq2SeqLM'
     """
-    return next((auto for suffix, auto in AUTO_CLASSES.items() if architecture.endswith(suffix)), None)
+    return next(
+        (auto for suffix, auto in AUTO_CLASSES.items() if architecture.endswith(suffix)), None
+    )
 
 
 def load_pretrained(kind: Any, name: str | Path) -> Any:
-    """Return ``kind.from_pretrained(name)``; code that comes with the files is refused, never run and never asked for.
+    """Return ``kind.from_pretrained(name)``; code that comes with the files is refused, never run
+    and never asked for.
 
-    Status: exact. ``trust_remote_code=False`` is passed, so that nothing is read from standard input. A name of the hub
-    is looked up in the cache alone where the hub cannot be reached, with one attempt to reach it.
+    Status: exact. ``trust_remote_code=False`` is passed, so that nothing is read from standard
+    input. A name of the hub is looked up in the cache alone where the hub cannot be reached, with
+    one attempt to reach it.
 
     Args:
-        kind: ``AutoTokenizer``, ``AutoConfig``, or another class with ``from_pretrained``; for weights use
-            `load_pretrained_model`.
+        kind: ``AutoTokenizer``, ``AutoConfig``, or another class with ``from_pretrained``; for
+            weights use `load_pretrained_model`.
         name: a folder, or the name of a hub model.
 
     Returns:
@@ -59,7 +65,8 @@ def load_pretrained(kind: Any, name: str | Path) -> Any:
     Raises:
         CheckpointError: it cannot be loaded, or needs code of its own.
 
-    Cost: reading the files. When not to use: for a model whose code you trust, call Hugging Face yourself.
+    Cost: reading the files. When not to use: for a model whose code you trust, call Hugging Face
+    yourself.
 
     >>> load_pretrained(transformers.AutoTokenizer, "/no/such/folder")
     Traceback (most recent call last):
@@ -70,25 +77,28 @@ def load_pretrained(kind: Any, name: str | Path) -> Any:
 
 
 def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = None) -> Any:
-    """Return the model ``kind.from_pretrained(name)`` of which every weight is the one that was saved.
+    """Return the model ``kind.from_pretrained(name)`` of which every weight is the one that was
+    saved.
 
-    Status: exact. As `load_pretrained`, and weights are read from safetensors files only (a pickle can run code), every
-    tensor of the model must be there, and a model of wellposed must use every tensor of the file. Hugging Face alone
-    draws missing tensors at random.
+    Status: exact. As `load_pretrained`, and weights are read from safetensors files only (a pickle
+    can run code), every tensor of the model must be there, and a model of wellposed must use every
+    tensor of the file. Hugging Face alone draws missing tensors at random.
 
     Args:
         kind: an Auto class, or a model class.
         name: a folder, or the name of a hub model.
-        unread: start of the names of tensors that may be missing, since the caller never reads what they give.
+        unread: start of the names of tensors that may be missing, since the caller never reads what
+        they give.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        CheckpointError: it cannot be loaded, needs code of its own, has pickled weights alone (the message says how to
-            convert them), or lacks tensors (they are named).
+        CheckpointError: it cannot be loaded, needs code of its own, has pickled weights alone (the
+            message says how to convert them), or lacks tensors (they are named).
 
-    Cost: reading the weights. When not to use: to start a new head on a trained body, which lacks tensors on purpose.
+    Cost: reading the weights. When not to use: to start a new head on a trained body, which lacks
+    tensors on purpose.
 
     >>> load_pretrained_model(transformers.AutoModel, "/no/such/folder")
     Traceback (most recent call last):
@@ -97,38 +107,55 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     """
     model, found = load_with_report(kind, name)
     refuse_other_shapes(name, found)
-    missing = sorted(key for key in found["missing_keys"] if unread is None or not key.startswith(unread))
+    missing = sorted(
+        key for key in found["missing_keys"] if unread is None or not key.startswith(unread)
+    )
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(found["unexpected_keys"]) if ours else []
     problems = [f"lacks {shortened(missing)}"] if missing else []
-    problems += [f"has {shortened(unexpected)}, which {type(model).__name__} does not use"] if unexpected else []
+    problems += (
+        [f"has {shortened(unexpected)}, which {type(model).__name__} does not use"]
+        if unexpected
+        else []
+    )
     if problems:
         raise CheckpointError(
-            f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another architecture: copy the "
-            "folder again from where it was whole, or save the model again"
+            f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another"
+            " architecture: copy the folder again from where it was whole, or save the model again"
         )
     return model.eval()
 
 
 def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing, unread or unfit.
+    """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing,
+    unread or unfit.
 
-    Tensors of another shape than the model's are drawn, see `refuse_other_shapes`. Changes that its configuration notes
+    Tensors of another shape than the model's are drawn, see `refuse_other_shapes`. Changes that its
+    configuration notes
     are made again: norms that were removed, and another attention.
     """
     _refuse_pickles(Path(name), kind)
     _refuse_endless_depth(Path(name))
     model, found = _load(
-        kind, str(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        kind,
+        str(name),
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
     )
     removed = tuple(f"{path}." for path in _change_as_recorded_(model))
-    return model, {**found, "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)}}
+    return model, {
+        **found,
+        "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)},
+    }
 
 
 def refuse_other_shapes(
     name: str | Path, found: Mapping[str, Any], allowed: Callable[[str], bool] | None = None
 ) -> None:
-    """Raise `CheckpointError` where a tensor of the file that is not ``allowed`` has another shape than the model's."""
+    """Raise `CheckpointError` where a tensor of the file that is not ``allowed`` has another shape
+    than the model's."""
     unfit = sorted(
         f"{key} is {tuple(saved)} in the file and {tuple(made)} in the model"
         for key, saved, made in found["mismatched_keys"]
@@ -143,7 +170,8 @@ def refuse_other_shapes(
 
 
 def _change_as_recorded_(model: Any) -> tuple[str, ...]:
-    """Make the changes of ``model`` that its configuration notes; return the paths of the norms it lost."""
+    """Make the changes of ``model`` that its configuration notes; return the paths of the norms it
+    lost."""
     removed = remove_recorded_norms_(model)
     attention = recorded(model.config).get("attention")
     if attention is not None:
@@ -152,9 +180,11 @@ def _change_as_recorded_(model: Any) -> tuple[str, ...]:
 
 
 def draw_model(config_file: str | Path) -> Any:
-    """Return the model that a ``config.json`` describes, of the class it names, with weights from its initialisation.
+    """Return the model that a ``config.json`` describes, of the class it names, with weights from
+    its initialisation.
 
-    Status: deterministic in torch's generator. Changes that the configuration notes are made, as by `load_saved_model`.
+    Status: deterministic in torch's generator. Changes that the configuration notes are made, as by
+    `load_saved_model`.
 
     Args:
         config_file: a ``config.json`` of Hugging Face.
@@ -163,9 +193,11 @@ def draw_model(config_file: str | Path) -> Any:
         The model, in evaluation mode.
 
     Raises:
-        CheckpointError: the file cannot be read, or describes no model of transformers or of this package.
+        CheckpointError: the file cannot be read, or describes no model of transformers or of this
+        package.
 
-    Cost: drawing the weights. When not to use: to train one, `start_model` gives it the head of a task.
+    Cost: drawing the weights. When not to use: to train one, `start_model` gives it the head of a
+    task.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -179,16 +211,20 @@ def draw_model(config_file: str | Path) -> Any:
         model = kind.from_config(config) if hasattr(kind, "_model_mapping") else kind(config)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         said = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{config_file}: no model can be made of it: {said or type(error).__name__}") from error
+        raise CheckpointError(
+            f"{config_file}: no model can be made of it: {said or type(error).__name__}"
+        ) from error
     _change_as_recorded_(model)
     return model.eval()
 
 
 def load_saved_model(name: str | Path) -> Any:
-    """Return the model in ``name``, of the class it was saved from: `load_pretrained_model` with that class.
+    """Return the model in ``name``, of the class it was saved from: `load_pretrained_model` with
+    that class.
 
-    Exact. Norms that `wellposed.t_fixup_` or `wellposed.remove_norms_` took out stay out, and attention is the one that
-    `wellposed.integrations.set_attention_` gave: logits are those of the model that was saved.
+    Exact. Norms that `wellposed.t_fixup_` or `wellposed.remove_norms_` took out stay out, and
+    attention is the one that `wellposed.integrations.set_attention_` gave: logits are those of the
+    model that was saved.
 
     Args:
         name: a folder, or the name of a hub model.
@@ -199,7 +235,8 @@ def load_saved_model(name: str | Path) -> Any:
     Raises:
         CheckpointError: ``config.json`` cannot be read, or as `load_pretrained_model`.
 
-    Cost: reading the weights. When not to use: for another head than the saved one, use `load_pretrained_model`.
+    Cost: reading the weights. When not to use: for another head than the saved one, use
+    `load_pretrained_model`.
 
     >>> load_saved_model("/no/such/folder")
     Traceback (most recent call last):
@@ -210,14 +247,19 @@ def load_saved_model(name: str | Path) -> Any:
 
 
 def _saved_class(config: Any) -> Any:
-    """Return what loads the architecture that ``config`` names, one that transformers or this package has.
+    """Return what loads the architecture that ``config`` names, one that transformers or this
+    package has.
 
     >>> from types import SimpleNamespace
     >>> names = (["BertForMaskedLM"], ["WellposedForCausalLM"], [7], None)
     >>> [_saved_class(SimpleNamespace(architectures=found)).__name__ for found in names]
     ['BertForMaskedLM', 'AutoModelForCausalLM', 'AutoModel', 'AutoModel']
     """
-    first = config.architectures[0] if isinstance(config.architectures, list) and config.architectures else None
+    first = (
+        config.architectures[0]
+        if isinstance(config.architectures, list) and config.architectures
+        else None
+    )
     name = first if isinstance(first, str) else ""
     known = getattr(transformers, name, None) if name else None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
@@ -231,35 +273,49 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     try:
         with quiet_transformers():
             return kind.from_pretrained(
-                name, trust_remote_code=False, local_files_only=folder.is_dir() or not _hub_answers(), **options
+                name,
+                trust_remote_code=False,
+                local_files_only=folder.is_dir() or not _hub_answers(),
+                **options,
             )
     except MemoryError:
         raise
-    except Exception as error:  # a damaged file raises whatever its parser does, bare Exception included
+    except (
+        Exception
+    ) as error:  # a damaged file raises whatever its parser does, bare Exception included
         text = str(error)
         if "trust_remote_code" in text or "custom code" in text:
             raise CheckpointError(
-                f"{name}: needs Python code that comes with it, which wellposed never runs; if you trust it, load it "
-                "in Python with trust_remote_code=True and pass the model to wellposed"
+                f"{name}: needs Python code that comes with it, which wellposed never runs; if you"
+                " trust it, load it in Python with trust_remote_code=True and pass the model to"
+                " wellposed"
             ) from error
         said = (
-            " ".join(text.split()) if isinstance(error, WellposedError) else text.strip().partition("\n")[0].rstrip(".")
+            " ".join(text.split())
+            if isinstance(error, WellposedError)
+            else text.strip().partition("\n")[0].rstrip(".")
         )
-        raise CheckpointError(f"{name}: cannot be loaded: {said or type(error).__name__}") from error
+        raise CheckpointError(
+            f"{name}: cannot be loaded: {said or type(error).__name__}"
+        ) from error
 
 
 def _refuse_pickles(folder: Path, kind: Any) -> None:
-    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin")) if folder.is_dir() else []
+    pickled = (
+        sorted(path.name for path in folder.glob("pytorch_model*.bin")) if folder.is_dir() else []
+    )
     if pickled and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{folder}: the weights are pickled ({', '.join(pickled)}), which can run code; expected safetensors; "
-            f"if you trust the file, convert it once: model = transformers.{kind.__name__}.from_pretrained("
-            f"{str(folder)!r}, use_safetensors=False), then model.save_pretrained({str(folder)!r})"
+            f"{folder}: the weights are pickled ({', '.join(pickled)}), which can run code;"
+            " expected safetensors; if you trust the file, convert it once: model ="
+            f" transformers.{kind.__name__}.from_pretrained({str(folder)!r},"
+            f" use_safetensors=False), then model.save_pretrained({str(folder)!r})"
         )
 
 
 def _refuse_endless_depth(folder: Path) -> None:
-    """Refuse a model of more layers than its files have tensors, before years are spent on building it."""
+    """Refuse a model of more layers than its files have tensors, before years are spent on building
+    it."""
     from safetensors import SafetensorError, safe_open
 
     files = [path for path in folder.glob("*.safetensors") if path.is_file()]
@@ -271,18 +327,24 @@ def _refuse_endless_depth(folder: Path) -> None:
                 tensors += len(weights.keys())
     except (OSError, ValueError, TypeError, SafetensorError):
         return  # not a folder, or damaged in a way that loading names
-    depths = {name: value for name, value in values.items() if name.endswith(_DEPTHS) and isinstance(value, int)}
+    depths = {
+        name: value
+        for name, value in values.items()
+        if name.endswith(_DEPTHS) and isinstance(value, int)
+    }
     beyond = [f"{name} = {value}" for name, value in depths.items() if value > max(_DEEP, tensors)]
     if files and beyond:
         raise CheckpointError(
-            f"{folder / 'config.json'}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is "
-            "damaged or of another model: copy the folder again from where it was whole"
+            f"{folder / 'config.json'}: {', '.join(beyond)}, and the weights are {tensors} tensors;"
+            " the file is damaged or of another model: copy the folder again from where it was"
+            " whole"
         )
 
 
 @cache
 def _hub_answers() -> bool:
-    """Try once whether the hub can be reached; Hugging Face tries every file six times, for half a minute."""
+    """Try once whether the hub can be reached; Hugging Face tries every file six times, for half a
+    minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

@@ -23,7 +23,8 @@ _NOT_FOR_LSTM = (
 class LSTMConfig(WellposedConfig):
     """Sizes of an LSTM, in the words of a Transformer: hidden_size is that of cell and state alike.
 
-    The number of heads and the feed-forward width are not read; what else an LSTM lacks must stay at its default.
+    The number of heads and the feed-forward width are not read; what else an LSTM lacks must stay
+    at its default.
 
     Raises:
         ConfigError: an option of Transformers that an LSTM cannot follow, or a value out of range.
@@ -38,7 +39,8 @@ class LSTMConfig(WellposedConfig):
         """Raise `ConfigError` naming every value that no LSTM can be built from."""
         fields = {**type(self).__dataclass_fields__, **self.part_options()}
         refused = [
-            f"{name}: received {getattr(self, name)!r}; an LSTM has none, leave {fields[name].default!r}"
+            f"{name}: received {getattr(self, name)!r}; an LSTM has none, leave"
+            f" {fields[name].default!r}"
             for name in _NOT_FOR_LSTM
             if getattr(self, name) != fields[name].default
         ]
@@ -47,9 +49,11 @@ class LSTMConfig(WellposedConfig):
 
 
 class LSTMForCausalLM(PreTrainedModel):
-    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings: exact causality, no attention.
+    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings: exact causality, no
+    attention.
 
-    Hochreiter and Schmidhuber (1997); dropout between layers. No text generation with a kept state: it has no cache.
+    Hochreiter and Schmidhuber (1997); dropout between layers. No text generation with a kept state:
+    it has no cache.
 
     Args:
         config: sizes; `tie_word_embeddings` shares the embedding with the output.
@@ -69,7 +73,11 @@ class LSTMForCausalLM(PreTrainedModel):
         between = config.dropout if config.num_hidden_layers > 1 else 0.0
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lstm = nn.LSTM(
-            config.hidden_size, config.hidden_size, config.num_hidden_layers, batch_first=True, dropout=between
+            config.hidden_size,
+            config.hidden_size,
+            config.num_hidden_layers,
+            batch_first=True,
+            dropout=between,
         )
         self.dropout = nn.Dropout(config.dropout)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -104,24 +112,29 @@ class LSTMForCausalLM(PreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """Return the logits of the next token at every position and, with labels, their mean cross-entropy in nats.
+        """Return the logits of the next token at every position and, with labels, their mean
+        cross-entropy in nats.
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: 1 = real token; padding must stand on the right, where no real token sees it.
+            attention_mask: 1 = real token; padding must stand on the right, where no real token
+            sees it.
             inputs_embeds: (batch, tokens, hidden_size) in place of ids.
             labels: int (batch, tokens), shifted inside; -100 is not counted.
         """
         if attention_mask is not None and bool((attention_mask.diff(dim=1) > 0).any()):
             raise ShapeError(
-                "LSTMForCausalLM: received padding before a real token; expected padding on the right only"
+                "LSTMForCausalLM: received padding before a real token; expected padding on the"
+                " right only"
             )
         embedded = self.token(input_ids) if inputs_embeds is None else inputs_embeds
         states, _ = self.lstm(self.dropout(embedded))
         logits = self.lm_head(self.dropout(states))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutput(loss=cast(Any, loss), logits=cast(Any, logits))
 
 

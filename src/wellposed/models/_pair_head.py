@@ -17,10 +17,11 @@ UNIT_DIVISOR = math.sqrt(10.0)
 class PairHead(nn.Module):
     """`logits = W_2 s(W_1 [a, b, a*b, a-b] / c + b_1) + b_2` of two pooled vectors a, b.
 
-    Exact: s is ReLU and c = 1, the head of document retrieval in the Long Range Arena (Tay et al. 2021) with one
-    hidden layer. With `unit_lipschitz` a and b are projected onto the unit ball, s is MaxMin and c = sqrt(10), so that
-    `|change of the hidden layer| <= |W_1|_2 max(|da|, |db|)`: certified, both texts moving at once (theory note B12).
-    The head is not symmetric in its arguments. Without `unit_lipschitz` it has a bound where |a| and |b| have one.
+    Exact: s is ReLU and c = 1, the head of document retrieval in the Long Range Arena (Tay et al.
+    2021) with one hidden layer. With `unit_lipschitz` a and b are projected onto the unit ball, s
+    is MaxMin and c = sqrt(10), so that `|change of the hidden layer| <= |W_1|_2 max(|da|, |db|)`:
+    certified, both texts moving at once (theory note B12). The head is not symmetric in its
+    arguments. Without `unit_lipschitz` it has a bound where |a| and |b| have one.
 
     Args:
         width: entries of a and of b.
@@ -41,11 +42,19 @@ class PairHead(nn.Module):
     reads_two_vectors = True
 
     def __init__(
-        self, width: int, hidden: int, num_labels: int, *, dropout: float = 0.0, unit_lipschitz: bool = False
+        self,
+        width: int,
+        hidden: int,
+        num_labels: int,
+        *,
+        dropout: float = 0.0,
+        unit_lipschitz: bool = False,
     ) -> None:
         super().__init__()
         if unit_lipschitz and hidden % 2:
-            raise ConfigError(f"PairHead: hidden={hidden}: expected an even number, as MaxMin sorts pairs")
+            raise ConfigError(
+                f"PairHead: hidden={hidden}: expected an even number, as MaxMin sorts pairs"
+            )
         self.in_features = width
         self.divisor = UNIT_DIVISOR if unit_lipschitz else 1.0
         self.projection = BallProjection(width) if unit_lipschitz else nn.Identity()
@@ -65,15 +74,27 @@ class PairHead(nn.Module):
 
 
 def before_output(head: PairHead, site: Site) -> LayerBound:
-    """Bound what the last linear map of a head reads, where both vectors move and are within the site's radius."""
+    """Bound what the last linear map of a head reads, where both vectors move and are within the
+    site's radius."""
     ball = site.child(head.projection, "projection")
     if not math.isfinite(ball.out_radius):
-        return site.refuse_without_ball("two inputs meet in a product a*b, which has no global bound")
+        return site.refuse_without_ball(
+            "two inputs meet in a product a*b, which has no global bound"
+        )
     radius = ball.out_radius
     dropout = site.child(head.dropout, "dropout", radius=radius)
-    reach = site.spectral_norm(head.hidden.weight) * radius * math.sqrt(6.0 + radius * radius) / head.divisor
+    reach = (
+        site.spectral_norm(head.hidden.weight)
+        * radius
+        * math.sqrt(6.0 + radius * radius)
+        / head.divisor
+    )
     bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
-    joint = LayerBound(_slope(head, site, radius) / head.divisor, "both vectors move (B12)", out_radius=reach + bias)
+    joint = LayerBound(
+        _slope(head, site, radius) / head.divisor,
+        "both vectors move (B12)",
+        out_radius=reach + bias,
+    )
     hidden = site.record(head.hidden, "hidden", joint)
     active = site.child(head.activation, "activation", radius=hidden.out_radius)
     return site.product([ball, dropout, hidden, active])
@@ -91,8 +112,13 @@ def _slope(head: PairHead, site: Site, radius: float) -> float:
     longest = float(product.norm(dim=0).max())
     if site.norm == 2:
         apart = site.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
-        return margin * min(apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius))
-    halves = min(math.sqrt(2.0) * site.spectral_norm(linear), sum(map(site.spectral_norm, linear.chunk(2, dim=1))))
+        return margin * min(
+            apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
+        )
+    halves = min(
+        math.sqrt(2.0) * site.spectral_norm(linear),
+        sum(map(site.spectral_norm, linear.chunk(2, dim=1))),
+    )
     whole = site.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
     return margin * min(halves + 2.0 * radius * longest, whole)
 

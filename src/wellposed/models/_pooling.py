@@ -10,7 +10,8 @@ from torch import Tensor
 from wellposed.registry import Registry
 
 POOLINGS = Registry[Callable[[Tensor, Tensor | None], Tensor]]("pooling")
-"""`pool(hidden, key_padding_mask) -> Tensor`: (batch, tokens, width) to (batch, width); True in the mask = padding."""
+"""`pool(hidden, key_padding_mask) -> Tensor`: (batch, tokens, width) to (batch, width); True in the
+mask = padding."""
 
 
 @POOLINGS.register("mean")

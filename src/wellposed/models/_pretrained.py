@@ -1,4 +1,5 @@
-"""What the models of all families share: a checked configuration, recomputed layers, and the table of tokens."""
+"""What the models of all families share: a checked configuration, recomputed layers, and the table
+of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from wellposed.models._checked_config import CheckedConfig
 
 
 class CheckedPreTrainedModel(PreTrainedModel, ABC):
-    """A model whose configuration is checked, whose layers can be recomputed, and whose body has `embeddings.token`."""
+    """A model whose configuration is checked, whose layers can be recomputed, and whose body has
+    `embeddings.token`."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -41,9 +43,16 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Recompute every n-th layer, counted over the model; transformers counts layers of its own class only."""
-        if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int) or every_n_layers < 1:
-            raise ConfigError(f"every_n_layers: received {every_n_layers!r}; expected an integer >= 1")
+        """Recompute every n-th layer, counted over the model; transformers counts layers of its own
+        class only."""
+        if (
+            isinstance(every_n_layers, bool)
+            or not isinstance(every_n_layers, int)
+            or every_n_layers < 1
+        ):
+            raise ConfigError(
+                f"every_n_layers: received {every_n_layers!r}; expected an integer >= 1"
+            )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
         if enable:
             self._recompute_every(every_n_layers)
@@ -82,11 +91,17 @@ def check_cache(
     if use_cache is False:
         reason = "past_key_values were given together with use_cache=False; give one of them"
     elif not is_causal:
-        reason = "the model is not causal, so earlier tokens change with later ones; call it with use_cache=False"
+        reason = (
+            "the model is not causal, so earlier tokens change with later ones; call it with"
+            " use_cache=False"
+        )
     elif not has_blocks:
         reason = "the model has no blocks, so nothing would be kept; call it with use_cache=False"
     elif torch.is_grad_enabled() and recomputes():
-        reason = "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or eval()"
+        reason = (
+            "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or"
+            " eval()"
+        )
     if reason is not None:
         raise ConfigError(f"{where}: no cache can be used: {reason}")
     return True
@@ -98,11 +113,13 @@ def refuse_attentions(output_attentions: bool | None) -> None:
     >>> refuse_attentions(True)
     Traceback (most recent call last):
     ...
-    wellposed.errors.ConfigError: output_attentions=True: the attention kernels never form the weights, so none can be \
+    wellposed.errors.ConfigError: output_attentions=True: the attention kernels never form the
+    weights, so none can be \
 returned; leave it False, and use wellposed.measure(model, batch) for attention statistics
     """
     if output_attentions:
         raise ConfigError(
-            "output_attentions=True: the attention kernels never form the weights, so none can be returned; leave it "
-            "False, and use wellposed.measure(model, batch) for attention statistics"
+            "output_attentions=True: the attention kernels never form the weights, so none can be"
+            " returned; leave it False, and use wellposed.measure(model, batch) for attention"
+            " statistics"
         )

@@ -33,9 +33,11 @@ _DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class WellposedDecoder(WellposedBody):
-    """The causal half: blocks of self-attention, cross-attention to the encoder's states, and feed-forward.
+    """The causal half: blocks of self-attention, cross-attention to the encoder's states, and
+    feed-forward.
 
-    Its token embedding is its own, or, with `config.share_embeddings`, the encoder's, handed to every call.
+    Its token embedding is its own, or, with `config.share_embeddings`, the encoder's, handed to
+    every call.
 
     Args:
         config: what the model is made of; it has `config.decoder_depth` blocks.
@@ -67,7 +69,8 @@ class WellposedDecoder(WellposedBody):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        """Return the hidden states of every target token; arguments as `WellposedModel.forward`, and the memory's.
+        """Return the hidden states of every target token; arguments as `WellposedModel.forward`,
+        and the memory's.
 
         Args:
             encoder_hidden_states: (batch, source tokens, D).
@@ -79,7 +82,9 @@ class WellposedDecoder(WellposedBody):
         if self.check_cache(past_key_values, use_cache):
             cache = past_key_values = self._pair_of_caches(past_key_values)
         batch, memory_length = encoder_hidden_states.shape[:2]
-        mask = memory_mask(padding_of(encoder_attention_mask, batch, memory_length), encoder_hidden_states)
+        mask = memory_mask(
+            padding_of(encoder_attention_mask, batch, memory_length), encoder_hidden_states
+        )
         x, states = self.run(
             ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids, _DECODER_NAMES),
             output_hidden_states=output_hidden_states,
@@ -92,16 +97,21 @@ class WellposedDecoder(WellposedBody):
             table=token_embedding,
         )
         return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, x), past_key_values=past_key_values, hidden_states=cast(Any, states)
+            last_hidden_state=cast(Any, x),
+            past_key_values=past_key_values,
+            hidden_states=cast(Any, states),
         )
 
     def _pair_of_caches(self, given: Cache | None) -> EncoderDecoderCache:
         if given is None:
-            return EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+            return EncoderDecoderCache(
+                DynamicCache(config=self.config), DynamicCache(config=self.config)
+            )
         if not isinstance(given, EncoderDecoderCache):
             raise ConfigError(
-                f"past_key_values: received a {type(given).__name__}; expected an EncoderDecoderCache, which holds "
-                "the keys and values of the target and of the source"
+                f"past_key_values: received a {type(given).__name__}; expected an"
+                " EncoderDecoderCache, which holds the keys and values of the target and of the"
+                " source"
             )
         return given
 
@@ -112,7 +122,8 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
     Padding of either side changes nothing for real tokens. No target token depends on a later one.
 
     Args:
-        config: what the model is made of; `num_hidden_layers` blocks in the encoder, `decoder_depth` in the decoder.
+        config: what the model is made of; `num_hidden_layers` blocks in the encoder,
+        `decoder_depth` in the decoder.
         is_part: whether a larger model holds this one, and initialises it as a whole.
     """
 
@@ -150,7 +161,8 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> Seq2SeqModelOutput:
-        """Return the hidden states of every target token; arguments as `WellposedForSeq2SeqLM.forward`."""
+        """Return the hidden states of every target token; arguments as
+        `WellposedForSeq2SeqLM.forward`."""
         read = _as_output(encoder_outputs) or self.encoder(
             input_ids,
             attention_mask=attention_mask,
@@ -168,7 +180,9 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
                 position_ids=decoder_position_ids,
                 encoder_hidden_states=memory,
                 encoder_attention_mask=attention_mask,
-                token_embedding=self.encoder.embeddings.token if self.config.share_embeddings else None,
+                token_embedding=(
+                    self.encoder.embeddings.token if self.config.share_embeddings else None
+                ),
                 past_key_values=past_key_values,
                 inputs_embeds=decoder_inputs_embeds,
                 use_cache=use_cache,
@@ -197,20 +211,23 @@ def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutpu
 class WellposedForSeq2SeqLM(
     LanguageHead[Seq2SeqLMOutput], WellposedPreTrainedModel, Seq2SeqGeneration, GenerationMixin
 ):
-    """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source and earlier ones.
+    """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source
+    and earlier ones.
 
-    Causality in the target is exact, and so is independence of padding on either side. `W` is the target's token
-    embedding where tied. Vaswani et al. (2017).
+    Causality in the target is exact, and so is independence of padding on either side. `W` is the
+    target's token embedding where tied. Vaswani et al. (2017).
 
     Args:
-        config: what the model is made of: `num_hidden_layers` blocks in the encoder, `num_decoder_layers` in the
-            decoder (as many where None), `share_embeddings`, `tie_word_embeddings`, and every other option for both.
-            The model keeps a copy with `is_encoder_decoder=True`.
+        config: what the model is made of: `num_hidden_layers` blocks in the encoder,
+            `num_decoder_layers` in the decoder (as many where None), `share_embeddings`,
+            `tie_word_embeddings`, and every other option for both. The model keeps a copy with
+            `is_encoder_decoder=True`.
 
     Raises:
         ConfigError: the configuration is not usable, or says `is_causal=True`.
 
-    Cost: that of its blocks; in generation the source is read once, and its keys and values are made once a layer.
+    Cost: that of its blocks; in generation the source is read once, and its keys and values are
+    made once a layer.
     When not to use: one sequence (`WellposedForCausalLM`), or tagging and classifying the source.
 
     >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -231,7 +248,8 @@ class WellposedForSeq2SeqLM(
         self.model = WellposedSeq2SeqModel(config, is_part=True)
         self.add_head(config.hidden_size, config.vocab_size)
         self.post_init()
-        # a configuration marked as derived from the model's drops entries of its own when it is loaded
+        # a configuration marked as derived from the model's drops entries of its own when it is
+        # loaded
         self.generation_config._from_model_config = False
 
     def get_input_embeddings(self) -> nn.Module:
@@ -263,20 +281,25 @@ class WellposedForSeq2SeqLM(
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Seq2SeqLMOutput:
-        """Return the logits of the next target token at every position and, with labels, their mean cross-entropy.
+        """Return the logits of the next target token at every position and, with labels, their mean
+        cross-entropy.
 
         Args:
             input_ids: int (batch, source tokens).
-            attention_mask: (batch, source tokens), 1 = real, 0 = padding, on any side; None = all real.
-            decoder_input_ids: int (batch, target tokens), from `decoder_start_token_id` on. Where absent and labels are
+            attention_mask: (batch, source tokens), 1 = real, 0 = padding, on any side; None = all
+            real.
+            decoder_input_ids: int (batch, target tokens), from `decoder_start_token_id` on. Where
+                absent and labels are
                 given: the labels, shifted to the right by one.
-            decoder_attention_mask: (batch, cached + target tokens), 1 = real. Padding on the right needs none.
+            decoder_attention_mask: (batch, cached + target tokens), 1 = real. Padding on the right
+            needs none.
             position_ids, decoder_position_ids: counted over real tokens where None.
             encoder_outputs: the encoder's output, in place of the source, read once.
             past_key_values: an `EncoderDecoderCache` of earlier target tokens; extended in place.
-            inputs_embeds, decoder_inputs_embeds: vectors (batch, tokens, D) in place of ids, before the factor sqrt(D).
-            labels: int (batch, target tokens); labels t belong to logits t, so they are not shifted; -100 is not
-                counted.
+            inputs_embeds, decoder_inputs_embeds: vectors (batch, tokens, D) in place of ids, before
+            the factor sqrt(D).
+            labels: int (batch, target tokens); labels t belong to logits t, so they are not
+                shifted; -100 is not counted.
             use_cache: make and return a cache; only where asked for, or where one is given.
             output_hidden_states: also return the states of both sides.
             output_attentions: must not be True: the fused kernels never form the weights.
@@ -284,13 +307,14 @@ class WellposedForSeq2SeqLM(
             num_items_in_batch: divide the summed loss by this, in place of the number of labels.
 
         Returns:
-            `loss` where labels are given, in nats; `logits` (batch, kept target tokens, vocab_size);
-            `past_key_values`; `encoder_last_hidden_state`; `encoder_hidden_states`, `decoder_hidden_states`.
+            `loss` where labels are given, in nats; `logits` (batch, kept target tokens,
+            vocab_size); `past_key_values`; `encoder_last_hidden_state`; `encoder_hidden_states`,
+            `decoder_hidden_states`.
 
         Raises:
             ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit.
-            ConfigError: attention weights are asked for, a cache that cannot be used, or labels without a token to
-                start with.
+            ConfigError: attention weights are asked for, a cache that cannot be used, or labels
+                without a token to start with.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
@@ -311,33 +335,42 @@ class WellposedForSeq2SeqLM(
         )
         kept = kept_positions(logits_to_keep)
         logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
-        loss = None if labels is None else self.token_loss(logits, labels[:, kept], num_items_in_batch)
+        loss = (
+            None if labels is None else self.token_loss(logits, labels[:, kept], num_items_in_batch)
+        )
         return self.result(logits, loss, output)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in the place of -100.
 
         Raises:
-            ConfigError: the configuration names no token to start with, or no padding where a label is -100.
+            ConfigError: the configuration names no token to start with, or no padding where a label
+            is -100.
         """
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         start = self.config.bos_token_id if start is None else start
         if start is None:
             raise ConfigError(
-                "labels without decoder_input_ids: the configuration has neither decoder_start_token_id nor "
-                "bos_token_id; set one, or give decoder_input_ids"
+                "labels without decoder_input_ids: the configuration has neither"
+                " decoder_start_token_id nor bos_token_id; set one, or give decoder_input_ids"
             )
         before = torch.cat((labels.new_full((labels.shape[0], 1), start), labels[:, :-1]), dim=1)
         # where no padding token is named any token serves: what follows it is not counted either
         return before.masked_fill(before == IGNORED_LABEL, start if padding is None else padding)
 
     def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
     ) -> nn.Embedding:
         """Change the number of tokens of source and target alike; arguments as in transformers."""
         source = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         embeddings = self.model.decoder.embeddings
-        if embeddings.token is not None and embeddings.token.num_embeddings != source.num_embeddings:
+        if (
+            embeddings.token is not None
+            and embeddings.token.num_embeddings != source.num_embeddings
+        ):
             embeddings.token = self._get_resized_embeddings(
                 embeddings.token, source.num_embeddings, mean_resizing=mean_resizing
             )
@@ -346,13 +379,17 @@ class WellposedForSeq2SeqLM(
 
 
 def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
-    """Return a copy that says what it is, or the one that does; raise `ConfigError` where it says otherwise."""
+    """Return a copy that says what it is, or the one that does; raise `ConfigError` where it says
+    otherwise."""
     if config.is_causal:
-        raise ConfigError(f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave None")
+        raise ConfigError(
+            f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave"
+            " None"
+        )
     if config.decoder_depth < 1:
         raise ConfigError(
-            f"{where}: num_hidden_layers=0 without num_decoder_layers: a decoder without blocks reads no source; give "
-            "num_decoder_layers >= 1"
+            f"{where}: num_hidden_layers=0 without num_decoder_layers: a decoder without blocks"
+            " reads no source; give num_decoder_layers >= 1"
         )
     if config.is_encoder_decoder:
         return config

@@ -32,15 +32,16 @@ class GenericForSequenceClassification(Classifier[Output]):
         """Return the logits of every sequence and, with labels, the loss.
 
         Args:
-            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the arguments not named
-                here.
-            labels: int (batch,) for one label, where -100 is not counted; float (batch, num_labels) for several; float
-                (batch,) for a number (num_labels = 1). `config.problem_type` settles what the dtype does not.
+            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the
+                arguments not named here.
+            labels: int (batch,) for one label, where -100 is not counted; float (batch, num_labels)
+                for several; float (batch,) for a number (num_labels = 1). `config.problem_type`
+                settles what the dtype does not.
 
         Returns:
-            `loss` where labels are given: cross-entropy, binary cross-entropy or squared error, averaged, plus the
-            body's auxiliary loss where it has one; `logits` (batch, num_labels); and of what the body returns all that
-            the output has a field for.
+            `loss` where labels are given: cross-entropy, binary cross-entropy or squared error,
+            averaged, plus the body's auxiliary loss where it has one; `logits` (batch, num_labels);
+            and of what the body returns all that the output has a field for.
 
         Raises:
             ShapeError: see the body's `forward`.
@@ -68,7 +69,8 @@ class WellposedForSequenceClassification(
     """`logits = W pool_i(x_i) + b`, pooled over real tokens only, so padding never changes a logit.
 
     Args:
-        config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits, `pooling` the pool.
+        config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits,
+        `pooling` the pool.
 
     Raises:
         ConfigError: the configuration is not usable.

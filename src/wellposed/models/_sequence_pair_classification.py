@@ -45,18 +45,24 @@ class GenericForSequencePairClassification(Classifier[Output]):
             attention_mask_pair: 1 = real token of the second sequences; None = all real.
             inputs_embeds: (batch, tokens, D) in place of `input_ids`.
             inputs_embeds_pair: (batch, other tokens, D) in place of `input_ids_pair`.
-            labels: as for `forward` of the classifier of one sequence, `WellposedForSequenceClassification`.
+            labels: as for `forward` of the classifier of one sequence,
+            `WellposedForSequenceClassification`.
 
         Returns:
-            `loss` where labels are given, plus the mean of the body's auxiliary losses where it has one; `logits`
-            (batch, num_labels); `auxiliary_loss` where the output has a field for it.
+            `loss` where labels are given, plus the mean of the body's auxiliary losses where it has
+            one; `logits` (batch, num_labels); `auxiliary_loss` where the output has a field for it.
 
         Raises:
             ShapeError: sides of different batch size, and what `forward` of the body refuses.
         """
-        vector, output = self.pooled(input_ids, attention_mask, inputs_embeds=inputs_embeds, output_hidden_states=False)
+        vector, output = self.pooled(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, output_hidden_states=False
+        )
         other_vector, other = self.pooled(
-            input_ids_pair, attention_mask_pair, inputs_embeds=inputs_embeds_pair, output_hidden_states=False
+            input_ids_pair,
+            attention_mask_pair,
+            inputs_embeds=inputs_embeds_pair,
+            output_hidden_states=False,
         )
         check_pairs(vector, other_vector)
         logits = self.classifier(vector, other_vector)
@@ -68,19 +74,23 @@ class GenericForSequencePairClassification(Classifier[Output]):
 class WellposedForSequencePairClassification(
     GenericForSequencePairClassification[SequenceClassifierOutput], WellposedPreTrainedModel
 ):
-    """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same encoder f, then `PairHead`.
+    """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same encoder f, then
+    `PairHead`.
 
-    Sequences meet in the head only, so the states of one do not depend on the other; padding changes no logit.
+    Sequences meet in the head only, so the states of one do not depend on the other; padding
+    changes no logit.
 
     Args:
-        config: what the model is made of; `num_labels` sets the number of logits, `pooling` the pool,
-            `intermediate_size` the width of the head's hidden layer. With `feedforward="maxmin"` the head is
-            1-Lipschitz in both texts for weights of norm 1 (`PairHead`, `unit_lipschitz`).
+        config: what the model is made of; `num_labels` sets the number of logits, `pooling` the
+            pool, `intermediate_size` the width of the head's hidden layer. With
+            `feedforward="maxmin"` the head is 1-Lipschitz in both texts for weights of norm 1
+            (`PairHead`, `unit_lipschitz`).
 
     Raises:
         ConfigError: the configuration is not usable.
 
-    When not to use it: for pairs whose words have to be compared one by one; join them to one sequence instead.
+    When not to use it: for pairs whose words have to be compared one by one; join them to one
+    sequence instead.
 
     >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_labels=2)
     >>> import torch
@@ -113,16 +123,18 @@ def check_pairs(first: Tensor, second: Tensor) -> None:
     >>> check_pairs(torch.zeros(2, 8), torch.zeros(3, 8))
     Traceback (most recent call last):
     ...
-    wellposed.errors.ShapeError: input_ids_pair: received 3 sequences for 2 in input_ids; expected one for each
+    wellposed.errors.ShapeError: input_ids_pair: received 3 sequences for 2 in input_ids; expected
+    one for each
     """
     if first.shape[0] != second.shape[0]:
         raise ShapeError(
-            f"input_ids_pair: received {second.shape[0]} sequences for {first.shape[0]} in input_ids; "
-            "expected one for each"
+            f"input_ids_pair: received {second.shape[0]} sequences for {first.shape[0]} in"
+            " input_ids; expected one for each"
         )
 
 
 class AutoModelForSequencePairClassification(_BaseAutoModelClass):
-    """Auto class of the models that take `input_ids` and `input_ids_pair`; a new architecture registers with it."""
+    """Auto class of the models that take `input_ids` and `input_ids_pair`; a new architecture
+    registers with it."""
 
     _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())

@@ -1,4 +1,5 @@
-"""A model of the user's to start from: its weights with a head for the task, or its configuration alone."""
+"""A model of the user's to start from: its weights with a head for the task, or its configuration
+alone."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ class Start:
 
     model: PreTrainedModel
     new_weights: tuple[str, ...]
-    """Names of the tensors that were drawn, not read: of the head, or all where the model starts from scratch."""
+    """Names of the tensors that were drawn, not read: of the head, or all where the model starts
+    from scratch."""
     left_out: tuple[str, ...]
-    """Names of the saved tensors that the model for this task has no use for, such as another head."""
+    """Names of the saved tensors that the model for this task has no use for, such as another
+    head."""
 
 
 def start_config(source: str | Path) -> PreTrainedConfig:
-    """Return the configuration that ``source`` holds: a folder, a ``config.json``, or the name of a hub model.
+    """Return the configuration that ``source`` holds: a folder, a ``config.json``, or the name of a
+    hub model.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -54,7 +58,8 @@ def start_config(source: str | Path) -> PreTrainedConfig:
 
 
 def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
-    """Return the configuration of ``source`` where its family has a model of ``kind``; reads no weights.
+    """Return the configuration of ``source`` where its family has a model of ``kind``; reads no
+    weights.
 
     Raises:
         ConfigError: no model of Hugging Face is of that kind, or none of this family.
@@ -67,27 +72,36 @@ def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
     """
     if kind not in AUTO_CLASSES:
         kinds = ", ".join(AUTO_CLASSES)
-        raise ConfigError(f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}")
+        raise ConfigError(
+            f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}"
+        )
     config = start_config(source)
     if type(config) not in AUTO_CLASSES[kind]._model_mapping:
         raise ConfigError(
-            f"{source}: a {config.model_type} model has no head for {kind.replace('_', ' ')} in transformers; "
-            "choose a task of its kind, or another model"
+            f"{source}: a {config.model_type} model has no head for {kind.replace('_', ' ')} in"
+            " transformers; choose a task of its kind, or another model"
         )
     return config
 
 
 def start_model(
-    source: str | Path, kind: str, wanted: Mapping[str, Any], *, from_scratch: bool = False, new_head: bool = False
+    source: str | Path,
+    kind: str,
+    wanted: Mapping[str, Any],
+    *,
+    from_scratch: bool = False,
+    new_head: bool = False,
 ) -> Start:
-    """Return the model of ``source`` with the head that ``kind`` needs, every weight that was saved in its place.
+    """Return the model of ``source`` with the head that ``kind`` needs, every weight that was saved
+    in its place.
 
-    Status: exact for what is read. As `load_pretrained_model`: no code of the folder runs, weights are safetensors. A
-    tensor of the body that the file lacks is an error; tensors of a head that it lacks are drawn by the model's own
-    initialisation and named in ``new_weights``.
+    Status: exact for what is read. As `load_pretrained_model`: no code of the folder runs, weights
+    are safetensors. A tensor of the body that the file lacks is an error; tensors of a head that it
+    lacks are drawn by the model's own initialisation and named in ``new_weights``.
 
     Args:
-        source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a hub name.
+        source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a
+        hub name.
         kind: of the task, a key of ``AUTO_CLASSES``.
         wanted: what the data fixes: ``vocab_size``, ``max_position_embeddings``, token ids, labels.
         from_scratch: read the configuration alone and draw every weight.
@@ -97,12 +111,14 @@ def start_model(
         The model in training mode, with what was drawn and what was left out.
 
     Raises:
-        ConfigError: a kind that the model's family has no head for, a language model whose tokens see later ones,
-            labels that differ, too few positions.
+        ConfigError: a kind that the model's family has no head for, a language model whose tokens
+            see later ones, labels that differ, too few positions.
         ShapeError: a vocabulary larger than the model's.
-        CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of another shape.
+        CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of another
+        shape.
 
-    Cost: reading the weights. When not to use: to go on with a finished run of this library, resume it.
+    Cost: reading the weights. When not to use: to go on with a finished run of this library, resume
+    it.
 
     >>> start_model("/no/such/folder", "causal_lm", {})
     Traceback (most recent call last):
@@ -116,7 +132,9 @@ def start_model(
         for name in ("vocab_size", *TOKENS, *LABELS):
             if wanted.get(name) is not None:
                 setattr(config, name, wanted[name])
-        config.architectures = config.architectures or []  # where a family has two classes, None is gone through
+        config.architectures = (
+            config.architectures or []
+        )  # where a family has two classes, None is gone through
         model = auto.from_config(config)
         _check_direction(source, kind, model)
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
@@ -132,8 +150,9 @@ def start_model(
     lacking = sorted(name for name in missing if not _belongs_to_head(model, name))
     if lacking:
         raise CheckpointError(
-            f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body; it is damaged or of another "
-            "architecture: copy the folder again, or give --from-scratch to use its configuration alone"
+            f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body; it is"
+            " damaged or of another architecture: copy the folder again, or give --from-scratch to"
+            " use its configuration alone"
         )
     for name in TOKENS:
         for held in filter(None, (model.config, getattr(model, "generation_config", None))):
@@ -143,10 +162,12 @@ def start_model(
 
 
 def text_positions(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens that a model of ``config`` reads; None where it has no positions to run out of.
+    """Return the most tokens that a model of ``config`` reads; None where it has no positions to
+    run out of.
 
-    Status: exact for the families of transformers whose position codes begin behind the number of the padding token
-    (RoBERTa and its kin), and for all that begin at 0. When not to use: for images.
+    Status: exact for the families of transformers whose position codes begin behind the number of
+    the padding token (RoBERTa and its kin), and for all that begin at 0. When not to use: for
+    images.
 
     >>> text_positions(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1))
     512
@@ -187,22 +208,26 @@ def _check_decoder_start(source: str | Path, config: PreTrainedConfig, wanted: i
     has = getattr(config, "decoder_start_token_id", None)
     if None not in (has, wanted) and has != wanted:
         raise ConfigError(
-            f"{source}: the decoder starts with token {has} and the data's tokenizer begins targets after {wanted}; "
-            "use the tokenizer that was saved with the model"
+            f"{source}: the decoder starts with token {has} and the data's tokenizer begins targets"
+            f" after {wanted}; use the tokenizer that was saved with the model"
         )
 
 
 def _check_direction(source: str | Path, kind: str, model: PreTrainedModel) -> None:
-    """Refuse a language model whose tokens see what they are to predict, and an encoder whose first token does not."""
-    if kind == "encoder" and (model.config.is_encoder_decoder or not _first_token_sees_the_last(model)):
+    """Refuse a language model whose tokens see what they are to predict, and an encoder whose first
+    token does not."""
+    if kind == "encoder" and (
+        model.config.is_encoder_decoder or not _first_token_sees_the_last(model)
+    ):
         raise ConfigError(
-            f"{source}: a {type(model).__name__} is no encoder whose first token sees all others; give one such as "
-            "BERT, RoBERTa or DistilBERT"
+            f"{source}: a {type(model).__name__} is no encoder whose first token sees all others;"
+            " give one such as BERT, RoBERTa or DistilBERT"
         )
     if kind == "causal_lm" and _first_token_sees_the_last(model):
         raise ConfigError(
-            f"{source}: the tokens of a {type(model).__name__} see those after them, which a language model is to "
-            "predict; give a decoder such as GPT-2 or Llama, or the task text_classification"
+            f"{source}: the tokens of a {type(model).__name__} see those after them, which a"
+            " language model is to predict; give a decoder such as GPT-2 or Llama, or the task"
+            " text_classification"
         )
 
 
@@ -218,8 +243,8 @@ def _check_positions(source: str | Path, config: PreTrainedConfig, wanted: int |
     has = text_positions(config)
     if has is not None and wanted is not None and wanted > has:
         raise ConfigError(
-            f"{source}: the data asks for {wanted} positions and the model has {has}; give --max-length {has} "
-            "(--seq-len for a language model, --max-tokens for translation)"
+            f"{source}: the data asks for {wanted} positions and the model has {has}; give"
+            f" --max-length {has} (--seq-len for a language model, --max-tokens for translation)"
         )
 
 
@@ -232,8 +257,9 @@ def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
     unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
     if len(has) != len(names) or not (unnamed or list(has) == names):
         raise ConfigError(
-            f"{source}: its classifier has the labels {', '.join(has)} and the data {', '.join(names)}; "
-            "give --new-head to draw a new one, or data with the same labels in the same order"
+            f"{source}: its classifier has the labels {', '.join(has)} and the data"
+            f" {', '.join(names)}; give --new-head to draw a new one, or data with the same labels"
+            " in the same order"
         )
 
 

@@ -1,4 +1,5 @@
-"""The body that every TransJect model shares: an injective embedding and a stack of bi-Lipschitz layers."""
+"""The body that every TransJect model shares: an injective embedding and a stack of bi-Lipschitz
+layers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from wellposed.errors import ConfigError
 from wellposed.linalg import isometry_error
 from wellposed.model_options import TransJectOptions
 from wellposed.models._init import owns_weights
-from wellposed.models._inputs import ModelInputs, check_inputs, check_positions, padding_of, positions_of
+from wellposed.models._inputs import (
+    ModelInputs,
+    check_inputs,
+    check_positions,
+    padding_of,
+    positions_of,
+)
 from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
 from wellposed.models._transject_config import TransJectConfig
 from wellposed.nn import (
@@ -29,7 +36,8 @@ from wellposed.nn import (
 )
 from wellposed.nn.plain import on_host
 
-# Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn already.
+# Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn
+# already.
 _DRAWN = 1e-4
 
 
@@ -45,7 +53,8 @@ class GenerationCache(TransJectCache):
 
 @dataclass
 class TransJectModelOutput(ModelOutput):
-    """What the body returns; with sigma and gates, `invert` goes back from the last hidden state."""
+    """What the body returns; with sigma and gates, `invert` goes back from the last hidden
+    state."""
 
     last_hidden_state: Tensor | None = None
     """(batch, tokens, d)."""
@@ -58,7 +67,8 @@ class TransJectModelOutput(ModelOutput):
     gates: tuple[Tensor, ...] | None = None
     """Of each layer: (batch, experts); causal (batch, tokens, experts)."""
     auxiliary_loss: Tensor | None = None
-    """In training without a cache, the weighted loss that teaches the spectrum its basis: mean over the batch."""
+    """In training without a cache, the weighted loss that teaches the spectrum its basis: mean over
+    the batch."""
 
 
 class TransJectPreTrainedModel(CheckedPreTrainedModel):
@@ -69,7 +79,8 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
     _no_split_modules = ["TransJectBlock"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
 
     def orthogonal_patterns(self) -> tuple[str, ...]:
-        """Return the patterns of the weights that `wellposed.constrain_` is to hold orthogonal in training.
+        """Return the patterns of the weights that `wellposed.constrain_` is to hold orthogonal in
+        training.
 
         >>> model = TransJectModel(TransJectConfig(hidden_size=8, spectrum="random"))
         >>> model.orthogonal_patterns()
@@ -79,7 +90,8 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw what a constructor has not drawn: orthogonal weights only where they are not orthogonal yet."""
+        """Draw what a constructor has not drawn: orthogonal weights only where they are not
+        orthogonal yet."""
         if isinstance(module, OrthogonalLinear):
             if not module.weight.is_meta and not float(isometry_error(module.weight)) < _DRAWN:
                 module.reset_parameters()
@@ -102,14 +114,17 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
 
 
 class TransJectModel(TransJectPreTrainedModel):
-    """`x -> X^L` of `TransJectStack` on `X^0 = [E[token], P[position]]`: distances between tokens are kept.
+    """`x -> X^L` of `TransJectStack` on `X^0 = [E[token], P[position]]`: distances between tokens
+    are kept.
 
-    Exact up to rounding while its orthogonal weights are held: layer l changes the distance of two tokens of a sequence
-    by a factor within `[(1-|r_l|)^2, (1+|r_l|)^2]`, `|r_l| < 1/L`, in evaluation. Padding changes nothing for real
-    tokens. What tokens can exchange is d numbers (sigma) and E gates a layer: see `TransJectStack`. Sengupta et al.
-    (2023), corrected as the errata say.
+    Exact up to rounding while its orthogonal weights are held: layer l changes the distance of two
+    tokens of a sequence by a factor within `[(1-|r_l|)^2, (1+|r_l|)^2]`, `|r_l| < 1/L`, in
+    evaluation. Padding changes nothing for real tokens. What tokens can exchange is d numbers
+    (sigma) and E gates a layer: see `TransJectStack`. Sengupta et al. (2023), corrected as the
+    errata say.
 
-    Train it with `constrain_(model, optimizer, where=model.orthogonal_patterns())`, and add `output.auxiliary_loss`.
+    Train it with `constrain_(model, optimizer, where=model.orthogonal_patterns())`, and add
+    `output.auxiliary_loss`.
 
     Args:
         config: what the model is made of; `config.is_causal` None means an encoder.
@@ -117,7 +132,8 @@ class TransJectModel(TransJectPreTrainedModel):
     Raises:
         ConfigError: a value of the configuration is not usable.
 
-    Cost: linear in the number of tokens; with gradient checkpointing, training keeps one input a layer.
+    Cost: linear in the number of tokens; with gradient checkpointing, training keeps one input a
+    layer.
 
     >>> model = TransJectModel(TransJectConfig(hidden_size=8, num_experts=2)).eval()
     >>> output = model(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True)
@@ -164,18 +180,21 @@ class TransJectModel(TransJectPreTrainedModel):
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side; None = all real.
+            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side;
+            None = all real.
             position_ids: int (batch | 1, tokens); counted over real tokens where None.
             past_key_values: of earlier tokens; extended in place.
-            inputs_embeds: X^0 itself, (batch, tokens, d), position codes included, in place of `input_ids`.
+            inputs_embeds: X^0 itself, (batch, tokens, d), position codes included, in place of
+            `input_ids`.
             use_cache: make and return a cache; only where asked for, or where one is given.
             output_hidden_states: also return X^0 and the output of each layer.
             output_attentions: must not be True: there are none.
 
         Raises:
-            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit; a sample of padding alone.
-            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed layers, or against
-                `use_cache=False`.
+            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit; a sample
+            of padding alone.
+            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
+                layers, or against `use_cache=False`.
         """
         refuse_attentions(output_attentions)
         cache = self._cache(past_key_values, use_cache)
@@ -190,13 +209,22 @@ class TransJectModel(TransJectPreTrainedModel):
             if positions is None and not (cache is None and _counts_up(padding)):
                 positions = positions_of(padding, tokens, num_keys, received.device)
             self._check_positions(positions, num_keys, given=position_ids is not None)
-            x = self.embeddings(input_ids, positions[0] if positions is not None and len(positions) == 1 else positions)
+            x = self.embeddings(
+                input_ids,
+                positions[0] if positions is not None and len(positions) == 1 else positions,
+            )
         else:
             x = cast(Tensor, inputs_embeds)
-        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        keep = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         # What is cached is in the running sums already; its part of the mask has been used.
         padding = None if padding is None else padding[:, -tokens:]
-        output = self.stack(x, key_padding_mask=padding, cache=cache, output_hidden_states=bool(keep))
+        output = self.stack(
+            x, key_padding_mask=padding, cache=cache, output_hidden_states=bool(keep)
+        )
         return TransJectModelOutput(
             last_hidden_state=output.last_hidden_state,
             past_key_values=cache,
@@ -215,11 +243,12 @@ class TransJectModel(TransJectPreTrainedModel):
         tol: float | None = None,
         max_iter: int = 1000,
     ) -> tuple[Tensor, Inversion]:
-        """Return `X^0` with `X^L = hidden`, token by token, and how well: see `TransJectStack.inverse`.
+        """Return `X^0` with `X^L = hidden`, token by token, and how well: see
+        `TransJectStack.inverse`.
 
-        Status: to rounding. The report's `error_bound` bounds every token's distance from the exact inverse of `hidden`
-        as given, for the stored weights, sigma and gates, rounding included; what rounding the forward pass put into
-        `hidden` comes on top, over `prod(1 - c)`.
+        Status: to rounding. The report's `error_bound` bounds every token's distance from the exact
+        inverse of `hidden` as given, for the stored weights, sigma and gates, rounding included;
+        what rounding the forward pass put into `hidden` comes on top, over `prod(1 - c)`.
 
         Args:
             hidden: last hidden state, (batch, tokens, d).
@@ -236,7 +265,8 @@ class TransJectModel(TransJectPreTrainedModel):
             ConvergenceError: `hidden` is not finite, or `max_iter` is reached.
             ConfigError: dropout is active (call `eval()`), or there are not L gates.
 
-        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and one in float64 for the bound.
+        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and one in float64 for the
+        bound.
         """
         return self.stack.inverse(hidden, sigma, gates, tol=tol, max_iter=max_iter)
 
@@ -252,22 +282,28 @@ class TransJectModel(TransJectPreTrainedModel):
             limit = self.config.max_position_embeddings
             check_positions(positions, num_keys, limit, given=given, where=type(self).__name__)
 
-    def _cache(self, past_key_values: TransJectCache | None, use_cache: bool | None) -> TransJectCache | None:
+    def _cache(
+        self, past_key_values: TransJectCache | None, use_cache: bool | None
+    ) -> TransJectCache | None:
         where, recomputes = type(self).__name__, self.stack.recomputes
-        if not check_cache(where, past_key_values, use_cache, is_causal=self.is_causal, recomputes=recomputes):
+        if not check_cache(
+            where, past_key_values, use_cache, is_causal=self.is_causal, recomputes=recomputes
+        ):
             return None
         if past_key_values is None:
             return GenerationCache()
         if not isinstance(past_key_values, TransJectCache):
             received = type(past_key_values).__name__
             raise ConfigError(
-                f"{where}: no cache can be used: received a {received}; expected a wellposed.nn.TransJectCache"
+                f"{where}: no cache can be used: received a {received}; expected a"
+                " wellposed.nn.TransJectCache"
             )
         return past_key_values
 
 
 def _counts_up(padding: Tensor | None) -> bool:
-    """Whether real tokens stand at 0, 1, 2, ...: there is no padding, or (looked for on the CPU) only behind them."""
+    """Whether real tokens stand at 0, 1, 2, ...: there is no padding, or (looked for on the CPU)
+    only behind them."""
     if padding is None:
         return True
     return on_host(padding) and not bool((padding[:, :-1] & ~padding[:, 1:]).any())

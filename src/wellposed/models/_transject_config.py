@@ -35,30 +35,35 @@ class TransJectConfig(CheckedConfig):
 
     Args:
         vocab_size: number of tokens.
-        max_position_embeddings: number of positions: the longest sequence where they are learnt; sines are computed
-            beyond it.
+        max_position_embeddings: number of positions: the longest sequence where they are learnt;
+            sines are computed beyond it.
         hidden_size: width d of a token, even: half for the token, half for its position.
         num_hidden_layers: L.
         spectrum_eps: added to that divisor, and to that of normalised gates; above 0.
-        gating: pooled, or normalized where a certificate is asked for, or fixed, the same for every input.
+        gating: pooled, or normalized where a certificate is asked for, or fixed, the same for every
+        input.
         residual: rezero, the identity at the start, or sigmoid.
         position: sinusoidal or learned.
-        dropout: between the two maps of the feed-forward, in [0, 1). Distances are kept in evaluation only.
-        reconstruction_weight: of the loss that teaches a Gram spectrum its basis, added in training; 0 leaves it out.
+        dropout: between the two maps of the feed-forward, in [0, 1). Distances are kept in
+        evaluation only.
+        reconstruction_weight: of the loss that teaches a Gram spectrum its basis, added in
+        training; 0 leaves it out.
         pooling: how a classifier pools tokens: mean, first or max.
-        tie_word_embeddings: in a language model, share the token embedding with the output layer; as it is half as wide
-            as a token, a projection d -> d/2 stands before it.
-        is_causal: whether a token is kept from later ones; None lets the head say: a language model is causal, a
-            classifier is not.
+        tie_word_embeddings: in a language model, share the token embedding with the output layer;
+            as it is half as wide as a token, a projection d -> d/2 stands before it.
+        is_causal: whether a token is kept from later ones; None lets the head say: a language model
+            is causal, a classifier is not.
         pad_token_id: token that fills up a batch.
         bos_token_id: first token of a text.
         eos_token_id: token, or tokens, at which generation ends.
         use_cache: whether `generate` keeps the running sums of the prefix.
-        **kwargs: `num_experts`, `spectrum` and `spectrum_norm` of `wellposed.model_options.TransJectOptions`, and what
+        **kwargs: `num_experts`, `spectrum` and `spectrum_norm` of
+            `wellposed.model_options.TransJectOptions`, and what
             every Hugging Face configuration takes: `num_labels`, `id2label`, `dtype`, ...
 
     Raises:
-        ConfigError: values out of range, names that are not known or keys that nobody reads, all in one message.
+        ConfigError: values out of range, names that are not known or keys that nobody reads, all in
+        one message.
 
     >>> TransJectConfig(hidden_size=63, num_experts=0)
     Traceback (most recent call last):
@@ -70,10 +75,16 @@ class TransJectConfig(CheckedConfig):
 
     model_type = "transject"
     absent_keys: ClassVar[Mapping[str, str]] = {
-        "intermediate_size": "the feed-forward is orthogonal, so as wide as a token: set hidden_size",
+        "intermediate_size": (
+            "the feed-forward is orthogonal, so as wide as a token: set hidden_size"
+        ),
         "num_attention_heads": "Gram attention has no heads: set num_experts",
     }
-    keys_to_ignore_at_inference = ["past_key_values", "sigma", "gates"]  # noqa: RUF012 (Hugging Face's rule)
+    keys_to_ignore_at_inference = [  # noqa: RUF012
+        "past_key_values",
+        "sigma",
+        "gates",
+    ]
 
     vocab_size: int = 256
     max_position_embeddings: int = 512
@@ -120,8 +131,8 @@ def _number_problems(config: TransJectConfig) -> list[str]:
     problems = []
     if is_size(config.hidden_size) and config.hidden_size % 2:
         problems.append(
-            f"hidden_size: received {config.hidden_size}; expected an even number: half for a token, half for its "
-            "position"
+            f"hidden_size: received {config.hidden_size}; expected an even number: half for a"
+            " token, half for its position"
         )
     for name, least in (("spectrum_eps", LEAST_EPS), ("reconstruction_weight", 0.0)):
         value = getattr(config, name)

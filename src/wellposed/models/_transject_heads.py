@@ -1,4 +1,5 @@
-"""TransJect with a head: classifiers of sequences and of pairs of sequences, and a language model."""
+"""TransJect with a head: classifiers of sequences and of pairs of sequences, and a language
+model."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from wellposed.nn import TransJectCache
 
 @dataclass
 class TransJectHeadOutput(ModelOutput):
-    """What a TransJect model with a head returns; the fields are those of `TransJectModelOutput` and these."""
+    """What a TransJect model with a head returns; the fields are those of `TransJectModelOutput`
+    and these."""
 
     loss: Tensor | None = None
     """Where labels are given; in training with the auxiliary loss in it."""
@@ -45,10 +47,12 @@ class TransJectHeadOutput(ModelOutput):
 class TransJectForSequenceClassification(
     GenericForSequenceClassification[TransJectHeadOutput], TransJectPreTrainedModel
 ):
-    """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only, so padding never changes a logit.
+    """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only, so padding never changes a
+    logit.
 
     Args:
-        config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits, `pooling` the pool.
+        config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits,
+        `pooling` the pool.
 
     Raises:
         ConfigError: the configuration is not usable.
@@ -72,12 +76,15 @@ class TransJectForSequenceClassification(
 class TransJectForSequencePairClassification(
     GenericForSequencePairClassification[TransJectHeadOutput], TransJectPreTrainedModel
 ):
-    """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same TransJect f, then `PairHead`.
+    """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same TransJect f, then
+    `PairHead`.
 
-    Sequences meet in the head only: each has a spectrum and gates of its own. Padding changes no logit.
+    Sequences meet in the head only: each has a spectrum and gates of its own. Padding changes no
+    logit.
 
     Args:
-        config: what the model is made of; `num_labels` sets the number of logits, `pooling` the pool.
+        config: what the model is made of; `num_labels` sets the number of logits, `pooling` the
+        pool.
 
     Raises:
         ConfigError: the configuration is not usable.
@@ -99,13 +106,17 @@ class TransJectForSequencePairClassification(
 
 
 class TransJectForCausalLM(
-    GenericForCausalLM[TransJectHeadOutput, TransJectCache], TransJectPreTrainedModel, GenerationMixin
+    GenericForCausalLM[TransJectHeadOutput, TransJectCache],
+    TransJectPreTrainedModel,
+    GenerationMixin,
 ):
-    """`logits_i = W x_i^L`, where `x_i^L` depends on tokens 1..i only: sigma and gates are those of the prefix.
+    """`logits_i = W x_i^L`, where `x_i^L` depends on tokens 1..i only: sigma and gates are those of
+    the prefix.
 
-    Causality is exact: the running sums of token i hold no later token. What token i knows of the prefix is d numbers
-    of the spectrum and the E gates of each layer, no more: it cannot look up or copy a particular token.
-    `generate()` keeps these sums, whose size does not grow with the text.
+    Causality is exact: the running sums of token i hold no later token. What token i knows of the
+    prefix is d numbers
+    of the spectrum and the E gates of each layer, no more: it cannot look up or copy a particular
+    token. `generate()` keeps these sums, whose size does not grow with the text.
 
     Args:
         config: what the model is made of. The model keeps a copy with `is_causal=True`.
@@ -121,7 +132,9 @@ class TransJectForCausalLM(
 
     output_class = TransJectHeadOutput
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
-    _is_stateful = True  # running sums cannot go back to fewer tokens, as assisted generation would ask
+    _is_stateful = (
+        True  # running sums cannot go back to fewer tokens, as assisted generation would ask
+    )
 
     def __init__(self, config: TransJectConfig) -> None:
         config = as_causal(config, type(self).__name__)
@@ -134,7 +147,8 @@ class TransJectForCausalLM(
         self.post_init()
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Map states (batch, tokens, d) to logits; where the embedding is the output layer, projected to its width."""
+        """Map states (batch, tokens, d) to logits; where the embedding is the output layer,
+        projected to its width."""
         return super().logits_of(self.projection(states))
 
     @classmethod
@@ -151,7 +165,8 @@ class TransJectForCausalLM(
 class OutputProjection(nn.Linear):
     """`x -> P x` from a token's width d to that of the embedding, which a tied output layer shares.
 
-    At the start it is so small that logits have entries of size one: embeddings have entries of size one.
+    At the start it is so small that logits have entries of size one: embeddings have entries of
+    size one.
 
     >>> import torch
     >>> OutputProjection(8, 4)(torch.ones(2, 8)).shape
@@ -180,4 +195,6 @@ AutoConfig.register(TransJectConfig.model_type, TransJectConfig)
 AutoModel.register(TransJectConfig, TransJectModel)
 AutoModelForCausalLM.register(TransJectConfig, TransJectForCausalLM)
 AutoModelForSequenceClassification.register(TransJectConfig, TransJectForSequenceClassification)
-AutoModelForSequencePairClassification.register(TransJectConfig, TransJectForSequencePairClassification)
+AutoModelForSequencePairClassification.register(
+    TransJectConfig, TransJectForSequencePairClassification
+)

@@ -16,7 +16,13 @@ from wellposed.models._caches import LayerView
 from wellposed.models._config import WellposedConfig
 from wellposed.models._embeddings import Embeddings, position_scale
 from wellposed.models._init import INITS
-from wellposed.models._inputs import ModelInputs, check_inputs, check_positions, padding_of, positions_of
+from wellposed.models._inputs import (
+    ModelInputs,
+    check_inputs,
+    check_positions,
+    padding_of,
+    positions_of,
+)
 from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
 from wellposed.nn import Block
 from wellposed.nn import attention_mask as make_mask
@@ -35,12 +41,15 @@ class WellposedPreTrainedModel(CheckedPreTrainedModel):
     """Whether a larger model holds this one, and initialises it."""
 
     def check_config(self, config: Any) -> None:
-        """Raise `ConfigError` where no model can be built, or another kernel of attention is asked for."""
+        """Raise `ConfigError` where no model can be built, or another kernel of attention is asked
+        for."""
         super().check_config(config)
         if config._attn_implementation not in {None, "sdpa"}:
             raise ConfigError(
-                f"{type(self).__name__}: received attn_implementation={config._attn_implementation!r}; expected 'sdpa' "
-                "or nothing: the attention of this model is chosen by the option attention of its configuration"
+                f"{type(self).__name__}: received"
+                f" attn_implementation={config._attn_implementation!r}; expected 'sdpa' or nothing:"
+                " the attention of this model is chosen by the option attention of its"
+                " configuration"
             )
 
     @torch.no_grad()
@@ -48,7 +57,8 @@ class WellposedPreTrainedModel(CheckedPreTrainedModel):
         INITS.get(self.config.init).module(module, self.config)
 
     def init_weights(self) -> None:
-        """Give a fresh model its weights, heads included; a model on the meta device waits for its checkpoint."""
+        """Give a fresh model its weights, heads included; a model on the meta device waits for its
+        checkpoint."""
         super().init_weights()
         whole = INITS.get(self.config.init).model
         if whole is not None and not self._is_part and self.device.type != "meta":
@@ -62,14 +72,17 @@ class WellposedPreTrainedModel(CheckedPreTrainedModel):
 
 
 class WellposedBody(WellposedPreTrainedModel):
-    """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: what encoders, decoders and language models share."""
+    """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: what encoders, decoders and
+    language models share."""
 
     embeddings: Embeddings
     layers: nn.ModuleList
     final_norm: nn.Module
     is_causal: bool
 
-    def assemble(self, blocks: tuple[nn.ModuleList, nn.Module], embeddings: Embeddings, *, is_causal: bool) -> None:
+    def assemble(
+        self, blocks: tuple[nn.ModuleList, nn.Module], embeddings: Embeddings, *, is_causal: bool
+    ) -> None:
         """Set the parts, in the order in which random numbers are drawn."""
         self.embeddings = embeddings
         self.layers, self.final_norm = blocks
@@ -103,16 +116,30 @@ class WellposedBody(WellposedPreTrainedModel):
         if positions is None:
             positions = positions_of(padding, num_queries, num_keys, device)
         limit, where = self.config.max_position_embeddings, type(self).__name__
-        check_positions(positions, num_keys, limit, given=given.position_ids is not None, where=where)
+        check_positions(
+            positions, num_keys, limit, given=given.position_ids is not None, where=where
+        )
         mask = make_mask(padding, self.is_causal, num_queries, num_keys, device)
         x = self.embeddings(given.input_ids, positions, given.inputs_embeds, table=table)
         states = [x]
         inputs = () if memory is None else (memory,)
-        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        keep = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         for index, layer in enumerate(self.layers):
             cache = None if self_cache is None else LayerView(self_cache, index)
             others = {} if reading is None else reading(index)
-            x = run_block(cast(Block, layer), x, *inputs, mask=mask, is_causal=self.is_causal, cache=cache, **others)
+            x = run_block(
+                cast(Block, layer),
+                x,
+                *inputs,
+                mask=mask,
+                is_causal=self.is_causal,
+                cache=cache,
+                **others,
+            )
             if keep:
                 states.append(x)
         x = self.final_norm(x)
@@ -126,7 +153,8 @@ class WellposedBody(WellposedPreTrainedModel):
         return received.shape[0], received.shape[1], received.device
 
     def check_cache(self, past_key_values: Cache | None, use_cache: bool | None) -> bool:
-        """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot be."""
+        """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot
+        be."""
         where = type(self).__name__
         return check_cache(
             where,
@@ -145,8 +173,8 @@ class WellposedBody(WellposedPreTrainedModel):
 class WellposedModel(WellposedBody):
     """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`, the hidden states of every token.
 
-    Positions are counted over real tokens and padding is masked, so padding changes nothing for real tokens. A row
-    without any real token gives finite values.
+    Positions are counted over real tokens and padding is masked, so padding changes nothing for
+    real tokens. A row without any real token gives finite values.
 
     Args:
         config: what the model is made of; `config.is_causal` None means an encoder.
@@ -184,12 +212,14 @@ class WellposedModel(WellposedBody):
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side; None = all real.
+            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side;
+            None = all real.
             position_ids: int (batch | 1, tokens); counted over real tokens where None.
             past_key_values: keys and values of earlier tokens; extended in place.
             inputs_embeds: (batch, tokens, D) in place of `input_ids`, before the factor sqrt(D).
             use_cache: make and return a cache; only where asked for, or where one is given.
-            output_hidden_states: also return the states before the first block and after each, the last one normed.
+            output_hidden_states: also return the states before the first block and after each, the
+            last one normed.
             output_attentions: must not be True: the fused kernels never form the weights.
 
         Returns:
@@ -197,14 +227,18 @@ class WellposedModel(WellposedBody):
 
         Raises:
             ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit.
-            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed blocks, or against
-                `use_cache=False`.
+            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
+                blocks, or against `use_cache=False`.
         """
         refuse_attentions(output_attentions)
         if self.check_cache(past_key_values, use_cache) and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         given = ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids)
-        x, states = self.run(given, output_hidden_states=output_hidden_states, self_cache=past_key_values)
+        x, states = self.run(
+            given, output_hidden_states=output_hidden_states, self_cache=past_key_values
+        )
         return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, x), past_key_values=past_key_values, hidden_states=cast(Any, states)
+            last_hidden_state=cast(Any, x),
+            past_key_values=past_key_values,
+            hidden_states=cast(Any, states),
         )

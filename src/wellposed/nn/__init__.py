@@ -1,4 +1,5 @@
-"""Building blocks of Transformers: attentions, feed-forwards, residuals, positions and the stack made from them."""
+"""Building blocks of Transformers: attentions, feed-forwards, residuals, positions and the stack
+made from them."""
 
 from wellposed.nn._ball_projection import BallProjection as BallProjection
 from wellposed.nn._ball_projection import project_to_ball as project_to_ball
@@ -55,7 +56,9 @@ from wellposed.nn.transject.experts import ExpertMixture as ExpertMixture
 from wellposed.nn.transject.gram_attention import GramAttention as GramAttention
 from wellposed.nn.transject.injective_embedding import InjectiveEmbedding as InjectiveEmbedding
 from wellposed.nn.transject.injective_residual import InjectiveResidual as InjectiveResidual
-from wellposed.nn.transject.orthogonal_feedforward import OrthogonalFeedForward as OrthogonalFeedForward
+from wellposed.nn.transject.orthogonal_feedforward import (
+    OrthogonalFeedForward as OrthogonalFeedForward,
+)
 from wellposed.nn.transject.orthogonal_linear import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
 from wellposed.nn.transject.orthogonal_linear import OrthogonalLinear as OrthogonalLinear
 from wellposed.nn.transject.orthogonal_linear import orthogonal_patterns as orthogonal_patterns

@@ -14,8 +14,8 @@ from wellposed.nn.sizes import check_sizes
 def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
     """Return ``pi(x) = x / max(1, |x| / radius)`` of each token, the nearest point of the ball.
 
-    Computed in float32 at least; rounded to the dtype of ``x`` it may lie outside by a unit in the last place. A token
-    whose square overflows (longer than 1e19 in float32) goes to zero.
+    Computed in float32 at least; rounded to the dtype of ``x`` it may lie outside by a unit in the
+    last place. A token whose square overflows (longer than 1e19 in float32) goes to zero.
 
     Args:
         x: (..., D).
@@ -30,10 +30,11 @@ def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
 
 
 class BallProjection(nn.Module):
-    r"""`pi(x) = x / max(1, |x| / R)` of each token: `|pi(x) - pi(y)| <= |x - y|` and `|pi(x)| <= R`.
+    r"""`pi(x) = x / max(1, |x| / R)` of each token: `|pi(x) - pi(y)| <= |x - y|` and
+    `|pi(x)| <= R`.
 
-    Exact up to rounding: the projection onto a closed convex set. 1-Lipschitz in norms tok and 2; in norm inf the
-    constant is `(1 + sqrt D) / 2`, which is attained (theory note B12).
+    Exact up to rounding: the projection onto a closed convex set. 1-Lipschitz in norms tok and 2;
+    in norm inf the constant is `(1 + sqrt D) / 2`, which is attained (theory note B12).
 
     Args:
         embed_dim: width D of a token.
@@ -43,7 +44,8 @@ class BallProjection(nn.Module):
         ConfigError: another width or radius. In `forward`, ShapeError: tokens of another width.
 
     Cost: one norm and one product for each token.
-    When not to use: behind tokens that are inside the ball already; and it keeps directions only of those outside.
+    When not to use: behind tokens that are inside the ball already; and it keeps directions only of
+    those outside.
 
     >>> BallProjection(2)(torch.tensor([[0.0, 2.0]])).tolist()
     [[0.0, 1.0]]
@@ -53,7 +55,10 @@ class BallProjection(nn.Module):
         super().__init__()
         check_sizes("BallProjection", embed_dim=embed_dim)
         if not (radius > 0 and math.isfinite(radius)):
-            raise ConfigError(f"BallProjection: radius={radius}: expected a finite number > 0; 1.0 suits unit vectors")
+            raise ConfigError(
+                f"BallProjection: radius={radius}: expected a finite number > 0; 1.0 suits unit"
+                " vectors"
+            )
         self.embed_dim = embed_dim
         self.radius = float(radius)
 
@@ -61,8 +66,8 @@ class BallProjection(nn.Module):
         """Map (..., D) to the same shape."""
         if x.shape[-1] != self.embed_dim:
             raise ShapeError(
-                f"BallProjection: received tokens of width {x.shape[-1]}; expected {self.embed_dim}, the width it was "
-                "built with"
+                f"BallProjection: received tokens of width {x.shape[-1]}; expected"
+                f" {self.embed_dim}, the width it was built with"
             )
         return project_to_ball(x, self.radius)
 

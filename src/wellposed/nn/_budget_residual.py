@@ -1,4 +1,5 @@
-"""Residuals that keep a Lipschitz budget: a convex mean of skip and branch, or a branch with a share of the budget."""
+"""Residuals that keep a Lipschitz budget: a convex mean of skip and branch, or a branch with a
+share of the budget."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from wellposed.nn.sizes import check_sizes
 
 
 class _DividedBranch(nn.Module):
-    """A residual with one learnt scalar, whose branch is divided by a stored bound of its Lipschitz constant."""
+    """A residual with one learnt scalar, whose branch is divided by a stored bound of its Lipschitz
+    constant."""
 
     divisor: Tensor
 
@@ -23,8 +25,9 @@ class _DividedBranch(nn.Module):
         super().__init__()
         if not (divisor > 0 and math.isfinite(divisor)):
             raise ConfigError(
-                f"{type(self).__name__}: divisor={divisor}: expected a finite number > 0, an upper bound of the "
-                "branch's Lipschitz constant, for instance wellposed.certify(branch, seq_len=...).total"
+                f"{type(self).__name__}: divisor={divisor}: expected a finite number > 0, an upper"
+                " bound of the branch's Lipschitz constant, for instance wellposed.certify(branch,"
+                " seq_len=...).total"
             )
         self._start = start
         self.logit = nn.Parameter(torch.empty(1))
@@ -40,11 +43,14 @@ class _DividedBranch(nn.Module):
 
 
 class ConvexResidual(_DividedBranch):
-    r"""`(1 - a) x + a g(x) / m` with `a = sigmoid(s)` learnt: `|f(x) - f(y)| <= ((1 - a) + a Lip(g)/m) |x - y|`.
+    r"""`(1 - a) x + a g(x) / m` with `a = sigmoid(s)` learnt:
+    `|f(x) - f(y)| <= ((1 - a) + a Lip(g)/m) |x - y|`.
 
-    So 1-Lipschitz in any norm, at any depth, where `m >= Lip(g)` (theory note B12). Proved; m is a constant that the
-    module stores and does not check: `wellposed.certify` measures `Lip(g)` and counts what is beyond m. A branch that
-    is 1-Lipschitz by itself (`BallAttention`, `MaxMinFeedForward` with weights of norm 1) needs m = 1.
+    So 1-Lipschitz in any norm, at any depth, where `m >= Lip(g)` (theory note B12). Proved; m is a
+    constant that the
+    module stores and does not check: `wellposed.certify` measures `Lip(g)` and counts what is
+    beyond m. A branch that is 1-Lipschitz by itself (`BallAttention`, `MaxMinFeedForward` with
+    weights of norm 1) needs m = 1.
 
     Args:
         share: a at the start, in (0, 1).
@@ -62,7 +68,9 @@ class ConvexResidual(_DividedBranch):
 
     def __init__(self, share: float = 0.5, divisor: float = 1.0) -> None:
         if not 0 < share < 1:
-            raise ConfigError(f"ConvexResidual: share={share}: expected a number between 0 and 1, both left out")
+            raise ConfigError(
+                f"ConvexResidual: share={share}: expected a number between 0 and 1, both left out"
+            )
         super().__init__(share, divisor)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -81,11 +89,13 @@ class ConvexResidual(_DividedBranch):
 
 
 class BudgetResidual(_DividedBranch):
-    r"""`x + b g(x) / m` with `1 + b = L^(s / n)`, s in (0, 1) learnt: n of them in a row are L-Lipschitz at most.
+    r"""`x + b g(x) / m` with `1 + b = L^(s / n)`, s in (0, 1) learnt: n of them in a row are
+    L-Lipschitz at most.
 
-    One has the constant `1 + b Lip(g)/m`, so where `m >= Lip(g)` the product over n residuals is `<= L` (theory note
-    B12). Proved; m is a constant that the module stores and does not check: `wellposed.certify` measures `Lip(g)` and
-    counts what is beyond m. A certified radius is then the margin over L.
+    One has the constant `1 + b Lip(g)/m`, so where `m >= Lip(g)` the product over n residuals is
+    `<= L` (theory note B12). Proved; m is a constant that the module stores and does not check:
+    `wellposed.certify` measures `Lip(g)` and counts what is beyond m. A certified radius is then
+    the margin over L.
 
     Args:
         budget: L, finite and > 1, of the whole stack: x alone has the constant 1.
@@ -94,7 +104,8 @@ class BudgetResidual(_DividedBranch):
         divisor: m, > 0; a buffer, saved with the weights.
 
     Raises:
-        ConfigError: `budget`, `share` or `divisor` is out of its range, or `blocks` is no integer of at least 1.
+        ConfigError: `budget`, `share` or `divisor` is out of its range, or `blocks` is no integer
+        of at least 1.
 
     Cost: one pass over the tokens.
     When not to use: where the constant must be 1: take `ConvexResidual`.
@@ -104,21 +115,28 @@ class BudgetResidual(_DividedBranch):
     [2.0]
     """
 
-    def __init__(self, budget: float, blocks: int = 1, *, share: float = 0.5, divisor: float = 1.0) -> None:
+    def __init__(
+        self, budget: float, blocks: int = 1, *, share: float = 0.5, divisor: float = 1.0
+    ) -> None:
         check_sizes("BudgetResidual", blocks=blocks)
         if not (budget > 1 and math.isfinite(budget)):
             raise ConfigError(
-                f"BudgetResidual: budget={budget}: expected a finite number > 1, since x alone has the constant 1; for "
-                "a map of constant 1 take ConvexResidual"
+                f"BudgetResidual: budget={budget}: expected a finite number > 1, since x alone has"
+                " the constant 1; for a map of constant 1 take ConvexResidual"
             )
         if not 0 < share < 1:
-            raise ConfigError(f"BudgetResidual: share={share}: expected a number between 0 and 1, both left out")
+            raise ConfigError(
+                f"BudgetResidual: share={share}: expected a number between 0 and 1, both left out"
+            )
         super().__init__(share, divisor)
         self.budget = float(budget)
         self.blocks = blocks
 
     def _scale(self) -> Tensor:
-        return torch.expm1(torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks)) / self.divisor
+        return (
+            torch.expm1(torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks))
+            / self.divisor
+        )
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
         """Join the branch `g(x)` to `x`."""
@@ -140,13 +158,15 @@ def _count(config: Any) -> int:
 
 @RESIDUALS.register("convex")
 def build_convex(config: Any) -> ConvexResidual:
-    """Build a mean of skip and branch; at the start all n of a model together keep `(1 - 1/(n + 1))^n > 1/e` of x."""
+    """Build a mean of skip and branch; at the start all n of a model together keep
+    `(1 - 1/(n + 1))^n > 1/e` of x."""
     return ConvexResidual(1 / (_count(config) + 1))
 
 
 @RESIDUALS.register("mean")
 def build_mean(config: Any) -> ConvexResidual:
-    """Build `(1 - 1/n) x + g(x) / n` for n residuals, a share that is not learnt (Newhouse et al. 2025)."""
+    """Build `(1 - 1/n) x + g(x) / n` for n residuals, a share that is not learnt (Newhouse et al.
+    2025)."""
     residual = ConvexResidual(1 / _count(config))
     residual.logit.requires_grad = False
     return residual

@@ -13,10 +13,11 @@ from wellposed.nn.block import Block
 
 
 class DecoderBlock(Block):
-    """`x -> P(x, A)`, then `x -> P(x, C(., y))`, then `x -> P(x, F)`: a `Block` that reads a memory y in between.
+    """`x -> P(x, A)`, then `x -> P(x, C(., y))`, then `x -> P(x, F)`: a `Block` that reads a memory
+    y in between.
 
-    Exact. Vaswani et al. (2017), sec. 3.1. Norm placement P and residual as in `Block`; each of the three branches has
-    its own.
+    Exact. Vaswani et al. (2017), sec. 3.1. Norm placement P and residual as in `Block`; each of the
+    three branches has its own.
 
     Args:
         config: see `Block`; and, where present, `cross_attention`, a name in `CROSS_ATTENTIONS`.
@@ -54,13 +55,17 @@ class DecoderBlock(Block):
         memory_mask: PaddingMask = None,
         memory_cache: MemoryCache | None = None,
     ) -> Tensor:
-        """Map (batch, tokens, width) and a memory (batch, memory tokens, width) to (batch, tokens, width).
+        """Map (batch, tokens, width) and a memory (batch, memory tokens, width) to (batch, tokens,
+        width).
 
-        The first three keywords are those of every attention, the last two those of every cross-attention.
+        The first three keywords are those of every attention, the last two those of every
+        cross-attention.
         """
 
         def read(hidden: Tensor) -> Tensor:
-            found = self.cross_attention(hidden, memory, key_padding_mask=memory_mask, cache=memory_cache)
+            found = self.cross_attention(
+                hidden, memory, key_padding_mask=memory_mask, cache=memory_cache
+            )
             return self.dropout(found)
 
         x = self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)

@@ -33,8 +33,8 @@ def unit_gelu(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """`f(x) = W_down g(W_up x + b_up) + b_down` for each token, `g` a scalar nonlinearity.
 
-    Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`; `gelu` is x Phi(x), the exact one (Hendrycks and
-    Gimpel 2016), `unit_gelu` that over its largest slope.
+    Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`; `gelu` is x Phi(x), the exact
+    one (Hendrycks and Gimpel 2016), `unit_gelu` that over its largest slope.
 
     Args:
         embed_dim: width D of a token.
@@ -52,7 +52,9 @@ class MLP(nn.Module):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu", bias: bool = True) -> None:
+    def __init__(
+        self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu", bias: bool = True
+    ) -> None:
         super().__init__()
         self.activation_name = activation
         self.activation = ACTIVATIONS.get(activation)
@@ -70,4 +72,6 @@ class MLP(nn.Module):
 @FEEDFORWARDS.register("mlp")
 def build_mlp(config: Any) -> MLP:
     """Build the two-layer network."""
-    return MLP(config.hidden_size, config.intermediate_size, activation=MLPOptions.of(config).activation)
+    return MLP(
+        config.hidden_size, config.intermediate_size, activation=MLPOptions.of(config).activation
+    )

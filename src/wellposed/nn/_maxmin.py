@@ -1,4 +1,5 @@
-"""Sorted pairs as a nonlinearity, and the feed-forward made with them: neither stretches a token."""
+"""Sorted pairs as a nonlinearity, and the feed-forward made with them: neither stretches a
+token."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from wellposed.nn.sizes import check_sizes
 
 
 class MaxMin(nn.Module):
-    r"""`(x_i, x_{i + D/2}) -> (max, min)`: `|f(x) - f(y)| <= |x - y|` and `|f(x)| = |x|`, in every p-norm.
+    r"""`(x_i, x_{i + D/2}) -> (max, min)`: `|f(x) - f(y)| <= |x - y|` and `|f(x)| = |x|`, in every
+    p-norm.
 
-    Exact. It sorts the pair of each entry of the first half of the width and its partner in the second, so almost
-    everywhere it permutes entries and keeps the norm of a gradient, which ReLU does not. Anil, Lucas, Grosse (2019),
-    "Sorting out Lipschitz function approximation", group sort with groups of two.
+    Exact. It sorts the pair of each entry of the first half of the width and its partner in the
+    second, so almost everywhere it permutes entries and keeps the norm of a gradient, which ReLU
+    does not. Anil, Lucas, Grosse (2019), "Sorting out Lipschitz function approximation", group sort
+    with groups of two.
 
     Raises:
         ShapeError: the width is odd.
@@ -31,7 +34,10 @@ class MaxMin(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., D) to the same shape, D even."""
         if x.shape[-1] % 2:
-            raise ShapeError(f"MaxMin: width {x.shape[-1]} is odd; expected an even width, whose entries make pairs")
+            raise ShapeError(
+                f"MaxMin: width {x.shape[-1]} is odd; expected an even width, whose entries make"
+                " pairs"
+            )
         first, second = x.chunk(2, -1)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], -1)
 
@@ -39,9 +45,9 @@ class MaxMin(nn.Module):
 class MaxMinFeedForward(nn.Module):
     r"""`f(x) = W_2 MaxMin(W_1 x + b) + c` for each token: `|f(x) - f(y)| <= |W_2| |W_1| |x - y|`.
 
-    1-Lipschitz in norms tok and 2 where no singular value of the two weights is above 1, in inf where no absolute row
-    sum is; and norm-preserving where they are orthogonal. The bound is proved (theory note B12); `wellposed.certify`
-    measures the weights. Anil, Lucas, Grosse (2019).
+    1-Lipschitz in norms tok and 2 where no singular value of the two weights is above 1, in inf
+    where no absolute row sum is; and norm-preserving where they are orthogonal. The bound is proved
+    (theory note B12); `wellposed.certify` measures the weights. Anil, Lucas, Grosse (2019).
 
     Args:
         embed_dim: width D of a token.
@@ -62,8 +68,8 @@ class MaxMinFeedForward(nn.Module):
         check_sizes("MaxMinFeedForward", embed_dim=embed_dim, hidden_dim=hidden_dim)
         if hidden_dim % 2:
             raise ConfigError(
-                f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, whose entries make pairs; take "
-                f"{hidden_dim + 1}"
+                f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, whose entries"
+                f" make pairs; take {hidden_dim + 1}"
             )
         self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
         self.activation = MaxMin()

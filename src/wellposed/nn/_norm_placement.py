@@ -16,7 +16,8 @@ Join = Callable[[Tensor, Tensor], Tensor]
 class PreNorm(nn.LayerNorm):
     """`x -> r(x, f(LN(x)))`; the stack ends in a LayerNorm of its own.
 
-    Exact. Xiong et al. (2020), "On Layer Normalization in the Transformer Architecture", table 1, right.
+    Exact. Xiong et al. (2020), "On Layer Normalization in the Transformer Architecture", table 1,
+    right.
 
     >>> import torch
     >>> PreNorm(4).around(torch.zeros(2, 4), lambda x: x, torch.add).shape

@@ -1,7 +1,8 @@
-"""The tables a block is assembled from: a new attention, residual, feed-forward or norm is one registration.
+"""The tables a block is assembled from: a new attention, residual, feed-forward or norm is one
+registration.
 
-A builder is called with the model's configuration, any object with the attributes named at each table. Options that
-only some parts read are declared in `wellposed.model_options`.
+A builder is called with the model's configuration, any object with the attributes named at each
+table. Options that only some parts read are declared in `wellposed.model_options`.
 """
 
 from __future__ import annotations
@@ -19,25 +20,30 @@ LayerBuilder = Callable[[Any], nn.Module]
 ATTENTIONS = Registry[LayerBuilder]("attention", entry_points="wellposed.attentions")
 """Self-attentions: `forward(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor`.
 
-`x` is (batch, tokens, width). `key_padding_mask` is a `PaddingMask`: give it to `attention_mask`. Read from the
-configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`, `qk_norm`, `layer_norm_eps`.
+`x` is (batch, tokens, width). `key_padding_mask` is a `PaddingMask`: give it to `attention_mask`.
+Read from the
+configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`, `qk_norm`,
+`layer_norm_eps`.
 """
 
 CROSS_ATTENTIONS = Registry[LayerBuilder]("cross-attention")
 """Attentions to a memory: `forward(x, memory, *, key_padding_mask=None, cache=None) -> Tensor`.
 
-`x` is (batch, tokens, width), `memory` (batch, memory tokens, width), `key_padding_mask` what `memory_mask` takes.
+`x` is (batch, tokens, width), `memory` (batch, memory tokens, width), `key_padding_mask` what
+`memory_mask` takes.
 Read from the configuration: as `ATTENTIONS`.
 """
 
 FEEDFORWARDS = Registry[LayerBuilder]("feedforward")
-"""Token-wise maps: `forward(x) -> Tensor`. Read: `hidden_size`, `intermediate_size`, `activation`."""
+"""Token-wise maps: `forward(x) -> Tensor`. Read: `hidden_size`, `intermediate_size`,
+`activation`."""
 
 RESIDUALS = Registry[LayerBuilder]("residual")
 """Ways to join a branch to its input: `forward(x, branch) -> Tensor`."""
 
 NORMS = Registry["Callable[[Any], NormPlacement]"]("norm")
-"""Placements of the norm around `x -> residual(x, f(x))`, see `PreNorm`. Read: `hidden_size`, `layer_norm_eps`."""
+"""Placements of the norm around `x -> residual(x, f(x))`, see `PreNorm`. Read: `hidden_size`,
+`layer_norm_eps`."""
 
 
 class NormPlacement(Protocol):
@@ -46,13 +52,19 @@ class NormPlacement(Protocol):
     final_norm: bool
     """Whether a stack of such blocks needs a LayerNorm after the last."""
 
-    def around(self, x: Tensor, branch: Callable[[Tensor], Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def around(
+        self,
+        x: Tensor,
+        branch: Callable[[Tensor], Tensor],
+        join: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
         """Return the block's half, same shape as `x`."""
         ...
 
 
 class LayerCache(Protocol):
-    """Keys and values that one attention layer has already seen, (batch, heads, tokens, head_dim) each."""
+    """Keys and values that one attention layer has already seen, (batch, heads, tokens, head_dim)
+    each."""
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values and return all of them, the earlier ones first."""

@@ -21,10 +21,12 @@ class PlainResidual(nn.Module):
 
 
 class ReZeroResidual(nn.Module):
-    """`x + a f(x)` with one learnt scalar `a = 0` at the start: exactly the identity at initialisation.
+    """`x + a f(x)` with one learnt scalar `a = 0` at the start: exactly the identity at
+    initialisation.
 
-    Exact. Bachlechner et al. (2021), "ReZero is All You Need", eq. 1. The branch gets no gradient in the first step,
-    while `a` does. The scalar has shape (1,), since sharding refuses parameters without a dimension.
+    Exact. Bachlechner et al. (2021), "ReZero is All You Need", eq. 1. The branch gets no gradient
+    in the first step, while `a` does. The scalar has shape (1,), since sharding refuses parameters
+    without a dimension.
 
     >>> residual = ReZeroResidual()
     >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()

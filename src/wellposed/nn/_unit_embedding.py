@@ -8,11 +8,13 @@ from torch.nn import functional as F
 
 
 class UnitEmbedding(nn.Embedding):
-    r"""`v -> E_v / |E_v|`: every token vector has norm 1, so no word is far from, or close to, zero.
+    r"""`v -> E_v / |E_v|`: every token vector has norm 1, so no word is far from, or close to,
+    zero.
 
-    Exact up to rounding, at the call: the table `weight` stays a plain parameter, and a step along a row changes
-    nothing. A certificate speaks of the embedded tokens, which lie in a ball of radius 1; exchanging one word for
-    another moves one token by 2 at most (theory note B12). A row of zeros, as that of `padding_idx`, stays zero.
+    Exact up to rounding, at the call: the table `weight` stays a plain parameter, and a step along
+    a row changes nothing. A certificate speaks of the embedded tokens, which lie in a ball of
+    radius 1; exchanging one word for another moves one token by 2 at most (theory note B12). A row
+    of zeros, as that of `padding_idx`, stays zero.
 
     Args:
         num_embeddings: number of tokens.

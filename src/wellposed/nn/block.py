@@ -15,14 +15,16 @@ from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_m
 
 
 class Block(nn.Module):
-    """`x -> P(x, A)` then `x -> P(x, F)`: attention A and feed-forward F, inside a norm placement P and a residual.
+    """`x -> P(x, A)` then `x -> P(x, F)`: attention A and feed-forward F, inside a norm placement P
+    and a residual.
 
-    With norm placement `post`, `P(x, f) = LN(r(x, f(x)))`; with `pre`, `r(x, f(LN(x)))`; with `none`, `r(x, f(x))`. The
-    four parts come from the registries by the names in `config`, so that a new part is never a branch in this class.
+    With norm placement `post`, `P(x, f) = LN(r(x, f(x)))`; with `pre`, `r(x, f(LN(x)))`; with
+    `none`, `r(x, f(x))`. The four parts come from the registries by the names in `config`, so that
+    a new part is never a branch in this class.
 
     Args:
-        config: any object with `attention`, `feedforward`, `residual`, `norm` (registered names), `dropout` (on both
-            branches) and the attributes that the named parts read.
+        config: any object with `attention`, `feedforward`, `residual`, `norm` (registered names),
+            `dropout` (on both branches) and the attributes that the named parts read.
 
     Raises:
         ConfigError: a name is not registered.
@@ -48,7 +50,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False)
+        self._gradient_checkpointing_func: Callable[..., Tensor] = partial(
+            checkpoint, use_reentrant=False
+        )
 
     def forward(
         self,
@@ -58,8 +62,11 @@ class Block(nn.Module):
         is_causal: bool = False,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Map (batch, tokens, width) to the same shape; the keywords are those of every attention."""
-        return self.feed(self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache))
+        """Map (batch, tokens, width) to the same shape; the keywords are those of every
+        attention."""
+        return self.feed(
+            self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
+        )
 
     def attend(self, x: Tensor, **how: Any) -> Tensor:
         """Return the first half, the self-attention one; keywords as `forward`."""
@@ -79,7 +86,8 @@ class Block(nn.Module):
 
 
 class TransformerStack(nn.Module):
-    """`x -> LN_final(B_L(... B_1(x)))`: L blocks and, where the norm placement asks for it (pre), a final LayerNorm.
+    """`x -> LN_final(B_L(... B_1(x)))`: L blocks and, where the norm placement asks for it (pre), a
+    final LayerNorm.
 
     Args:
         config: see `Block`; and `num_hidden_layers`.
@@ -88,8 +96,8 @@ class TransformerStack(nn.Module):
     Raises:
         ConfigError: a name is not registered.
 
-    Cost: L blocks; the mask is made once for all of them. A block with `gradient_checkpointing` set keeps only its
-    input in training and is computed again in the backward pass.
+    Cost: L blocks; the mask is made once for all of them. A block with `gradient_checkpointing` set
+    keeps only its input in training and is computed again in the backward pass.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(
@@ -119,7 +127,8 @@ class TransformerStack(nn.Module):
 
         Args:
             x: (batch, tokens, width).
-            key_padding_mask: bool (batch, num_cached + tokens), True = padding; or a finished mask; or None.
+            key_padding_mask: bool (batch, num_cached + tokens), True = padding; or a finished mask;
+            or None.
             caches: one per layer.
             num_cached: tokens that the caches hold.
 
@@ -130,18 +139,25 @@ class TransformerStack(nn.Module):
             ShapeError: the padding mask does not fit.
         """
         num_queries = x.shape[1]
-        mask = attention_mask(key_padding_mask, self.is_causal, num_queries, num_cached + num_queries, x.device)
+        mask = attention_mask(
+            key_padding_mask, self.is_causal, num_queries, num_cached + num_queries, x.device
+        )
         for index, layer in enumerate(self.layers):
             cache = None if caches is None else caches[index]
             x = run_block(cast(Block, layer), x, mask=mask, is_causal=self.is_causal, cache=cache)
         return self.final_norm(x)
 
 
-def build_layers(config: Any, block: Callable[[Any], Block], count: int) -> tuple[nn.ModuleList, nn.Module]:
-    """Return ``count`` blocks, and the norm behind the last: `x -> x` where the norm placement asks for none."""
+def build_layers(
+    config: Any, block: Callable[[Any], Block], count: int
+) -> tuple[nn.ModuleList, nn.Module]:
+    """Return ``count`` blocks, and the norm behind the last: `x -> x` where the norm placement asks
+    for none."""
     layers = [block(config) for _ in range(count)]
     needs_norm = bool(layers) and layers[-1].feedforward_norm.final_norm
-    norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
+    norm = (
+        nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
+    )
     return nn.ModuleList(layers), norm
 
 
@@ -153,9 +169,11 @@ def run_block(
     cache: LayerCache | None = None,
     **reading: Any,
 ) -> Tensor:
-    """Return the block's output, recomputed in the backward pass where the block is set to gradient checkpointing.
+    """Return the block's output, recomputed in the backward pass where the block is set to gradient
+    checkpointing.
 
-    ``inputs`` is `x`, and in a decoder the memory; ``reading`` is what a decoder's block takes besides.
+    ``inputs`` is `x`, and in a decoder the memory; ``reading`` is what a decoder's block takes
+    besides.
     """
     call = partial(layer, key_padding_mask=mask, is_causal=is_causal, cache=cache, **reading)
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():

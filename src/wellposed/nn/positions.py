@@ -14,7 +14,8 @@ from wellposed.errors import ShapeError
 from wellposed.registry import Registry
 
 POSITIONS = Registry[Callable[[Any], nn.Module]]("position")
-"""`build(config) -> module` with `forward(positions) -> Tensor`. Read: `hidden_size`, `max_position_embeddings`."""
+"""`build(config) -> module` with `forward(positions) -> Tensor`. Read: `hidden_size`,
+`max_position_embeddings`."""
 
 
 def check_length(length: int, num_positions: int, where: str) -> None:
@@ -23,14 +24,15 @@ def check_length(length: int, num_positions: int, where: str) -> None:
     >>> check_length(3, 2, "model")
     Traceback (most recent call last):
     ...
-    wellposed.errors.ShapeError: model: received a sequence of 3 tokens; expected at most 2, the number of positions \
+    wellposed.errors.ShapeError: model: received a sequence of 3 tokens; expected at most 2, the
+    number of positions \
 (max_position_embeddings); truncate the input or build the model with max_position_embeddings >= 3
     """
     if length > num_positions:
         raise ShapeError(
-            f"{where}: received a sequence of {length} tokens; expected at most {num_positions}, the number of "
-            "positions (max_position_embeddings); truncate the input or build the model with "
-            f"max_position_embeddings >= {length}"
+            f"{where}: received a sequence of {length} tokens; expected at most {num_positions},"
+            " the number of positions (max_position_embeddings); truncate the input or build the"
+            f" model with max_position_embeddings >= {length}"
         )
 
 
@@ -42,7 +44,9 @@ def sines_and_cosines(positions: Tensor, width: int) -> Tensor:
     """
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
-    angles = positions.unsqueeze(-1).to(wide) * torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
+    angles = positions.unsqueeze(-1).to(wide) * torch.exp(
+        pairs * (-2.0 * math.log(10000.0) / width)
+    )
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
 
 
@@ -58,11 +62,12 @@ class LearnedPositions(nn.Embedding):
 
 
 class SinusoidalPositions(nn.Module):
-    """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without parameters.
+    """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without
+    parameters.
 
-    To one rounding of the table's dtype, also after `to` and `double`: angles are computed in float64, and the table is
-    filled anew when its dtype changes. Vaswani et al. (2017), sec. 3.5. An odd width ends in a sine. The table is not
-    saved with the model.
+    To one rounding of the table's dtype, also after `to` and `double`: angles are computed in
+    float64, and the table is filled anew when its dtype changes. Vaswani et al. (2017), sec. 3.5.
+    An odd width ends in a sine. The table is not saved with the model.
 
     Args:
         num_positions: number of positions.
@@ -92,7 +97,8 @@ class SinusoidalPositions(nn.Module):
         self.table.copy_(self.scale * sines_and_cosines(positions, self.embed_dim))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SinusoidalPositions:
-        """Do what every `to`, `double` and `half` does; a cast table would keep the rounding of its former dtype."""
+        """Do what every `to`, `double` and `half` does; a cast table would keep the rounding of its
+        former dtype."""
         before = self.table.dtype
         super()._apply(fn, recurse)
         if self.table.dtype is not before and not self.table.is_meta:
@@ -119,10 +125,11 @@ class SinusoidalPositions(nn.Module):
 
 
 def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
-    """Turn pair i of token p by the angle `p 10000^(-2i/d)`: scalar products then read the distance of two tokens.
+    """Turn pair i of token p by the angle `p 10000^(-2i/d)`: scalar products then read the distance
+    of two tokens.
 
-    Exact up to rounding; every vector keeps its length. Su et al. (2021), "RoFormer", eq. 34, with the pairs of
-    `MaxMin`: entry i and entry i + d/2.
+    Exact up to rounding; every vector keeps its length. Su et al. (2021), "RoFormer", eq. 34, with
+    the pairs of `MaxMin`: entry i and entry i + d/2.
 
     Args:
         vectors: (..., tokens, d), d even.
@@ -136,7 +143,12 @@ def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
     True
     """
     positions = torch.arange(first, first + vectors.shape[-2], device=vectors.device)
-    sine, cosine = sines_and_cosines(positions, vectors.shape[-1]).to(vectors.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    sine, cosine = (
+        sines_and_cosines(positions, vectors.shape[-1])
+        .to(vectors.dtype)
+        .unflatten(-1, (-1, 2))
+        .unbind(-1)
+    )
     left, right = vectors.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
 
@@ -179,7 +191,10 @@ def build_learned(config: Any) -> LearnedPositions:
 
 @POSITIONS.register("sinusoidal")
 def build_sinusoidal(config: Any) -> SinusoidalPositions:
-    """Build sines and cosines scaled by D^-1/2, the size of a token vector's entries before the common factor."""
+    """Build sines and cosines scaled by D^-1/2, the size of a token vector's entries before the
+    common factor."""
     return SinusoidalPositions(
-        config.max_position_embeddings, config.hidden_size, scale=1.0 / math.sqrt(config.hidden_size)
+        config.max_position_embeddings,
+        config.hidden_size,
+        scale=1.0 / math.sqrt(config.hidden_size),
     )

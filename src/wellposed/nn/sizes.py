@@ -31,16 +31,18 @@ def check_sizes(where: str, **sizes: int) -> None:
 
 
 def check_eps(where: str, eps: float) -> None:
-    """Raise `ConfigError` where eps does not keep a divisor off zero: it is infinite, or 0 in float32.
+    """Raise `ConfigError` where eps does not keep a divisor off zero: it is infinite, or 0 in
+    float32.
 
     >>> check_eps("GramSpectrum", 1e-60)
     Traceback (most recent call last):
     ...
-    wellposed.errors.ConfigError: GramSpectrum: eps is 1e-60; expected a finite number of at least 1.17549e-38, or \
+    wellposed.errors.ConfigError: GramSpectrum: eps is 1e-60; expected a finite number of at least
+    1.17549e-38, or \
 tokens that are zero divide by zero
     """
     if not LEAST_EPS <= eps < math.inf:
         raise ConfigError(
-            f"{where}: eps is {eps}; expected a finite number of at least {LEAST_EPS:g}, or tokens that are zero "
-            "divide by zero"
+            f"{where}: eps is {eps}; expected a finite number of at least {LEAST_EPS:g}, or tokens"
+            " that are zero divide by zero"
         )

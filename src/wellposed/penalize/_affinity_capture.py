@@ -18,12 +18,14 @@ _KEPT_IN_GRAPH = "wellposed.affinity"
 
 
 class AffinityCapture:
-    """Hooks on a model and its self-attention modules that note the attention calls of the last forward pass.
+    """Hooks on a model and its self-attention modules that note the attention calls of the last
+    forward pass.
 
     A note is owned by the attention's own autograd node: when the graph is freed, so is the note.
 
-    ``step`` tells the number of the next penalty call, or None if that call will not ask for affinities. Sampled layers
-    depend on it and on torch's initial seed alone, so a resumed run draws the same ones.
+    ``step`` tells the number of the next penalty call, or None if that call will not ask for
+    affinities. Sampled layers depend on it and on torch's initial seed alone, so a resumed run
+    draws the same ones.
     """
 
     def __init__(
@@ -59,33 +61,43 @@ class AffinityCapture:
         """Hand over, once, what the last forward pass showed.
 
         Raises:
-            ConfigError: no forward pass was seen since the last call, or attention ran that could not be seen.
+            ConfigError: no forward pass was seen since the last call, or attention ran that could
+            not be seen.
         """
         if not self._ran:
             raise ConfigError(
-                "the affinity penalty needs one forward pass of the model before each call, and none was seen: run "
-                "outputs = model(...) first, on the very module given to OrthogonalityPenalty (a wrapper around it is "
-                "fine, a part of it is not), then penalty()"
+                "the affinity penalty needs one forward pass of the model before each call, and"
+                " none was seen: run outputs = model(...) first, on the very module given to"
+                " OrthogonalityPenalty (a wrapper around it is fine, a part of it is not), then"
+                " penalty()"
             )
-        seen = {path: [note for ref in refs if (note := ref()) is not None] for path, refs in self._seen.items()}
+        seen = {
+            path: [note for ref in refs if (note := ref()) is not None]
+            for path, refs in self._seen.items()
+        }
         entered, self._entered, self._seen, self._ran = self._entered, set(), {}, False
         hidden = sorted(entered - seen.keys() - self._skipped)
         if hidden:
             raise ConfigError(
-                "affinities cannot be seen in these attention modules, which ran neither scaled_dot_product_attention, "
-                "nor a softmax over square logits, nor multi_head_attention_forward without bias_k and add_zero_attn:\n"
+                "affinities cannot be seen in these attention modules, which ran neither"
+                " scaled_dot_product_attention, nor a softmax over square logits, nor"
+                " multi_head_attention_forward without bias_k and add_zero_attn:\n"
                 + listed(hidden)
-                + "\nFor Hugging Face models run model.set_attn_implementation('sdpa'); otherwise set affinity=0"
+                + "\nFor Hugging Face models run model.set_attn_implementation('sdpa'); otherwise"
+                " set affinity=0"
             )
         freed = sorted(path for path, notes in seen.items() if not notes)
         if freed or not seen:
             raise ConfigError(
-                "the outputs of the last forward pass were freed before the affinity penalty was called; call it "
-                "before backward() and while the outputs or the loss are alive"
+                "the outputs of the last forward pass were freed before the affinity penalty was"
+                " called; call it before backward() and while the outputs or the loss are alive"
                 if freed
-                else "no self-attention module ran over plain tensors and its own tokens in the last forward pass, so "
-                "there is no affinity to penalise (torch.nn.TransformerEncoder in evaluation may use nested tensors; "
-                "build it with enable_nested_tensor=False)"
+                else (
+                    "no self-attention module ran over plain tensors and its own tokens in the last"
+                    " forward pass, so there is no affinity to penalise"
+                    " (torch.nn.TransformerEncoder in evaluation may use nested tensors; build it"
+                    " with enable_nested_tensor=False)"
+                )
             )
         return [(self.attention[path], note) for path, notes in seen.items() for note in notes]
 
@@ -110,7 +122,9 @@ class AffinityCapture:
         paths = list(self.attention)
         if self.layers_per_step < len(paths):
             generator = torch.Generator().manual_seed((self._seed + step) % 2**63)
-            paths = [paths[index] for index in torch.randperm(len(paths), generator=generator).tolist()]
+            paths = [
+                paths[index] for index in torch.randperm(len(paths), generator=generator).tolist()
+            ]
         return frozenset(paths[: self.layers_per_step])
 
     def _end(self, *_: Any) -> None:
@@ -128,7 +142,8 @@ class AffinityCapture:
                 self._skipped.add(role.path)  # a cache, or another sequence
 
     def _note(self, path: str, call: AttentionCall, output: Tensor) -> None:
-        """Keep ``call`` for as long as the graph of ``output`` lives; without a graph, until the next forward pass."""
+        """Keep ``call`` for as long as the graph of ``output`` lives; without a graph, until the
+        next forward pass."""
         notes = self._seen.setdefault(path, [])
         if output.grad_fn is None:
             notes.append(lambda: call)

@@ -24,19 +24,37 @@ class Estimate:
 
     def penalty(self, call: AttentionCall) -> Tensor:
         """Return |A^T A - I|_F^2 of a call, shape (batch, heads)."""
-        if isinstance(call, SoftmaxCall):  # the logits are there already, so probes would save nothing
+        if isinstance(
+            call, SoftmaxCall
+        ):  # the logits are there already, so probes would save nothing
             return affinity_penalty_from_logits(call.logits)
         if isinstance(call, ScaledDotProductCall):
-            return self._of(call.query, call.key, attn_mask=call.attn_mask, is_causal=call.is_causal, scale=call.scale)
+            return self._of(
+                call.query,
+                call.key,
+                attn_mask=call.attn_mask,
+                is_causal=call.is_causal,
+                scale=call.scale,
+            )
         assert isinstance(call, MultiheadCall)
         inputs, heads = _inputs(call), _module(call).num_heads
         tokens, batch, _ = inputs.shape
-        query, key = (item.view(tokens, batch, heads, -1).permute(1, 2, 0, 3) for item in _projected(call, inputs))
-        return self._of(query, key, attn_mask=_mask(call, batch, heads, tokens), key_padding_mask=_padding(call))
+        query, key = (
+            item.view(tokens, batch, heads, -1).permute(1, 2, 0, 3)
+            for item in _projected(call, inputs)
+        )
+        return self._of(
+            query, key, attn_mask=_mask(call, batch, heads, tokens), key_padding_mask=_padding(call)
+        )
 
     def _of(self, query: Tensor, key: Tensor, **masks: Any) -> Tensor:
         return affinity_penalty(
-            query, key, estimator=self.estimator, num_probes=self.num_probes, generator=self.generator, **masks
+            query,
+            key,
+            estimator=self.estimator,
+            num_probes=self.num_probes,
+            generator=self.generator,
+            **masks,
         )
 
 
@@ -45,7 +63,11 @@ def can_be_penalised(call: AttentionCall) -> bool:
     if not isinstance(call, MultiheadCall):
         return True
     module = call.module
-    return isinstance(module, nn.MultiheadAttention) and module.bias_k is None and not module.add_zero_attn
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
 
 
 def carries_gradient(call: AttentionCall) -> bool:
@@ -74,7 +96,10 @@ def _projected(call: MultiheadCall, inputs: Tensor) -> list[Tensor]:
     bias = _module(call).in_proj_bias
     biases = (None, None) if bias is None else bias.chunk(3)[:2]
     with context:
-        return [F.linear(inputs, w, b) for w, b in zip(_query_and_key_weights(call), biases, strict=True)]
+        return [
+            F.linear(inputs, w, b)
+            for w, b in zip(_query_and_key_weights(call), biases, strict=True)
+        ]
 
 
 def _query_and_key_weights(call: MultiheadCall) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,12 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
     useless = [line for term in frozen if term.strength not in trained for line in _lines(term)]
     if useless:
         raise ConfigError(
-            "these weights are frozen (requires_grad=False), so their penalty has no gradient and would train "
-            "nothing:\n" + listed(useless) + "\nLeave their strength out, train them, or, where LoRA adapters are on "
-            "them, make the penalty after the adapters with adapters=True. To look at the value alone, call it under "
-            "torch.no_grad()"
+            "these weights are frozen (requires_grad=False), so their penalty has no gradient and"
+            " would train nothing:\n"
+            + listed(useless)
+            + "\nLeave their strength out, train them, or, where LoRA adapters are on them, make"
+            " the penalty after the adapters with adapters=True. To look at the value alone, call"
+            " it under torch.no_grad()"
         )
     return [line for term in frozen for line in _lines(term)]
 

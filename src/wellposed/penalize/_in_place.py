@@ -20,9 +20,13 @@ def check_in_place(terms: Sequence[Term], hows: Mapping[str, How]) -> None:
     offenders = [f"{name}: form 'qr'" for name, how in hows.items() if how.form == "qr"]
     for view in (view for term in terms for view in term.views):
         if isinstance(view, AdaptedView):
-            offenders.append(f"{view.parameter_name}: the gradient goes to the factors of its adapters")
+            offenders.append(
+                f"{view.parameter_name}: the gradient goes to the factors of its adapters"
+            )
         elif not view.parameter.is_leaf:
-            offenders.append(f"{view.parameter_name}: a parametrised weight, computed from another parameter")
+            offenders.append(
+                f"{view.parameter_name}: a parametrised weight, computed from another parameter"
+            )
         elif is_sharded(view.parameter):
             offenders.append(f"{view.parameter_name}: sharded over processes")
     if offenders:
@@ -47,7 +51,8 @@ def accumulate_term_(term: Term, how: How, strength: float) -> Tensor:
 
 
 def _gradient(view: WeightView) -> Tensor | None:
-    """Return the part of ``.grad`` that belongs to a view, in its orientation; None for a frozen parameter."""
+    """Return the part of ``.grad`` that belongs to a view, in its orientation; None for a frozen
+    parameter."""
     parameter = view.parameter
     if not parameter.requires_grad:
         return None

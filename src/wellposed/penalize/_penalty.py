@@ -26,64 +26,79 @@ _UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax 
 
 
 class OrthogonalityPenalty:
-    """Add ``sum of strength * |W^T W - I|_F^2`` over weights and ``strength * |A^T A - I|_F^2`` over affinities.
+    """Add ``sum of strength * |W^T W - I|_F^2`` over weights and ``strength * |A^T A - I|_F^2``
+    over affinities.
 
-    Status: a penalty; exact to rounding, unbiased where probes, ``layers_per_step`` or ``every`` sample. The weights
-    are read in place and no model code is edited.
+    Status: a penalty; exact to rounding, unbiased where probes, ``layers_per_step`` or ``every``
+    sample. The weights are read in place and no model code is edited.
 
-    Source: Zhang et al. (2021, sec. 2) for affinity, attention and feedforward; McGrath (2024, eq. 1 and 2) for query,
-    key, value and embedding and for ``form="qr"``. `wellposed.presets` holds their settings.
+    Source: Zhang et al. (2021, sec. 2) for affinity, attention and feedforward; McGrath (2024, eq.
+    1 and 2) for query, key, value and embedding and for ``form="qr"``. `wellposed.presets` holds
+    their settings.
 
     What each strength multiplies, summed over layers:
 
-    - ``affinity``: ``|A^T A - I|_F^2`` of every self-attention, the mean over the batch of the sum over heads, before
-      dropout, with its masks. Rows and columns of padded tokens are left out, so I counts real tokens. Always squared.
-    - ``attention``: ``|P^T P - I|`` with P = query, key, value and output stacked along outputs (``joint``), or the
-      sum over the four (``separate``). Self-attention only, unless ``cross_attention``.
-    - ``feedforward``: ``|M^T M - I|`` summed over in, gate (if any) and out. Of a wide M the least value is positive.
-    - ``query``, ``key``, ``value``, ``embedding`` (token embeddings): ``|A A^T - I|``, A of shape (out, in), or
-      (vocabulary, width).
+    - ``affinity``: ``|A^T A - I|_F^2`` of every self-attention, the mean over the batch of the sum
+      over heads, before dropout, with its masks. Rows and columns of padded tokens are left out, so
+      I counts real tokens. Always squared.
+    - ``attention``: ``|P^T P - I|`` with P = query, key, value and output stacked along outputs
+      (``joint``), or the sum over the four (``separate``). Self-attention only, unless
+      ``cross_attention``.
+    - ``feedforward``: ``|M^T M - I|`` summed over in, gate (if any) and out. Of a wide M the least
+      value is positive.
+    - ``query``, ``key``, ``value``, ``embedding`` (token embeddings): ``|A A^T - I|``, A of shape
+      (out, in), or (vocabulary, width).
 
-    ``form`` turns ``| |`` into ``gram_squared`` (squared Frobenius norm, the default everywhere), ``gram`` (the norm
-    itself) or ``qr`` (``|Q - A|_F``). zhang2021 prints affinity and attention squared and feedforward unsquared:
-    ``form={"feedforward": "gram"}``. mcgrath2024 prints ``gram``.
+    ``form`` turns ``| |`` into ``gram_squared`` (squared Frobenius norm, the default everywhere),
+    ``gram`` (the norm itself) or ``qr`` (``|Q - A|_F``). zhang2021 prints affinity and attention
+    squared and feedforward unsquared: ``form={"feedforward": "gram"}``. mcgrath2024 prints
+    ``gram``.
 
-    A weight that plays two roles of one strength (or two of query, key and value) is counted once; a warning and
-    ``notes`` say which. A strength whose weights are all frozen (``requires_grad=False``, as the base weights of LoRA)
-    has no gradient: calling the penalty is an error. Where some of them are frozen, a warning names them.
+    A weight that plays two roles of one strength (or two of query, key and value) is counted once;
+    a warning and ``notes`` say which. A strength whose weights are all frozen
+    (``requires_grad=False``, as the base weights of LoRA)
+    has no gradient: calling the penalty is an error. Where some of them are frozen, a warning names
+    them.
 
     Args:
-        model: the module that will be called; with ``affinity``, hooks are placed on it and its self-attention modules.
-        affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules from the step.
+        model: the module that will be called; with ``affinity``, hooks are placed on it and its
+        self-attention modules.
+        affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules
+        from the step.
         form: one of the three for every weight term, or a mapping from strength name to form.
         attention_mode: ``"joint"`` or ``"separate"``.
-        estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see `wellposed.functional.affinity_penalty`).
+        estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see
+        `wellposed.functional.affinity_penalty`).
         num_probes: of the probes estimator.
-        layers_per_step: affinities of this many layers, drawn anew at each forward pass and scaled up without bias.
+        layers_per_step: affinities of this many layers, drawn anew at each forward pass and scaled
+        up without bias.
         every: non-zero at calls 0, k, 2k, ... and then scaled by k.
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
-        adapters: penalise ``W + scale B A``, the weight that a layer with LoRA factors computes with, so that the
-            gradient trains A and B while W is frozen. (The factors themselves are not drawn to orthogonality: B is 0 at
-            the start, and B^T B = I would undo the pretrained weight.) Make the penalty after the adapters.
+        adapters: penalise ``W + scale B A``, the weight that a layer with LoRA factors computes
+            with, so that the gradient trains A and B while W is frozen. (The factors themselves are
+            not drawn to orthogonality: B is 0 at the start, and B^T B = I would undo the pretrained
+            weight.) Make the penalty after the adapters.
         patterns: passed to `wellposed.find_roles`.
         generator: source of the probes; the global one by default.
 
     ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed.
 
     Raises:
-        ConfigError: no or a negative strength, an unknown form, mode or estimator, quantised or (on a CPU) float16
-            weights, an attention implementation that cannot be watched, or ``adapters`` where there are none, or none
-            that can be added to the weight (merged, switched off, DoRA).
+        ConfigError: no or a negative strength, an unknown form, mode or estimator, quantised or (on
+            a CPU) float16 weights, an attention implementation that cannot be watched, or
+            ``adapters`` where there are none, or none that can be added to the weight (merged,
+            switched off, DoRA).
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
-    Cost: two matrix products per weight on its smaller side; affinities as `wellposed.functional.affinity_penalty`.
-    Query and key of watched layers stay in memory until backward, also under gradient checkpointing.
+    Cost: two matrix products per weight on its smaller side; affinities as
+    `wellposed.functional.affinity_penalty`. Query and key of watched layers stay in memory until
+    backward, also under gradient checkpointing.
 
-    When not to use: for exactly orthogonal weights use `wellposed.constrain_`. The affinity of a compiled model needs
-    the compiled module to be this model.
+    When not to use: for exactly orthogonal weights use `wellposed.constrain_`. The affinity of a
+    compiled model needs the compiled module to be this model.
 
     >>> from torch import nn
     >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
@@ -145,21 +160,26 @@ class OrthogonalityPenalty:
         self._warned = False
         self.notes = tuple(notes)
         if notes:
-            warnings.warn("weights shared between roles are penalised once:\n" + listed(notes), stacklevel=2)
+            warnings.warn(
+                "weights shared between roles are penalised once:\n" + listed(notes), stacklevel=2
+            )
         self._parts: dict[str, Tensor] | None = None
         self._estimate = Estimate(estimator, num_probes, generator)
         self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
         self._capture = (
-            _attach(model, self.roles, layers_per_step, self._next_step) if "affinity" in self._strengths else None
+            _attach(model, self.roles, layers_per_step, self._next_step)
+            if "affinity" in self._strengths
+            else None
         )
 
     def __call__(self) -> Tensor:
         """Return the penalty as a scalar that carries gradient, and count one step.
 
         Raises:
-            ConfigError: after `remove`; or, with ``affinity``, before a forward pass, after its graph was freed, or
-                where an attention module could not be seen; a schedule that returns a negative number; with gradients
-                enabled, a strength whose weights are all frozen, or affinities that carry no gradient.
+            ConfigError: after `remove`; or, with ``affinity``, before a forward pass, after its
+                graph was freed, or where an attention module could not be seen; a schedule that
+                returns a negative number; with gradients enabled, a strength whose weights are all
+                frozen, or affinities that carry no gradient.
         """
         strengths = self._advance()
         if strengths is None:
@@ -176,10 +196,12 @@ class OrthogonalityPenalty:
         return _sum(parts)
 
     def accumulate_(self) -> float:
-        """Add the gradient of the weight terms straight to ``.grad``, return the penalty, and count one step.
+        """Add the gradient of the weight terms straight to ``.grad``, return the penalty, and count
+        one step.
 
-        Status: exact; ``.grad`` is that of ``penalty().backward()`` to rounding. Call it once per optimizer step, after
-        the ``backward()`` of the loss and before gradients are clipped; with a gradient scaler, after unscaling.
+        Status: exact; ``.grad`` is that of ``penalty().backward()`` to rounding. Call it once per
+        optimizer step, after the ``backward()`` of the loss and before gradients are clipped; with
+        a gradient scaler, after unscaling.
 
         >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
         >>> penalty = OrthogonalityPenalty(layer, attention=1e-2)
@@ -187,18 +209,19 @@ class OrthogonalityPenalty:
         (True, True)
 
         Raises:
-            ConfigError: affinity terms, ``form="qr"``, parametrised, adapted or sharded weights, whose gradient needs
-                the graph; a strength whose weights are all frozen; after `remove`; a schedule that returns a negative
-                number. Nothing has been added then.
+            ConfigError: affinity terms, ``form="qr"``, parametrised, adapted or sharded weights,
+                whose gradient needs the graph; a strength whose weights are all frozen; after
+                `remove`; a schedule that returns a negative number. Nothing has been added then.
 
-        Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of the gradient. When
-        not to use: inside a compiled step, or with hooks on gradients (FSDP), which it does not run. Under DDP every
-        process adds the same, so call it after the gradients were averaged.
+        Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of
+        the gradient. When
+        not to use: inside a compiled step, or with hooks on gradients (FSDP), which it does not
+        run. Under DDP every process adds the same, so call it after the gradients were averaged.
         """
         if self._capture is not None:
             raise ConfigError(
-                "accumulate_() adds gradients without a graph, which affinities need: use penalty() and backward(), "
-                "or a second OrthogonalityPenalty for the affinity alone"
+                "accumulate_() adds gradients without a graph, which affinities need: use penalty()"
+                " and backward(), or a second OrthogonalityPenalty for the affinity alone"
             )
         check_in_place(self._terms, self._hows)
         self._check_trained()
@@ -214,19 +237,25 @@ class OrthogonalityPenalty:
         return _sum(parts).item()
 
     def terms(self) -> dict[str, float]:
-        """Return the parts of the last non-zero call, strengths included, so that they add up to its value.
+        """Return the parts of the last non-zero call, strengths included, so that they add up to
+        its value.
 
-        Keys are ``strength.stack.layer``, for example ``"affinity.encoder.0"`` or ``"feedforward.encoder.0.up"``.
+        Keys are ``strength.stack.layer``, for example ``"affinity.encoder.0"`` or
+        ``"feedforward.encoder.0.up"``.
 
         Raises:
             ConfigError: the penalty has not been called yet.
         """
         if self._parts is None:
-            raise ConfigError("OrthogonalityPenalty.terms() shows the parts of the last call; call penalty() first")
+            raise ConfigError(
+                "OrthogonalityPenalty.terms() shows the parts of the last call; call penalty()"
+                " first"
+            )
         return {name: float(part) for name, part in self._parts.items()}
 
     def remove(self) -> None:
-        """Take the hooks off the model; nothing of the penalty stays on it. Calling again does nothing."""
+        """Take the hooks off the model; nothing of the penalty stays on it. Calling again does
+        nothing."""
         if self._capture is not None:
             self._capture.remove()
         self._parts = None
@@ -235,19 +264,24 @@ class OrthogonalityPenalty:
     def _advance(self) -> dict[str, float] | None:
         """Count a step and return its strengths; None where ``every`` leaves it out."""
         if self.removed:
-            raise ConfigError("this OrthogonalityPenalty was removed from its model; make a new one")
+            raise ConfigError(
+                "this OrthogonalityPenalty was removed from its model; make a new one"
+            )
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return None
-        return {name: _at(name, strength, step) * self.every for name, strength in self._strengths.items()}
+        return {
+            name: _at(name, strength, step) * self.every
+            for name, strength in self._strengths.items()
+        }
 
     def _check_trained(self) -> None:
         frozen = frozen_weights(self._terms)
         if frozen and not self._warned:
             self._warned = True
             warnings.warn(
-                "these weights are frozen, so their part of the penalty is a number without gradient:\n"
-                + listed(frozen),
+                "these weights are frozen, so their part of the penalty is a number without"
+                " gradient:\n" + listed(frozen),
                 stacklevel=3,
             )
 
@@ -256,17 +290,25 @@ class OrthogonalityPenalty:
 
     def _weight_parts(self, strengths: Mapping[str, float]) -> list[tuple[str, Tensor]]:
         return [
-            (f"{term.strength}.{term.label}", strengths[term.strength] * term.value(self._hows[term.strength]))
+            (
+                f"{term.strength}.{term.label}",
+                strengths[term.strength] * term.value(self._hows[term.strength]),
+            )
             for term in self._terms
         ]
 
-    def _affinity_parts(self, capture: AffinityCapture, strength: float) -> list[tuple[str, Tensor]]:
+    def _affinity_parts(
+        self, capture: AffinityCapture, strength: float
+    ) -> list[tuple[str, Tensor]]:
         shown = capture.take()
         if torch.is_grad_enabled():
             _check_gradients(shown)
         scale = strength * capture.scale
         return [
-            (f"affinity.{role.stack}.{role.layer}", scale * self._estimate.penalty(call).mean(dim=0).sum())
+            (
+                f"affinity.{role.stack}.{role.layer}",
+                scale * self._estimate.penalty(call).mean(dim=0).sum(),
+            )
             for role, call in shown
         ]
 
@@ -276,14 +318,19 @@ def _check_gradients(shown: Sequence[tuple[AttentionRole, AttentionCall]]) -> No
     lost = [role.path for role in without if len(without) == len(shown) or role.query.trainable]
     if lost:
         raise ConfigError(
-            "the forward pass left no gradient in these attention modules, so their affinity penalty would train "
-            "nothing:\n" + listed(lost) + "\nRun it outside torch.no_grad() (or call the penalty inside it); with "
-            "gradient checkpointing pass use_reentrant=False; in a frozen model train something they depend on"
+            "the forward pass left no gradient in these attention modules, so their affinity"
+            " penalty would train nothing:\n"
+            + listed(lost)
+            + "\nRun it outside torch.no_grad() (or call the penalty inside it); with gradient"
+            " checkpointing pass use_reentrant=False; in a frozen model train something they"
+            " depend on"
         )
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]).sum()
+    return torch.stack(
+        [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]
+    ).sum()
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
@@ -294,15 +341,16 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
     ]
     if wrong:
         raise ConfigError(
-            "strengths of OrthogonalityPenalty are finite numbers >= 0, or functions of the step:\n" + listed(wrong)
+            "strengths of OrthogonalityPenalty are finite numbers >= 0, or functions of the step:\n"
+            + listed(wrong)
         )
     active: dict[str, Strength] = {
         name: strength for name, strength in given.items() if callable(strength) or strength > 0
     }
     if not active:
         raise ConfigError(
-            "OrthogonalityPenalty was given no strength above zero, so it would do nothing; set at least one of "
-            + ", ".join(given)
+            "OrthogonalityPenalty was given no strength above zero, so it would do nothing; set at"
+            " least one of " + ", ".join(given)
         )
     return active
 
@@ -310,7 +358,10 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
 def _at(name: str, strength: Strength, step: int) -> float:
     value = strength(step) if callable(strength) else strength
     if not (value >= 0 and math.isfinite(value)):
-        raise ConfigError(f"the schedule of {name} returned {value!r} at step {step}; expected a finite number >= 0")
+        raise ConfigError(
+            f"the schedule of {name} returned {value!r} at step {step}; expected a finite number"
+            " >= 0"
+        )
     return value
 
 
@@ -330,25 +381,28 @@ def _attach(
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
         raise RoleNotFoundError(
-            f"affinity: no self-attention module was found in {type(model).__name__}, so there is nothing to watch; "
-            "name its query, key, value and output weights with patterns=, or set affinity=0. Roles found:\n"
-            + str(roles)
+            f"affinity: no self-attention module was found in {type(model).__name__}, so there is"
+            " nothing to watch; name its query, key, value and output weights with patterns=, or"
+            " set affinity=0. Roles found:\n" + str(roles)
         )
     if layers_per_step is not None:
         _check_count("layers_per_step", layers_per_step)
         if layers_per_step > len(attention):
             raise ConfigError(
-                f"layers_per_step = {layers_per_step}, but the model has {len(attention)} self-attentions"
+                f"layers_per_step = {layers_per_step}, but the model has {len(attention)}"
+                " self-attentions"
             )
     unseen = [
         f"{path or type(module).__name__}: {implementation}"
         for path, module in model.named_modules()
-        for implementation in [getattr(getattr(module, "config", None), "_attn_implementation", None)]
+        for implementation in [
+            getattr(getattr(module, "config", None), "_attn_implementation", None)
+        ]
         if isinstance(implementation, str) and any(word in implementation for word in _UNSEEN)
     ]
     if unseen:
         raise ConfigError(
-            "affinities cannot be seen inside these attention kernels; run model.set_attn_implementation('sdpa') "
-            "first, or set affinity=0:\n" + listed(unseen)
+            "affinities cannot be seen inside these attention kernels; run"
+            " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)
         )
     return AffinityCapture(model, attention, step=step, layers_per_step=layers_per_step)

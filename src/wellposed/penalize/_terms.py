@@ -42,18 +42,21 @@ class Term:
         if how.form == "qr":
             stack = weights[0] if len(weights) == 1 else torch.cat(weights)
             return qr_penalty(stack, how.qr_method)  # type: ignore[arg-type]
-        return gram_penalty(weights, squared=how.form == "gram_squared", side=self.side, gram_dtype=how.gram_dtype)
+        return gram_penalty(
+            weights, squared=how.form == "gram_squared", side=self.side, gram_dtype=how.gram_dtype
+        )
 
 
 def weight_terms(
     roles: Roles, strengths: Sequence[str], *, attention_mode: str, cross_attention: bool
 ) -> tuple[list[Term], list[str]]:
-    """Return the terms of the strengths in use and, one line each, the shared weights that were counted once."""
+    """Return the terms of the strengths in use and, one line each, the shared weights that were
+    counted once."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
     readers: dict[str, Callable[[], Iterator[Term]]] = {
         "attention": lambda: _attention_terms(attention, attention_mode),
         "feedforward": lambda: _feedforward_terms(roles),
-        **{role: (lambda role=role: _single_terms(roles, attention, role)) for role in SINGLE_ROLES},
+        **{role: lambda role=role: _single_terms(roles, attention, role) for role in SINGLE_ROLES},
         "embedding": lambda: _embedding_terms(roles),
     }
     terms: list[Term] = []
@@ -84,10 +87,14 @@ def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:
     """
     if not any(map(has_lora, model.modules())):
         raise ConfigError(
-            f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A and lora_B beside a "
-            "base_layer); make the penalty after the adapters, or leave adapters out"
+            f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A and"
+            " lora_B beside a base_layer); make the penalty after the adapters, or leave"
+            " adapters out"
         )
-    return [replace(term, views=tuple(adapted_view(model, view) for view in term.views)) for term in terms]
+    return [
+        replace(term, views=tuple(adapted_view(model, view) for view in term.views))
+        for term in terms
+    ]
 
 
 def form_of(strength: str, form: str | Mapping[str, str]) -> str:
@@ -120,8 +127,8 @@ def _attention_terms(attention: Sequence[AttentionRole], mode: str) -> Iterator[
         yield Term("attention", label, tuple(parts.values()), "columns")
     if uneven:
         raise ShapeError(
-            "attention_mode='joint' stacks query, key, value and output along outputs, which needs one input width; "
-            "use attention_mode='separate':\n" + listed(uneven)
+            "attention_mode='joint' stacks query, key, value and output along outputs, which needs"
+            " one input width; use attention_mode='separate':\n" + listed(uneven)
         )
 
 
@@ -130,7 +137,9 @@ def _feedforward_terms(roles: Roles) -> Iterator[Term]:
         for name in ("up", "gate", "down"):
             view = getattr(network, name)
             if view is not None:
-                yield Term("feedforward", f"{network.stack}.{network.layer}.{name}", (view,), "columns")
+                yield Term(
+                    "feedforward", f"{network.stack}.{network.layer}.{name}", (view,), "columns"
+                )
     for weight in roles.loose:
         if weight.role.startswith("feedforward"):
             yield Term("feedforward", weight.view.parameter_name, (weight.view,), "columns")
@@ -156,7 +165,8 @@ def _label(role: AttentionRole) -> str:
 
 
 def _counted_once(terms: Sequence[Term], notes: list[str]) -> list[Term]:
-    """Leave out what an earlier term of the same kind holds already: one weight in two roles is penalised once."""
+    """Leave out what an earlier term of the same kind holds already: one weight in two roles is
+    penalised once."""
     seen: dict[tuple[object, ...], str] = {}
     kept: list[Term] = []
     for term in terms:
@@ -164,9 +174,15 @@ def _counted_once(terms: Sequence[Term], notes: list[str]) -> list[Term]:
         fresh: list[WeightView] = []
         for view in term.views:
             first = seen.setdefault((group, *view.key), f"{term.strength} of {term.label}")
-            repeated = any(view.key == other.key for other in fresh) or first != f"{term.strength} of {term.label}"
+            repeated = (
+                any(view.key == other.key for other in fresh)
+                or first != f"{term.strength} of {term.label}"
+            )
             if repeated:
-                notes.append(f"{view.parameter_name}: also {term.strength} of {term.label}, counted once as {first}")
+                notes.append(
+                    f"{view.parameter_name}: also {term.strength} of {term.label}, counted once as"
+                    f" {first}"
+                )
             else:
                 fresh.append(view)
         if fresh:
@@ -183,4 +199,6 @@ def _check(terms: Sequence[Term]) -> None:
             except (ConfigError, ShapeError) as error:
                 offenders.append(f"{view.parameter_name}: {error}")
     if offenders:
-        raise ConfigError("these weights cannot be penalised:\n" + listed(list(dict.fromkeys(offenders))))
+        raise ConfigError(
+            "these weights cannot be penalised:\n" + listed(list(dict.fromkeys(offenders)))
+        )

@@ -15,7 +15,8 @@ class Clock:
     """Count seconds over several processes: what ran before a stop or a kill is kept in a file.
 
     Args:
-        file: where the seconds are kept at every `tick`; None for work that starts anew in each call.
+        file: where the seconds are kept at every `tick`; None for work that starts anew in each
+        call.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -34,7 +35,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Ticking:
-    """A line of progress that also keeps the time; it can be sent to another process of this machine."""
+    """A line of progress that also keeps the time; it can be sent to another process of this
+    machine."""
 
     clock: Clock
     announce: Callable[[str], None]

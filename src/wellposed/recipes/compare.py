@@ -60,16 +60,19 @@ def compare(
     certify: int = 0,
     tracking: Tracking = NOT_TRACKED,
 ) -> ComparisonRuns:
-    """Train every variant with every seed: seed k of every variant sees the same batches in the same order.
+    """Train every variant with every seed: seed k of every variant sees the same batches in the
+    same order.
 
-    Status: exact (the order of examples depends on the seed alone, never on the model). Run ``(v, k)`` is the folder
-    ``out/v/seed-k``. A run that diverges is recorded as failed and the comparison goes on; an interrupted comparison
-    goes on with ``resume="auto"``, which keeps finished runs. Several processes that a launcher started train each run
-    together, one run after the other.
+    Status: exact (the order of examples depends on the seed alone, never on the model). Run ``(v,
+    k)`` is the folder ``out/v/seed-k``. A run that diverges is recorded as failed and the
+    comparison goes on; an interrupted comparison goes on with ``resume="auto"``, which keeps
+    finished runs. Several processes that a launcher started train each run together, one run after
+    the other.
 
     Args:
         base: configuration every variant starts from; its ``train.seed`` is the first seed.
-        variants: names, ``name:value`` where a variant takes a number; the first is the one others are compared with.
+        variants: names, ``name:value`` where a variant takes a number; the first is the one others
+        are compared with.
         seeds: number of seeds, at least 1; fewer than 2 give no test.
         out: folder of the comparison.
         jobs: runs that train at the same time, as in `train_planned`.
@@ -77,32 +80,40 @@ def compare(
         progress: draw a progress bar (plain lines when the output is piped).
         command: the words of the command, for the report.
         announce: called with one line before each run.
-        certify: leave certified and attacked accuracy of so many examples of *test* in every run folder.
+        certify: leave certified and attacked accuracy of so many examples of *test* in every run
+        folder.
         tracking: trackers that follow each run, as in `wellposed.training.train`.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
 
     Raises:
-        ConfigError: no or repeated variants, ``seeds`` or ``jobs`` below 1, ``out`` in use and ``resume="never"``, or a
-            task that is neither a classification nor a language model and ``certify > 0``.
+        ConfigError: no or repeated variants, ``seeds`` or ``jobs`` below 1, ``out`` in use and
+            ``resume="never"``, or a task that is neither a classification nor a language model and
+            ``certify > 0``.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings; the data is read once.
     """
     configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
-    if is_first() and resume == "never" and any(path.is_file() and path != out / ORDER for path in out.rglob("*")):
+    if (
+        is_first()
+        and resume == "never"
+        and any(path.is_file() and path != out / ORDER for path in out.rglob("*"))
+    ):
         raise ConfigError(
-            f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished runs and go on"
+            f"{out}: the folder holds files; name another --out, or give --resume auto to keep"
+            " finished runs and go on"
         )
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
     if certify < 0 or (certify and task.kind not in CERTIFIED_KINDS):
         raise ConfigError(
-            f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task that classifies "
-            "texts or pairs, or predicts the next token; certified accuracy is defined for those"
+            f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task"
+            " that classifies texts or pairs, or predicts the next token; certified accuracy is"
+            " defined for those"
         )
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
@@ -141,7 +152,9 @@ def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> lis
     if not variants:
         problems.append("variants: expected at least one name, received none")
     problems += [
-        f"variants: {name!r} is named twice" for name in sorted(set(variants)) if list(variants).count(name) > 1
+        f"variants: {name!r} is named twice"
+        for name in sorted(set(variants))
+        if list(variants).count(name) > 1
     ]
     if seeds < 1:
         problems.append(f"seeds: expected at least 1, received {seeds}")

@@ -1,7 +1,9 @@
-"""Sentence pairs of Zhang et al. (2021) and Huang et al. (2020): each corpus as a configuration, and a generated one.
+"""Sentence pairs of Zhang et al. (2021) and Huang et al. (2020): each corpus as a configuration,
+and a generated one.
 
-What a paper prints is taken as printed. What it leaves to its framework (Tensor2Tensor for Zhang, fairseq for Huang) is
-that framework's public setting of the name. What neither fixes is named in ``not_printed``.
+What a paper prints is taken as printed. What it leaves to its framework (Tensor2Tensor for Zhang,
+fairseq for Huang) is that framework's public setting of the name. What neither fixes is named in
+``not_printed``.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ SIZES = {
 """The settings by the names the papers use; a corpus may have its own dropout."""
 
 
-T2T_BEAMS = {"generate_beams": 4, "generate_length_penalty": 0.6, "generate_length_penalty_form": "gnmt"}
-"""How Tensor2Tensor searches, which the paper prints for dialogues: 4 beams and a length penalty of 0.6."""
+T2T_BEAMS = {
+    "generate_beams": 4,
+    "generate_length_penalty": 0.6,
+    "generate_length_penalty_form": "gnmt",
+}
+"""How Tensor2Tensor searches, which the paper prints for dialogues: 4 beams and a length penalty of
+0.6."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +54,16 @@ class Corpus:
     """One column of a table."""
 
     name: str
-    """Of the preset, without the paper: ``corpus-source-target``, and the size where there are several."""
+    """Of the preset, without the paper: ``corpus-source-target``, and the size where there are
+    several."""
     origin: str
     """Where the sentences come from."""
     size: str
     """Name in `SIZES`."""
     steps: int
     data: str | None = None
-    """``hf:`` id that carries train, validation and test; None where the user has to bring aligned files."""
+    """``hf:`` id that carries train, validation and test; None where the user has to bring aligned
+    files."""
     test: str | None = None
     """Where the test split is, if not in ``data``."""
     title: str = ""
@@ -68,7 +77,8 @@ class Corpus:
     max_tokens: int = 256
     dropout: float | None = None
     learning_rate: float | None = None
-    """Start of T-Fixup's inverse square root; Zhang's runs have Tensor2Tensor's warm-up schedule instead."""
+    """Start of T-Fixup's inverse square root; Zhang's runs have Tensor2Tensor's warm-up schedule
+    instead."""
     bf16: bool = False
     not_printed: str = ""
     """What the paper does not say, and we took."""
@@ -90,10 +100,15 @@ class Corpus:
         return self.title or " ".join([f"{self.src.title()}-{self.tgt.title()}", *size])
 
     def run_config(self) -> RunConfig:
-        """Return the run as the paper has it: post-LN with warm-up for Zhang, T-Fixup without for Huang."""
+        """Return the run as the paper has it: post-LN with warm-up for Zhang, T-Fixup without for
+        Huang."""
         size = SIZES[self.size]
         options: dict[str, Any] = {"src": self.src, "tgt": self.tgt, "tokenizer": self.tokenizer}
-        options |= {"max_tokens": self.max_tokens, "tokens_per_batch": self.tokens_per_batch, "overflow": "drop"}
+        options |= {
+            "max_tokens": self.max_tokens,
+            "tokens_per_batch": self.tokens_per_batch,
+            "overflow": "drop",
+        }
         options |= {"vocab_size": self.vocab_size} if self.tokenizer == "bpe" else {}
         options |= {} if self.data is None else {"data": self.data}
         options |= {} if self.test is None else {"test": self.test}
@@ -128,22 +143,46 @@ class Corpus:
             precision="bf16" if self.bf16 else "fp32",
         )
         if self.learning_rate is None:
-            # Tensor2Tensor: 2 d^-1/2 min(t^-1/2, t w^-3/2) with w = 8000, Adam (0.9, 0.997), no decay, no clipping.
+            # Tensor2Tensor: 2 d^-1/2 min(t^-1/2, t w^-3/2) with w = 8000, Adam (0.9, 0.997), no
+            # decay, no clipping.
             adam: dict[str, Any] = {"adam_beta2": 0.997, "weight_decay": 0.0, "max_grad_norm": 0.0}
             return replace(common, schedule="kim2021", gamma=2.0, warmup_steps=8000, **adam)
-        rest: dict[str, Any] = {"weight_decay": 1e-4, "max_grad_norm": 25.0, "average_checkpoints": 10}
-        return replace(common, schedule="inverse_sqrt", learning_rate=self.learning_rate, decay_steps=4000, **rest)
+        rest: dict[str, Any] = {
+            "weight_decay": 1e-4,
+            "max_grad_norm": 25.0,
+            "average_checkpoints": 10,
+        }
+        return replace(
+            common,
+            schedule="inverse_sqrt",
+            learning_rate=self.learning_rate,
+            decay_steps=4000,
+            **rest,
+        )
 
 
 _TED = "IWSLT'14, WIT3 (TED talks)"
 _WMT16 = "WMT'16; the test set is newstest2014, that of WMT'14"
 _STANFORD = "IWSLT'15 as Stanford prepared it, 133,000 pairs; valid is tst2012"
-_PANL = "IWSLT'17, 109,335 pairs, with the 24,024 of PANL-BPPT as Tensor2Tensor joins them; tst2017plus"
-_ESTONIAN = "called WMT'17; Estonian is a language of WMT'18, and Tensor2Tensor's problem takes that"
+_PANL = (
+    "IWSLT'17, 109,335 pairs, with the 24,024 of PANL-BPPT as Tensor2Tensor joins them; tst2017plus"
+)
+_ESTONIAN = (
+    "called WMT'17; Estonian is a language of WMT'18, and Tensor2Tensor's problem takes that"
+)
 _SETIMES = "SETIMES; MULTEXT-East '1984', 4,986 pairs, for evaluation"
 _SUBWORD: dict[str, Any] = {"steps": 200_000, "not_printed": "steps (200,000 taken)"}
-_CHARACTERS: dict[str, Any] = {"size": "t2t-small", "steps": 200_000, "tokenizer": "char", "max_tokens": 1024}
-_BIG_BATCH: dict[str, Any] = {"accumulation": 8, "data": "hf:wmt/wmt16:de-en", "test": "hf:wmt/wmt14:de-en"}
+_CHARACTERS: dict[str, Any] = {
+    "size": "t2t-small",
+    "steps": 200_000,
+    "tokenizer": "char",
+    "max_tokens": 1024,
+}
+_BIG_BATCH: dict[str, Any] = {
+    "accumulation": 8,
+    "data": "hf:wmt/wmt16:de-en",
+    "test": "hf:wmt/wmt14:de-en",
+}
 SUBWORD = (
     Corpus("iwslt14-de-en", _TED, "t2t-small", **_SUBWORD),
     Corpus("iwslt14-ro-en", _TED, "t2t-small", **_SUBWORD),
@@ -170,11 +209,24 @@ def _huang(title: str, rate: float, dropout: float, **other: Any) -> dict[str, A
 
 
 _SMALL = _huang("IWSLT'14 De-En small", 5e-4, 0.5, vocab_size=10_000, tokens_per_batch=4000)
-_FINNISH = _huang("WMT'18 Fi-En base", 6e-4, 0.4, data="hf:wmt/wmt18:fi-en", tokens_per_batch=4000, accumulation=20)
+_FINNISH = _huang(
+    "WMT'18 Fi-En base",
+    6e-4,
+    0.4,
+    data="hf:wmt/wmt18:fi-en",
+    tokens_per_batch=4000,
+    accumulation=20,
+)
 _BASE = _huang("WMT'17 En-De base", 7e-4, 0.2)
-_DEEP = _huang("WMT'17 En-De deep", 4e-4, 0.4, bf16=True, not_printed="vocabulary, test set, depth (20 taken)")
+_DEEP = _huang(
+    "WMT'17 En-De deep", 4e-4, 0.4, bf16=True, not_printed="vocabulary, test set, depth (20 taken)"
+)
 _BIG = _huang("WMT'17 En-De big", 4e-4, 0.4, bf16=True)
-_GERMAN: dict[str, Any] = {"data": "hf:wmt/wmt17:de-en", "tokens_per_batch": 5000, "accumulation": 5}
+_GERMAN: dict[str, Any] = {
+    "data": "hf:wmt/wmt17:de-en",
+    "tokens_per_batch": 5000,
+    "accumulation": 5,
+}
 HUANG = (
     Corpus("iwslt14-de-en", _TED, "fairseq-iwslt", 300_000, **_SMALL),
     Corpus("wmt18-fi-en", "WMT'18", "t2t-base", 90_000, **_FINNISH),
@@ -189,38 +241,58 @@ PRESETS |= {f"huang2020-{corpus.name}": corpus for corpus in HUANG}
 SOURCE, TARGET = "source", "target"
 _LETTERS = "abcdefgh"
 _NOT_LANGUAGES = {"tsv", "csv", "jsonl", "txt", "md"}
-GENERATED = "below paper scale, walks over eight letters that mostly step by one, to be written backwards"
+GENERATED = (
+    "below paper scale, walks over eight letters that mostly step by one, to be written backwards"
+)
 
 
 def paper_runs(request: Request, corpora: Sequence[Corpus]) -> list[RunConfig]:
-    """Return the paper's run of each corpus; one without an ``hf:`` id is read from the folder of its name in the data.
+    """Return the paper's run of each corpus; one without an ``hf:`` id is read from the folder of
+    its name in the data.
 
     Raises:
-        ConfigError: such a folder is missing; all are named. Or languages are given, which the paper fixes.
+        ConfigError: such a folder is missing; all are named. Or languages are given, which the
+        paper fixes.
     """
     if request.languages is not None:
-        raise ConfigError(f"languages = {request.languages!r} at paper scale: each corpus has its own; leave them out")
+        raise ConfigError(
+            f"languages = {request.languages!r} at paper scale: each corpus has its own; leave"
+            " them out"
+        )
     configs, missing = [], []
     for corpus in corpora:
         config = corpus.run_config()
         if corpus.data is None:
             folder = Path(request.data or ".") / corpus.name
             if request.data is None or not folder.is_dir():
-                missing.append(f"{corpus.name}: train, valid, test .{corpus.src} and .{corpus.tgt} ({corpus.origin})")
+                missing.append(
+                    f"{corpus.name}: train, valid, test .{corpus.src} and .{corpus.tgt}"
+                    f" ({corpus.origin})"
+                )
             config = replace(config, task_options={**config.task_options, "data": str(folder)})
         configs.append(config)
     if missing:
-        raise ConfigError("give --data FOLDER with these folders of aligned files in it:\n" + listed(missing))
+        raise ConfigError(
+            "give --data FOLDER with these folders of aligned files in it:\n" + listed(missing)
+        )
     return configs
 
 
 def small_corpus(
-    request: Request, *, max_tokens: int, wanted: tuple[str, str] = ("de", "en"), vocab_size: int | None = 2000
+    request: Request,
+    *,
+    max_tokens: int,
+    wanted: tuple[str, str] = ("de", "en"),
+    vocab_size: int | None = 2000,
 ) -> dict[str, Any]:
-    """Return the options of the task `translation` below paper scale: the user's sentences, or generated words."""
+    """Return the options of the task `translation` below paper scale: the user's sentences, or
+    generated words."""
     return {
         **translation_data(
-            request, wanted=wanted, words=True, pairs=request.pick(toy=60, mini=3000, medium=20_000, paper=0)
+            request,
+            wanted=wanted,
+            words=True,
+            pairs=request.pick(toy=60, mini=3000, medium=20_000, paper=0),
         ),
         "max_tokens": max_tokens,
         "overflow": "drop",
@@ -232,34 +304,48 @@ def small_corpus(
 
 
 def translation_data(
-    request: Request, *, wanted: tuple[str, str] = ("de", "en"), pairs: int = 2000, words: bool = False
+    request: Request,
+    *,
+    wanted: tuple[str, str] = ("de", "en"),
+    pairs: int = 2000,
+    words: bool = False,
 ) -> dict[str, Any]:
-    """Return the options of the task `translation` that say where its data is: the user's, or generated in ``out``.
+    """Return the options of the task `translation` that say where its data is: the user's, or
+    generated in ``out``.
 
     Args:
-        request: its ``data`` is a folder of aligned files, or where it names ``languages`` anything that the task
-            reads; where None the corpus is generated.
-        wanted: source and target language where the request names none; where the folder has other ones, the first two
-            it has, in order of name.
+        request: its ``data`` is a folder of aligned files, or where it names ``languages`` anything
+            that the task reads; where None the corpus is generated.
+        wanted: source and target language where the request names none; where the folder has other
+            ones, the first two it has, in order of name.
         pairs: generated train pairs.
-        words: separate the letters of the generated language by spaces, so that BLEU has words to count.
+        words: separate the letters of the generated language by spaces, so that BLEU has words to
+        count.
 
     Raises:
-        ConfigError: a folder with fewer than two languages, or languages that are not two names or go with no data.
+        ConfigError: a folder with fewer than two languages, or languages that are not two names or
+        go with no data.
     """
     if request.languages is not None:
         return _named_languages(request.data, request.languages)
     if request.data is None:
-        return {"data": str(_generate(request.out / "corpus", pairs, words)), "src": SOURCE, "tgt": TARGET}
+        return {
+            "data": str(_generate(request.out / "corpus", pairs, words)),
+            "src": SOURCE,
+            "tgt": TARGET,
+        }
     if request.data.startswith("hf:"):
         return {"data": request.data, "src": wanted[0], "tgt": wanted[1]}
     root = Path(request.data)
-    names = {path.name.removesuffix(".gz").rpartition(".")[2] for path in root.glob("*train*")} - _NOT_LANGUAGES
+    names = {
+        path.name.removesuffix(".gz").rpartition(".")[2] for path in root.glob("*train*")
+    } - _NOT_LANGUAGES
     if not set(wanted) <= names:
         if len(names) < 2:
             raise ConfigError(
-                f"{root}: no aligned train files of two languages (train.{wanted[0]}, train.{wanted[1]}); found "
-                f"{', '.join(sorted(names)) or 'none'}; where a file holds both languages, give --languages SRC,TGT"
+                f"{root}: no aligned train files of two languages (train.{wanted[0]},"
+                f" train.{wanted[1]}); found {', '.join(sorted(names)) or 'none'}; where a file"
+                " holds both languages, give --languages SRC,TGT"
             )
         first, second = sorted(names)[:2]
         wanted = (first, second)
@@ -267,25 +353,36 @@ def translation_data(
 
 
 def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
-    """Return the options for languages that the user named, which are the columns of a tsv without a header too."""
+    """Return the options for languages that the user named, which are the columns of a tsv without
+    a header too."""
     names = [name.strip() for name in languages.split(",")]
     if len(names) != 2 or not all(names) or names[0] == names[1]:
-        raise ConfigError(f"languages = {languages!r}: expected source and target, two names as en,fr")
+        raise ConfigError(
+            f"languages = {languages!r}: expected source and target, two names as en,fr"
+        )
     if data is None:
-        raise ConfigError(f"languages = {languages!r} without data: the generated corpus has none; give --data")
+        raise ConfigError(
+            f"languages = {languages!r} without data: the generated corpus has none; give --data"
+        )
     return {"data": data, "src": names[0], "tgt": names[1], "columns": ",".join(names)}
 
 
 def _generate(folder: Path, pairs: int, words: bool) -> Path:
-    """Write train, valid and test of the generated language, the same in every call, and return the train file."""
+    """Write train, valid and test of the generated language, the same in every call, and return the
+    train file."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {split: folder / f"{split}-{pairs}{'-words' if words else ''}.tsv" for split in ("train", "valid", "test")}
+    paths = {
+        split: folder / f"{split}-{pairs}{'-words' if words else ''}.tsv"
+        for split in ("train", "valid", "test")
+    }
     for split, path in paths.items():
         rng = random.Random(f"{split}/{pairs}")
         lines = [f"{SOURCE}\t{TARGET}"]
         for _ in range(pairs if split == "train" else max(8, pairs // 10)):
             word = random_walk(rng)
-            lines.append("\t".join((" " if words else "").join(side) for side in (word, word[::-1])))
+            lines.append(
+                "\t".join((" " if words else "").join(side) for side in (word, word[::-1]))
+            )
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return paths["train"]
 

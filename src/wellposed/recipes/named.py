@@ -13,7 +13,8 @@ NAMED: Registry[Callable[[], RunConfig]] = Registry("preset")
 
 @NAMED.register("ptb-mini")
 def ptb_mini() -> RunConfig:
-    """Penn Treebank characters, pre-LN, 3 layers of width 128: 1.145 nats on test after 14 minutes of one CPU core.
+    """Penn Treebank characters, pre-LN, 3 layers of width 128: 1.145 nats on test after 14 minutes
+    of one CPU core.
 
     The data file is given with ``--data``; the row is in ``benchmarks/RESULTS.md``.
     """
@@ -37,10 +38,12 @@ def ptb_mini() -> RunConfig:
 
 @NAMED.register("multi30k-mini")
 def multi30k_mini() -> RunConfig:
-    """Multi30k De-En, pre-LN, 3 + 3 layers of width 256, joint BPE of 6,000: BLEU 38.5 after 27 minutes of one core.
+    """Multi30k De-En, pre-LN, 3 + 3 layers of width 256, joint BPE of 6,000: BLEU 38.5 after 27
+    minutes of one core.
 
-    On test_2016_flickr with beam 4, the mean of the last three evaluations being better on valid than the last. The
-    data folder is given with ``--data``; the row is in ``benchmarks/RESULTS.md``.
+    On test_2016_flickr with beam 4, the mean of the last three evaluations being better on valid
+    than the last. The data folder is given with ``--data``; the row is in
+    ``benchmarks/RESULTS.md``.
     """
     return RunConfig(
         task="translation",

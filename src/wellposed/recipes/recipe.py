@@ -14,8 +14,9 @@ from wellposed.recipes.verdicts import ERRORS
 from wellposed.statistics import SIGNIFICANCE, detectable_difference
 
 Scale = Literal["toy", "mini", "medium", "paper"]
-"""mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so that the claim can
-be seen or refuted; paper: the paper's sizes; toy: seconds, for tests, too small to show anything."""
+"""mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so
+that the claim can be seen or refuted; paper: the paper's sizes; toy: seconds, for tests, too small
+to show anything."""
 Given = Literal["data", "encoder", "vectors", "languages"]
 """What a user may give a recipe."""
 CHANCE = 0.8
@@ -40,13 +41,16 @@ class Request:
     announce: Callable[[str], None] = say_nothing
     """Called with one line now and then."""
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences with it."""
+    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences
+    with it."""
     vectors: str | None = None
     """File of word vectors, for recipes that score words with them."""
     languages: str | None = None
-    """Source and target, as ``en,fr``, for recipes that translate ``data``; the recipe's own where not given."""
+    """Source and target, as ``en,fr``, for recipes that translate ``data``; the recipe's own where
+    not given."""
     jobs: int | None = None
-    """Processes that train independent runs at the same time; where not given one, or as many as a recipe takes."""
+    """Processes that train independent runs at the same time; where not given one, or as many as a
+    recipe takes."""
 
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         """Return the value for this scale."""
@@ -71,14 +75,16 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What came out: the rows of the table or figure, and what the paper says beside what we got."""
+    """What came out: the rows of the table or figure, and what the paper says beside what we
+    got."""
 
     rows: Sequence[Mapping[str, Any]]
     panels: Sequence[Panel]
     got: str
     """What we found, with its numbers, to be put beside the paper's claim."""
     holds: bool | None
-    """Whether the claim holds at this scale; None where this scale cannot say, as the toy scale never can."""
+    """Whether the claim holds at this scale; None where this scale cannot say, as the toy scale
+    never can."""
     notes: tuple[str, ...] = ()
     """How this differs from the paper's experiment."""
     criterion: Criterion | None = None
@@ -87,8 +93,8 @@ class Reproduction:
     def __post_init__(self) -> None:
         if self.holds is not None and self.criterion is None:
             raise ConfigError(
-                f"Reproduction: holds={self.holds} without a criterion; name the test in words, the seeds and the "
-                "uncertainty, or leave holds=None"
+                f"Reproduction: holds={self.holds} without a criterion; name the test in words, the"
+                " seeds and the uncertainty, or leave holds=None"
             )
 
 
@@ -97,20 +103,25 @@ class Power:
     """What a verdict over seeds could see, stated before anything is trained."""
 
     seeds: str | Callable[[Request], Any]
-    """Function of a `Request`, or ``module:function``, that returns the seeds, or sizes with ``seeds``."""
+    """Function of a `Request`, or ``module:function``, that returns the seeds, or sizes with
+    ``seeds``."""
     quantity: str = ""
     """What is compared, with its unit."""
     deviation: float | None = None
-    """Standard deviation over seeds of the paired differences at mini scale; None where every seed has to agree."""
+    """Standard deviation over seeds of the paired differences at mini scale; None where every seed
+    has to agree."""
     source: str = ""
     """Where that deviation was measured."""
     tests: int | None = None
-    """Tests between which Holm's correction shares the level; None where two standard errors decide."""
+    """Tests between which Holm's correction shares the level; None where two standard errors
+    decide."""
     ended: str = ""
-    """What must be so before anything is judged, `LEVELLED_OFF` or `PLATEAU`; empty where nothing is asked."""
+    """What must be so before anything is judged, `LEVELLED_OFF` or `PLATEAU`; empty where nothing
+    is asked."""
 
     def plan(self, request: Request) -> dict[str, Any]:
-        """Return seeds, smallest difference that would be seen, and what levelled off means, as numbers and words.
+        """Return seeds, smallest difference that would be seen, and what levelled off means, as
+        numbers and words.
 
         Raises:
             ConfigError: scipy is not installed.
@@ -118,7 +129,13 @@ class Power:
         found = resolve(self.seeds)(request)
         seeds = int(getattr(found, "seeds", found))
         smallest, words = self._smallest(seeds)
-        return {"seeds": seeds, "smallest_seen": smallest, "chance": CHANCE, "words": words, "levelled_off": self._end}
+        return {
+            "seeds": seeds,
+            "smallest_seen": smallest,
+            "chance": CHANCE,
+            "words": words,
+            "levelled_off": self._end,
+        }
 
     @property
     def _end(self) -> str:
@@ -130,7 +147,13 @@ class Power:
             return None, "one training of each kind: how much seeds scatter is not known"
         if self.deviation is None:
             share = 1 - (1 - CHANCE) ** (1 / seeds)
-            return share, f"every seed has to agree: what fails in {share:.0%} of trainings fails here in {CHANCE:.0%}"
+            return (
+                share,
+                (
+                    f"every seed has to agree: what fails in {share:.0%} of trainings fails here in"
+                    f" {CHANCE:.0%}"
+                ),
+            )
         rule = f"{ERRORS} standard errors" if self.tests is None else "a paired t-test at 5 %"
         corrected = f", Holm-corrected over {self.tests}" if (self.tests or 1) > 1 else ""
         smallest = detectable_difference(
@@ -140,9 +163,13 @@ class Power:
             critical=float(ERRORS) if self.tests is None else None,
             power=CHANCE,
         )
-        return smallest, (
-            f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of {CHANCE:.0%} by {rule}"
-            f"{corrected} (paired differences of seeds scatter by {self.deviation:g}, measured before: {self.source})"
+        return (
+            smallest,
+            (
+                f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"
+                f" {CHANCE:.0%} by {rule}{corrected} (paired differences of seeds scatter by"
+                f" {self.deviation:g}, measured before: {self.source})"
+            ),
         )
 
 
@@ -156,17 +183,20 @@ class Recipe:
     says: str
     """What the paper says."""
     function: str | Callable[[Request], Reproduction]
-    """A function of a `Request`, or ``module:function`` in ``wellposed.recipes``, imported when it is needed."""
+    """A function of a `Request`, or ``module:function`` in ``wellposed.recipes``, imported when it
+    is needed."""
     minutes: Mapping[str, float]
     """Minutes it takes by scale: mini and medium on two CPU cores, paper on one large GPU."""
     folders: tuple[str, ...] = ()
-    """Where its data lies in a folder of many data sets, the first that is there; empty where that folder is read."""
+    """Where its data lies in a folder of many data sets, the first that is there; empty where that
+    folder is read."""
     takes: tuple[Given, ...] = ()
     """What it reads of a request; anything else given is refused."""
     builtin: str = ""
     """What it reads where no data is given; empty where it reads none, or cannot do without."""
     measured: tuple[Scale, ...] = ()
-    """The scales whose minutes were measured; the others are estimates, from updates times what one costs at mini."""
+    """The scales whose minutes were measured; the others are estimates, from updates times what one
+    costs at mini."""
     power: Power | None = None
     """What its verdict could see, where it trains; None where nothing is trained."""
 

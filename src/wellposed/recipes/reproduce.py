@@ -1,4 +1,5 @@
-"""Every table and figure that can be made again, by name: ``kim2021/figure-2`` and so on; free of torch.
+"""Every table and figure that can be made again, by name: ``kim2021/figure-2`` and so on; free of
+torch.
 
 A new recipe is one function of a `Request` and one row of its paper's catalogue.
 """
@@ -19,7 +20,16 @@ from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
 from wellposed.recipes.clock import Clock, Ticking
-from wellposed.recipes.recipe import SCALES, Criterion, Power, Recipe, Reproduction, Request, Scale, say_nothing
+from wellposed.recipes.recipe import (
+    SCALES,
+    Criterion,
+    Power,
+    Recipe,
+    Reproduction,
+    Request,
+    Scale,
+    say_nothing,
+)
 from wellposed.registry import Registry
 from wellposed.training.durable_files import replace_files
 
@@ -53,10 +63,13 @@ def file_stem(name: str) -> str:
 
 
 def _data_of(recipe: Recipe, data: str | None) -> str | None:
-    """Return the recipe's data in a folder of many data sets, or what was given where it is no such folder."""
+    """Return the recipe's data in a folder of many data sets, or what was given where it is no such
+    folder."""
     if data is None or not Path(data).is_dir():
         return data
-    return next((str(Path(data) / item) for item in recipe.folders if (Path(data) / item).exists()), data)
+    return next(
+        (str(Path(data) / item) for item in recipe.folders if (Path(data) / item).exists()), data
+    )
 
 
 def check_data(data: str | None) -> None:
@@ -65,7 +78,9 @@ def check_data(data: str | None) -> None:
         return
     if not data.startswith("hf:"):
         if not Path(data).exists():
-            raise DataError(f"--data {data}: no such file or folder; give a file, a folder or hf:NAME")
+            raise DataError(
+                f"--data {data}: no such file or folder; give a file, a folder or hf:NAME"
+            )
         return
     if os.environ.get("HF_HUB_OFFLINE"):
         return
@@ -74,13 +89,14 @@ def check_data(data: str | None) -> None:
         socket.create_connection((str(host.hostname), host.port or 443), timeout=_PATIENCE).close()
     except OSError as error:
         raise DataError(
-            f"--data {data}: {host.hostname} cannot be reached ({error}); go online, give a local folder, or set "
-            "HF_HUB_OFFLINE=1 to read what is already cached"
+            f"--data {data}: {host.hostname} cannot be reached ({error}); go online, give a local"
+            " folder, or set HF_HUB_OFFLINE=1 to read what is already cached"
         ) from error
 
 
 def _made_with() -> dict[str, Any]:
-    """Return date, versions and machine; not the words of the command, whose paths are this machine's."""
+    """Return date, versions and machine; not the words of the command, whose paths are this
+    machine's."""
     from wellposed.training.run_folder import environment
 
     found = environment([])
@@ -94,7 +110,10 @@ def _refuse_unread(name: str, **given: str | None) -> None:
     for option, value in given.items():
         if value is not None and option not in RECIPES.get(name).takes:
             able = shortened([other for other in RECIPES if option in RECIPES.get(other).takes])
-            raise ConfigError(f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do: {able}")
+            raise ConfigError(
+                f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
+                f" {able}"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,12 +130,19 @@ class Reproduced:
 
     def row(self) -> str:
         """Return the row: paper says / we got."""
-        verdict = {True: "holds", False: "DOES NOT HOLD", None: "cannot be said at this scale"}[self.result.holds]
-        lines = [f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)", f"  paper says: {self.says}"]
+        verdict = {True: "holds", False: "DOES NOT HOLD", None: "cannot be said at this scale"}[
+            self.result.holds
+        ]
+        lines = [
+            f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)",
+            f"  paper says: {self.says}",
+        ]
         lines += [f"  we got:     {self.result.got}", f"  verdict:    {verdict}"]
         if (criterion := self.result.criterion) is not None:
             lines.append(f"  test:       {criterion.test}")
-            lines.append(f"  seeds:      {criterion.seeds or 'none'}; uncertainty: {criterion.uncertainty}")
+            lines.append(
+                f"  seeds:      {criterion.seeds or 'none'}; uncertainty: {criterion.uncertainty}"
+            )
         return "\n".join([*lines, *(f"  note:       {note}" for note in self.result.notes)])
 
 
@@ -132,29 +158,33 @@ def reproduce(
     languages: str | None = None,
     jobs: int | None = None,
 ) -> Reproduced:
-    """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in ``out``.
+    """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in
+    ``out``.
 
-    Status: empirical; the JSON holds what the paper says, what we got and whether the claim held at this scale.
+    Status: empirical; the JSON holds what the paper says, what we got and whether the claim held at
+    this scale.
 
     Args:
         name: of a recipe, for instance ``kim2021/figure-2``.
-        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (sized so that the claim can be seen or refuted: at most
-            ten hours on two cores or 45 minutes on one large GPU) or ``"paper"``; ``"toy"`` is for tests and never says
-            whether a claim holds.
-        out: folder; created. Training recipes keep their runs inside and go on with them when called again.
-        data: data of the recipe's task, for recipes that read some, or a folder of data sets that holds it; where not
-            given, ``RECIPES.get(name).builtin`` says what is read.
+        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (sized so that the claim can be seen
+            or refuted: at most ten hours on two cores or 45 minutes on one large GPU) or
+            ``"paper"``; ``"toy"`` is for tests and never says whether a claim holds.
+        out: folder; created. Training recipes keep their runs inside and go on with them when
+        called again.
+        data: data of the recipe's task, for recipes that read some, or a folder of data sets that
+            holds it; where not given, ``RECIPES.get(name).builtin`` says what is read.
         announce: called with one line of progress now and then.
-        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) or score
-            replies with it (zhang2021/table-4).
-        vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4).
-        languages: source and target, as ``"en,fr"``, for recipes that translate ``data``; in this order they also name
-            the columns of a tsv without a header.
+        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one
+            (mcgrath2024) or score replies with it (zhang2021/table-4).
+        vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them
+        (zhang2021/table-4).
+        languages: source and target, as ``"en,fr"``, for recipes that translate ``data``; in this
+            order they also name the columns of a tsv without a header.
         jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale, or data, an encoder, vectors or languages for a
-            recipe that reads none.
+        ConfigError: an unknown recipe (nearest three named) or scale, or data, an encoder, vectors
+            or languages for a recipe that reads none.
         DataError: the data is not there, or its host cannot be reached.
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
@@ -182,7 +212,9 @@ def reproduce(
         result = replace(result, holds=None)
     if builtin is not None:
         result = replace(result, notes=(*result.notes, builtin))
-    table, figure, claim = (out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json"))
+    table, figure, claim = (
+        out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json")
+    )
     done = Reproduced(name, scale, recipe.says, result, seconds, (table, figure, claim))
     values = {
         "recipe": name,
@@ -195,15 +227,21 @@ def reproduce(
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,
-        "command": f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
-        f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}"
-        f"{'' if languages is None else f' --languages {languages}'}",
+        "command": (
+            f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
+            f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}"
+            f"{'' if languages is None else f' --languages {languages}'}"
+        ),
         **({} if encoder is None else {"encoder": Path(encoder).name}),
         **({} if vectors is None else {"vectors": Path(vectors).name}),
         "made_with": _made_with(),
     }
     with replace_files(out) as there:
-        write_csv(there / table.name, list(dict.fromkeys(column for row in result.rows for column in row)), result.rows)
+        write_csv(
+            there / table.name,
+            list(dict.fromkeys(column for row in result.rows for column in row)),
+            result.rows,
+        )
         draw(result.panels, there / figure.name)
         (there / claim.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

@@ -1,4 +1,5 @@
-"""The page of all finished artefacts: what the papers say, what we got, and how sure; free of torch."""
+"""The page of all finished artefacts: what the papers say, what we got, and how sure; free of
+torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ share are counted where they ran. DATA in a command is the folder or file named 
 
 
 def finished(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return what a finished recipe left in its JSON file; None where there is none, or none of today's form."""
+    """Return what a finished recipe left in its JSON file; None where there is none, or none of
+    today's form."""
     path = folder / f"{file_stem(name)}.json"
     if not path.is_file():
         return None
@@ -39,7 +41,9 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _is_whole(values: Any) -> bool:
     """Return whether a claim has every entry of the page, of its type."""
-    if not isinstance(values, dict) or not all(isinstance(values.get(key), kind) for key, kind in _ENTRIES.items()):
+    if not isinstance(values, dict) or not all(
+        isinstance(values.get(key), kind) for key, kind in _ENTRIES.items()
+    ):
         return False
     criterion = values.get("criterion")
     tested = isinstance(criterion, dict) and {"test", "seeds", "uncertainty"} <= set(criterion)
@@ -51,9 +55,17 @@ def _is_whole(values: Any) -> bool:
 
 
 def reproduction_page(folder: Path) -> str:
-    """Return the page, in Markdown, of the artefacts that are finished in ``folder``; toy sizes are no evidence."""
-    found = [values for name in RECIPES if (values := finished(folder, name)) and values["scale"] != "toy"]
-    counts = {verdict: sum(values["holds"] is holds for values in found) for holds, verdict in VERDICTS.items()}
+    """Return the page, in Markdown, of the artefacts that are finished in ``folder``; toy sizes are
+    no evidence."""
+    found = [
+        values
+        for name in RECIPES
+        if (values := finished(folder, name)) and values["scale"] != "toy"
+    ]
+    counts = {
+        verdict: sum(values["holds"] is holds for values in found)
+        for holds, verdict in VERDICTS.items()
+    }
     missing = [name for name in RECIPES if name not in {values["recipe"] for values in found}]
     lines = [
         _HEAD,
@@ -69,11 +81,14 @@ def reproduction_page(folder: Path) -> str:
 def _overview(found: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a line for each artefact, which leads to its section."""
     lines = [
-        f"| [{values['recipe']}](#{_anchor(_title(values))}) | {_cell(RECIPES.get(values['recipe']).summary)} "
-        f"| {values['scale']} | {_seeds(values)} | {VERDICTS[values['holds']]} |"
+        f"| [{values['recipe']}](#{_anchor(_title(values))}) |"
+        f" {_cell(RECIPES.get(values['recipe']).summary)} | {values['scale']} | {_seeds(values)} |"
+        f" {VERDICTS[values['holds']]} |"
         for values in found
     ]
-    return "\n".join(["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|", *lines])
+    return "\n".join(
+        ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|", *lines]
+    )
 
 
 def _title(values: Mapping[str, Any]) -> str:
@@ -110,8 +125,13 @@ def _section(values: Mapping[str, Any]) -> str:
 
 
 def _power_rows(power: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what could be seen, as stated beforehand; nothing where nothing is trained or no statement was kept."""
-    return {} if power is None else {"could be seen": power["words"], "levelled off": power["levelled_off"]}
+    """Return what could be seen, as stated beforehand; nothing where nothing is trained or no
+    statement was kept."""
+    return (
+        {}
+        if power is None
+        else {"could be seen": power["words"], "levelled off": power["levelled_off"]}
+    )
 
 
 def _origin_row(made_with: Mapping[str, Any] | None) -> dict[str, str]:

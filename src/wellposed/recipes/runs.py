@@ -1,4 +1,5 @@
-"""The trainings behind tables and figures: a grid of runs, each trained once and read back; free of torch."""
+"""The trainings behind tables and figures: a grid of runs, each trained once and read back; free of
+torch."""
 
 from __future__ import annotations
 
@@ -86,16 +87,27 @@ class FinishedRun:
         if self.failure:
             return False
         train, width = self.config.train, self.config.model.hidden_size
-        spent = [0.0, *accumulate(learning_rate(step, train, width) for step in range(1, train.steps + 1))]
+        spent = [
+            0.0,
+            *accumulate(learning_rate(step, train, width) for step in range(1, train.steps + 1)),
+        ]
         curve = self.curve("valid")
-        return levelled_off([loss for _, loss in curve], [spent[step] / spent[-1] for step, _ in curve])
+        return levelled_off(
+            [loss for _, loss in curve], [spent[step] / spent[-1] for step, _ in curve]
+        )
 
     def losses(self) -> list[tuple[int, str, float]]:
-        """Return (step, split, loss) of train and valid wherever a finite loss was logged, in the order of training."""
+        """Return (step, split, loss) of train and valid wherever a finite loss was logged, in the
+        order of training."""
         from wellposed.training import read_metrics
 
-        logged = [(int(row["step"]), row["split"], float(row["loss"])) for row in read_metrics(self.folder)]
-        return [point for point in logged if point[1] in ("train", "valid") and math.isfinite(point[2])]
+        logged = [
+            (int(row["step"]), row["split"], float(row["loss"]))
+            for row in read_metrics(self.folder)
+        ]
+        return [
+            point for point in logged if point[1] in ("train", "valid") and math.isfinite(point[2])
+        ]
 
     def curve(self, split: str) -> list[tuple[int, float]]:
         """Return step and loss of one split."""
@@ -114,16 +126,19 @@ def train_planned(
     test_batches: int | None = None,
     tracking: Tracking = NOT_TRACKED,
 ) -> Iterator[RunResult]:
-    """Train every run and yield how each ended, in order, until one is cancelled; finished runs are not repeated.
+    """Train every run and yield how each ended, in order, until one is cancelled; finished runs are
+    not repeated.
 
-    Several processes leave the same weights as one, bit for bit on a CPU where each has as many threads as the one.
+    Several processes leave the same weights as one, bit for bit on a CPU where each has as many
+    threads as the one.
 
     Args:
         planned: the runs; neighbours with the same task share its data.
         announce: called with the label of each run before it.
-        task: of all runs, as `build_task` makes it of each configuration; built so where not given, and by each of
-            several processes.
-        jobs: train so many at the same time, each in a process of its own, with its share of the threads.
+        task: of all runs, as `build_task` makes it of each configuration; built so where not given,
+            and by each of several processes.
+        jobs: train so many at the same time, each in a process of its own, with its share of the
+        threads.
         resume: ``"auto"`` or ``"never"``, as in `wellposed.training.train`.
         progress: draw a progress bar, where one run trains at a time.
         command: the words of the command, for the report.
@@ -138,7 +153,12 @@ def train_planned(
 
     check_jobs(jobs)
     if jobs > 1:
-        keywords = {"resume": resume, "command": command, "test_batches": test_batches, "tracking": tracking}
+        keywords = {
+            "resume": resume,
+            "command": command,
+            "test_batches": test_batches,
+            "tracking": tracking,
+        }
         yield from _train_together(jobs, list(planned), announce, keywords)
         return
     given, read_for = task is not None, None
@@ -163,13 +183,18 @@ def train_planned(
 
 
 def _train_together(
-    jobs: int, planned: Sequence[PlannedRun], announce: Callable[[str], None], keywords: Mapping[str, Any]
+    jobs: int,
+    planned: Sequence[PlannedRun],
+    announce: Callable[[str], None],
+    keywords: Mapping[str, Any],
 ) -> Iterator[RunResult]:
     from wellposed.training import read_result
 
     begun, ended = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
     announced = given = 0
-    with Workers(min(jobs, len(planned)), _train_in_turn, planned, begun, ended, keywords) as workers:
+    with Workers(
+        min(jobs, len(planned)), _train_in_turn, planned, begun, ended, keywords
+    ) as workers:
         at_work = True
         while at_work:
             at_work = workers.at_work()
@@ -189,7 +214,11 @@ def _train_together(
 
 
 def _train_in_turn(
-    planned: Sequence[PlannedRun], begun: Any, ended: Any, keywords: Mapping[str, Any], stop: Callable[[], bool]
+    planned: Sequence[PlannedRun],
+    begun: Any,
+    ended: Any,
+    keywords: Mapping[str, Any],
+    stop: Callable[[], bool],
 ) -> None:
     """Train the next run that nobody has begun, until none is left."""
     number = 0
@@ -208,11 +237,19 @@ def _train_in_turn(
 
 
 def train_grid(
-    request: Request, planned: Iterable[PlannedRun], *, task: Task | None = None, test_batches: int | None = None
+    request: Request,
+    planned: Iterable[PlannedRun],
+    *,
+    task: Task | None = None,
+    test_batches: int | None = None,
 ) -> list[FinishedRun]:
     """Train every planned run, or load it where it is finished."""
     results = train_planned(
-        planned, announce=request.announce, task=task, test_batches=test_batches, jobs=request.jobs or 1
+        planned,
+        announce=request.announce,
+        task=task,
+        test_batches=test_batches,
+        jobs=request.jobs or 1,
     )
     return [FinishedRun.of(result) for result in results]
 
@@ -223,14 +260,20 @@ def depths_trained(runs: Sequence[FinishedRun], trains: Callable[[FinishedRun], 
     return [depth for depth in dict.fromkeys(run.depth for run in runs) if depth not in failed]
 
 
-def curves(runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]) -> list[Series]:
+def curves(
+    runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]
+) -> list[Series]:
     """Return the loss of each run over its steps."""
     found = [(label(run), run.curve(split)) for run in runs]
-    return [Series(name, [step for step, _ in curve], [loss for _, loss in curve]) for name, curve in found]
+    return [
+        Series(name, [step for step, _ in curve], [loss for _, loss in curve])
+        for name, curve in found
+    ]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard error; the error of one value, or of values that are not all finite, is nan.
+    """Return mean and standard error; the error of one value, or of values that are not all finite,
+    is nan.
 
     >>> mean_and_error([1.0, 3.0]), mean_and_error([-math.inf, 1.0])
     ((2.0, 1.0), (-inf, nan))

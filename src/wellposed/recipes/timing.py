@@ -15,8 +15,11 @@ def timing_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def median_seconds(calls: Mapping[str, Callable[[], Any]], repeats: int, *, warmup: int) -> dict[str, float]:
-    """Return the median time of each call over ``repeats`` rounds after ``warmup`` rounds; the calls take turns."""
+def median_seconds(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, *, warmup: int
+) -> dict[str, float]:
+    """Return the median time of each call over ``repeats`` rounds after ``warmup`` rounds; the
+    calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup + repeats):
         for name, call in calls.items():

@@ -1,8 +1,11 @@
-"""Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same Transformer.
+"""Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same
+Transformer.
 
-A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes the one number a
-variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it
-no longer has read are left out. A model given by ``--from`` brings its architecture: those that make one are refused.
+A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes
+the one number a
+variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base
+that only parts it no longer has read are left out. A model given by ``--from`` brings its
+architecture: those that make one are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
     """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
 
     Raises:
-        ConfigError: an unknown variant (nearest three named), a value where the variant takes none, no number, or one
-            that makes an architecture of its own while ``base`` starts from a model; those that work are named.
+        ConfigError: an unknown variant (nearest three named), a value where the variant takes none,
+            no number, or one that makes an architecture of its own while ``base`` starts from a
+            model; those that work are named.
 
     >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
     'pre'
@@ -41,8 +45,8 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
         return replace(variant(base, *values), variant=spec)
     except _OwnArchitectureError:
         raise ConfigError(
-            f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one; "
-            f"variants of such a model: {', '.join(_of_start_model(base))}"
+            f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one;"
+            f" variants of such a model: {', '.join(_of_start_model(base))}"
         ) from None
 
 
@@ -52,12 +56,13 @@ def variant_folder(spec: str) -> str:
 
 
 def summary(name: str) -> str:
-    """Return the first line of the variant's description."""
-    return (inspect.getdoc(VARIANTS.get(name)) or "").partition("\n")[0]
+    """Return the first paragraph of the variant's description, as one line."""
+    return (inspect.getdoc(VARIANTS.get(name)) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 class _OwnArchitectureError(ConfigError):
-    """A variant that makes an architecture was asked of a configuration that starts from a model."""
+    """A variant that makes an architecture was asked of a configuration that starts from a
+    model."""
 
 
 def _of_start_model(base: RunConfig) -> list[str]:
@@ -78,7 +83,9 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}") from None
+        raise ConfigError(
+            f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}"
+        ) from None
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
@@ -93,7 +100,9 @@ def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
         "qk_norm": False,
         "unit_embeddings": False,
     }
-    if base.model.init == "t_fixup":  # it belongs to the variant of that name: with norms it would be refused
+    if (
+        base.model.init == "t_fixup"
+    ):  # it belongs to the variant of that name: with norms it would be refused
         plain["init"] = "xavier"
     return replace(base, model=base.model.with_parts(**{**plain, **changes}))
 
@@ -135,8 +144,9 @@ def rezero(base: RunConfig) -> RunConfig:
 def t_fixup(base: RunConfig) -> RunConfig:
     """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
 
-    The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up become the paper's
-    own, inverse_sqrt, with its ``decay_steps``. Of a model given by --from, with ``--from-scratch``.
+    The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up
+    become the paper's own, inverse_sqrt, with its ``decay_steps``. Of a model given by --from, with
+    ``--from-scratch``.
     """
     if base.start.model:
         scratch = base.start.from_scratch or Path(base.start.model).is_file()
@@ -145,18 +155,22 @@ def t_fixup(base: RunConfig) -> RunConfig:
         config = _with_model(base, norm="none", init="t_fixup")
     warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
     schedule = "inverse_sqrt" if warm else config.train.schedule
-    return replace(config, train=replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule))
+    return replace(
+        config, train=replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule)
+    )
 
 
 @VARIANTS.register("qk_norm")
 def qk_norm(base: RunConfig) -> RunConfig:
-    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al. 2023)."""
+    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al.
+    2023)."""
     return _with_model(base, norm="pre", qk_norm=True)
 
 
 @VARIANTS.register("l2")
 def l2(base: RunConfig) -> RunConfig:
-    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not Lipschitz."""
+    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not
+    Lipschitz."""
     return _with_attention(base, "l2")
 
 
@@ -174,7 +188,8 @@ def l2_contractive(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("cosine")
 def cosine(base: RunConfig) -> RunConfig:
-    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under any mask."""
+    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under
+    any mask."""
     return _with_attention(base, "cosine")
 
 
@@ -186,25 +201,29 @@ def _with_attention(base: RunConfig, name: Literal["l2", "cosine"]) -> RunConfig
 
 @VARIANTS.register("lstm")
 def lstm(base: RunConfig) -> RunConfig:
-    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language models only."""
+    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language
+    models only."""
     return _with_model(base, architecture="lstm")
 
 
 @VARIANTS.register("oc1")
 def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): orthogonal affinity matrices, |A^T A - I|_F^2."""
+    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): orthogonal affinity matrices,
+    |A^T A - I|_F^2."""
     return _penalized(base, zhang2021("I", strength))
 
 
 @VARIANTS.register("oc2")
 def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention weights."""
+    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention
+    weights."""
     return _penalized(base, zhang2021("II", strength))
 
 
 @VARIANTS.register("oc3")
 def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln (with --from: plain) + VAR-III of Zhang et al. (2021): VAR-II and orthogonal feed-forward weights."""
+    """post_ln (with --from: plain) + VAR-III of Zhang et al. (2021): VAR-II and orthogonal
+    feed-forward weights."""
     return _penalized(base, zhang2021("III", strength))
 
 
@@ -232,7 +251,8 @@ PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10
 
 @VARIANTS.register("post_ln_warmup")
 def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
-    """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000 (Vaswani et al. 2017).
+    """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000
+    (Vaswani et al. 2017).
 
     The value is the number of steps. A schedule without a warm-up of its own, inverse_sqrt, becomes
     inverse_sqrt_warmup.
@@ -240,52 +260,66 @@ def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
     config = post_ln(base)
     steps = config.train.steps
     if warmup_steps != int(warmup_steps) or warmup_steps < 0:
-        raise ConfigError(f"post_ln_warmup: warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or more")
+        raise ConfigError(
+            f"post_ln_warmup: warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or"
+            " more"
+        )
     automatic = config.train.warmup_steps or min(PAPER_WARMUP_STEPS, max(1, steps // WARMUP_SHARE))
-    schedule = "inverse_sqrt_warmup" if config.train.schedule == "inverse_sqrt" else config.train.schedule
+    schedule = (
+        "inverse_sqrt_warmup" if config.train.schedule == "inverse_sqrt" else config.train.schedule
+    )
     train = replace(config.train, warmup_steps=int(warmup_steps) or automatic, schedule=schedule)
     return replace(config, train=train)
 
 
 @VARIANTS.register("t_fixup_oc3")
 def t_fixup_oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality constraints."""
+    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality
+    constraints."""
     return replace(t_fixup(base), penalty=oc3(base, strength).penalty)
 
 
 TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_proj", "*.down_proj")
-# Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports torch.
+# Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports
+# torch.
 TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
 SPECTRUM_WEIGHTS = ("*.basis",)
 EMBEDDING = ("*.embeddings.token",)
-# Its weights can only turn, and its branches are divided by L and start from zero: at a Transformer's rate it learns
-# too, but slowly (listops, 150 steps: 0.20 at 0.001, 0.30 at 0.003, 0.36 at 0.01; majority 0.12).
+# Its weights can only turn, and its branches are divided by L and start from zero: at a
+# Transformer's rate it learns too, but slowly (listops, 150 steps: 0.20 at 0.001, 0.30 at 0.003,
+# 0.36 at 0.01; majority 0.12).
 TRANSJECT_RATE = 5.0
 
 
 # One pattern, so that a model without blocks has a weight that it fits: its head.
-LIPSCHITZ_WEIGHTS = (r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",)
+LIPSCHITZ_WEIGHTS = (
+    r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",
+)
 # Logits of a 1-Lipschitz model are within a few units: a softmax of them alone is nearly even.
 LIPSCHITZ_TEMPERATURE = 10.0
-# Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1 of a token's norm
-# with rate 0.005; 0.831 and 0.50 with 0.02; 0.818 and 0.53 with 0.1).
+# Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1
+# of a token's norm with rate 0.005; 0.831 and 0.50 with 0.02; 0.818 and 0.53 with 0.1).
 LIPSCHITZ_RATE = 20.0
 
 
 @VARIANTS.register("lipschitz")
 def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
-    """No change of a token grows beyond a factor 1 (or value): ball attention, MaxMin, weights of norm 1, no norms.
+    """No change of a token grows beyond a factor 1 (or value): ball attention, MaxMin, weights of
+    norm 1, no norms.
 
-    The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular value of a weight
-    ever exceeds 1, so the certified total is at most L after every step. The learning rate is 20 x the base's, and
-    the loss reads ten times the logits unless the base has a ``temperature``. With ``num_hidden_layers=0`` it is
-    the control without blocks.
+    The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
+    value of a weight ever exceeds 1, so the certified total is at most L after every step. The
+    learning rate is 20 x the base's, and the loss reads ten times the logits unless the base has a
+    ``temperature``. With ``num_hidden_layers=0`` it is the control without blocks.
     """
     if not 1 <= budget < float("inf"):
         raise ConfigError(
-            f"lipschitz: budget = {budget}, expected a finite number, 1 or more: a residual keeps its input"
+            f"lipschitz: budget = {budget}, expected a finite number, 1 or more: a residual keeps"
+            " its input"
         )
-    residual: dict[str, Any] = {"residual": "convex"} if budget == 1 else {"residual": "budget", "budget": budget}
+    residual: dict[str, Any] = (
+        {"residual": "convex"} if budget == 1 else {"residual": "budget", "budget": budget}
+    )
     config = _with_model(
         base,
         attention="ball",
@@ -302,7 +336,8 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
 
 @VARIANTS.register("orthogonal")
 def orthogonal(base: RunConfig) -> RunConfig:
-    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from: queries and keys.
+    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from:
+    queries and keys.
 
     That moves pretrained weights far, so they need a longer training than a fine-tuning.
     """
@@ -311,7 +346,8 @@ def orthogonal(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("transject")
 def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
-    """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 5 (or value) x the base's."""
+    """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 5 (or
+    value) x the base's."""
     return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
 
 
@@ -332,7 +368,11 @@ def _faster(options: TrainOptions, rate: float) -> TrainOptions:
 
 
 def _held(
-    config: RunConfig, weights: tuple[str, ...], to: Literal["orthogonal", "spectral"] = "orthogonal"
+    config: RunConfig,
+    weights: tuple[str, ...],
+    to: Literal["orthogonal", "spectral"] = "orthogonal",
 ) -> RunConfig:
     embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
-    return replace(config, constrain=ConstrainOptions(",".join(weights), embeddings=embeddings, to=to))
+    return replace(
+        config, constrain=ConstrainOptions(",".join(weights), embeddings=embeddings, to=to)
+    )

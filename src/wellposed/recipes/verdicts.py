@@ -1,4 +1,5 @@
-"""How a verdict follows from numbers with errors: it holds, it does not, or it cannot be said; free of torch."""
+"""How a verdict follows from numbers with errors: it holds, it does not, or it cannot be said; free
+of torch."""
 
 from __future__ import annotations
 
@@ -16,18 +17,21 @@ LEVEL = 0.01
 _LEAST_EVALUATIONS = 8
 _BEFORE_THE_END = 0.75
 LEVELLED_OFF = (
-    f"the last quarter of its training, counted by the learning rate summed over its steps, improved the loss on valid "
-    f"by less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS} evaluations"
+    "the last quarter of its training, counted by the learning rate summed over its steps,"
+    f" improved the loss on valid by less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS}"
+    " evaluations"
 )
 
 PLATEAU = (
-    f"for each, twice the steps, the schedule stretched with them, improve the mean loss on valid by less than "
-    f"{LEVEL:.0%}, or it overfits in every seed: its last loss on valid is {LEVEL:.0%} above its least or more"
+    "for each, twice the steps, the schedule stretched with them, improve the mean loss on valid"
+    f" by less than {LEVEL:.0%}, or it overfits in every seed: its last loss on valid is"
+    f" {LEVEL:.0%} above its least or more"
 )
 
 
 def within(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> bool | None:
-    """Return whether the mean is inside [low, high]; None where its errors reach across an end, or has none.
+    """Return whether the mean is inside [low, high]; None where its errors reach across an end, or
+    has none.
 
     >>> within([1.0, 1.1, 0.9], 0.5, 1.5), within([1.0, 1.1, 0.9], 2.0), within([1.0, 3.0], 2.0), within([1.0], 0.5)
     (True, False, None, None)
@@ -38,7 +42,9 @@ def within(values: Sequence[float], low: float = -math.inf, high: float = math.i
     return inside(mean, error or 0.0, low, high)
 
 
-def inside(mean: float, error: float, low: float = -math.inf, high: float = math.inf) -> bool | None:
+def inside(
+    mean: float, error: float, low: float = -math.inf, high: float = math.inf
+) -> bool | None:
     """Return what `within` does, of a mean and its standard error.
 
     >>> inside(1.0, 0.1, low=0), inside(1.0, 0.6, low=0), inside(1.0, float("nan"), low=0)
@@ -70,15 +76,16 @@ def agreed(of_seeds: Sequence[bool]) -> bool | None:
     >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
     (True, False, None)
     """
-    (found, *others) = set(of_seeds)
+    found, *others = set(of_seeds)
     return None if others else found
 
 
 def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
-    """Return whether the last quarter of training improved the best loss by less than `LEVEL` of it.
+    """Return whether the last quarter of training improved the best loss by less than `LEVEL` of
+    it.
 
-    Training is counted by the learning rate summed over its steps: a rate that falls to 0 flattens every curve, however
-    much there is left to learn.
+    Training is counted by the learning rate summed over its steps: a rate that falls to 0 flattens
+    every curve, however much there is left to learn.
 
     Args:
         losses: of each evaluation.
@@ -97,7 +104,8 @@ def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
 def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
     """Return whether twice the steps improved the mean loss over seeds by less than `LEVEL` of it.
 
-    It asks more than `levelled_off`, which looks at one training, and costs another of twice the length.
+    It asks more than `levelled_off`, which looks at one training, and costs another of twice the
+    length.
 
     >>> plateau([2.00, 2.02], [1.99, 2.01]), plateau([2.00, 2.02], [1.90, 1.92]), plateau([2.0], [math.inf])
     (True, False, False)

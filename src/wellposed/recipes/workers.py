@@ -1,4 +1,5 @@
-"""Several processes of this machine at one job: started together, asked to stop together, none left behind."""
+"""Several processes of this machine at one job: started together, asked to stop together, none left
+behind."""
 
 from __future__ import annotations
 
@@ -34,18 +35,20 @@ def check_jobs(jobs: int) -> None:
         raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
     if jobs > 1 and is_one_of_several():
         raise ConfigError(
-            f"jobs = {jobs} under torchrun or accelerate launch, whose processes train each run together; give one of "
-            "the two"
+            f"jobs = {jobs} under torchrun or accelerate launch, whose processes train each run"
+            " together; give one of the two"
         )
 
 
 class Workers:
-    """A context in which ``jobs`` processes call ``work(*arguments, stop)``, each with its share of the threads.
+    """A context in which ``jobs`` processes call ``work(*arguments, stop)``, each with its share of
+    the threads.
 
-    ``work`` is a function at the top of a module; ``stop()`` tells whether it shall come to an end. It does when this
-    process is asked to stop (a second time ends all at once), when another worker met an error, which is raised here,
-    and when this process is gone in whatever way. Where a worker is gone, such as one killed for its memory, the others
-    finish their work before an error says so.
+    ``work`` is a function at the top of a module; ``stop()`` tells whether it shall come to an end.
+    It does when this process is asked to stop (a second time ends all at once), when another worker
+    met an error, which is raised here, and when this process is gone in whatever way. Where a
+    worker is gone, such as one killed for its memory, the others finish their work before an error
+    says so.
     """
 
     def __init__(self, jobs: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -95,7 +98,10 @@ class Workers:
         return bool(self._ends)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is None:
@@ -127,14 +133,16 @@ class Workers:
         broken = [str(process.exitcode) for process in self._processes if process.exitcode]
         if broken and not self._asked:
             raise WellposedError(
-                f"{len(broken)} of {len(self._processes)} processes ended with exit status {', '.join(broken)}; their "
-                "messages are above; --resume auto goes on with what is left"
+                f"{len(broken)} of {len(self._processes)} processes ended with exit status"
+                f" {', '.join(broken)}; their messages are above; --resume auto goes on with what"
+                " is left"
             )
 
 
 @contextmanager
 def _signals_of_a_terminal_held() -> Iterator[None]:
-    """Keep from the processes that start here what a terminal sends to all: this process passes it on."""
+    """Keep from the processes that start here what a terminal sends to all: this process passes it
+    on."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -146,7 +154,11 @@ def _signals_of_a_terminal_held() -> Iterator[None]:
 
 
 def _worker(
-    end: Connection, jobs: int, files: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]
+    end: Connection,
+    jobs: int,
+    files: Mapping[str, str],
+    work: Callable[..., None],
+    arguments: Sequence[Any],
 ) -> None:
     with StopRequest() as request:
         threading.Thread(target=_wait_for_stop, args=(end, request), daemon=True).start()

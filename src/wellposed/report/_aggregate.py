@@ -43,7 +43,8 @@ class Summary:
 class VariantResult:
     """One variant on one task: ``seeds`` finished and enter ``metrics``, ``failed`` have no number.
 
-    ``learned`` says whether the mean beats the reference; ``None`` without a reference or a finished seed.
+    ``learned`` says whether the mean beats the reference; ``None`` without a reference or a
+    finished seed.
     """
 
     variant: str
@@ -56,9 +57,11 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """All variants of one task; the first is the one the others are compared with, by ``metric``, failed or not.
+    """All variants of one task; the first is the one the others are compared with, by ``metric``,
+    failed or not.
 
-    ``runs`` holds the finished runs of each variant. ``reference_metric`` is compared with ``reference_value`` to tell
+    ``runs`` holds the finished runs of each variant. ``reference_metric`` is compared with
+    ``reference_value`` to tell
     whether a variant learned: both are on *valid*.
     """
 
@@ -80,14 +83,16 @@ class TaskComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of `aggregate`: tasks with their variants, the runs that do not count, tasks no run of which finished."""
+    """Result of `aggregate`: tasks with their variants, the runs that do not count, tasks no run of
+    which finished."""
 
     tasks: tuple[TaskComparison, ...]
     excluded: tuple[ExcludedRun, ...]
     unjudged: tuple[str, ...] = ()
 
     def table(self) -> str:
-        """Return one table per task and the list of runs that do not count, as text for a terminal."""
+        """Return one table per task and the list of runs that do not count, as text for a
+        terminal."""
         parts = [*(task_table(task) for task in self.tasks), *self.remarks()]
         if self.excluded:
             rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
@@ -96,10 +101,14 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Return one sentence for each task without a finished run."""
-        return [f"{task}: which variant is better cannot be said: no run of it finished" for task in self.unjudged]
+        return [
+            f"{task}: which variant is better cannot be said: no run of it finished"
+            for task in self.unjudged
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one flat dictionary per task, variant and metric; a variant that failed on all seeds has no mean."""
+        """Return one flat dictionary per task, variant and metric; a variant that failed on all
+        seeds has no mean."""
         return [
             {
                 "task": task.task,
@@ -129,19 +138,26 @@ class Comparison:
         path = Path(path)
         excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"schema_version": 1, "results": self.records(), "excluded": excluded, "remarks": self.remarks()}
+        content = {
+            "schema_version": 1,
+            "results": self.records(),
+            "excluded": excluded,
+            "remarks": self.remarks(),
+        }
         path.write_bytes(to_json(content, indent=2))
         return path
 
 
 def aggregate(run_dirs: Sequence[Path]) -> Comparison:
-    """Return mean ± standard error over seeds of every metric, and the paired test against the first variant.
+    """Return mean ± standard error over seeds of every metric, and the paired test against the
+    first variant.
 
-    Status: exact arithmetic on the numbers of ``result.json``; see `statistics.paired_comparison` for the test. Pairs
-    are runs of the same seed, which see the same batches. Only runs that ended with success enter a mean; the others
-    are in ``Comparison.excluded``, and the first variant stays first and no verdict is given where a seed has failed on
-    either side (`statistics.compare_seeds`). Runs of one variant with different configurations are never pooled: they
-    become variants of their own, named by what differs.
+    Status: exact arithmetic on the numbers of ``result.json``; see `statistics.paired_comparison`
+    for the test. Pairs are runs of the same seed, which see the same batches. Only runs that ended
+    with success enter a mean; the others are in ``Comparison.excluded``, and the first variant
+    stays first and no verdict is given where a seed has failed on either side
+    (`statistics.compare_seeds`). Runs of one variant with different configurations are never
+    pooled: they become variants of their own, named by what differs.
 
     Args:
         run_dirs: run folders, or folders that hold run folders.
@@ -179,12 +195,21 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     runs = [run for run in found if run.failure is None]
     headline, directions = runs[0].headline, runs[0].result["higher_is_better"]
     if any(run.headline != headline for run in runs):
-        raise DataError(f"runs of task {name} report different headline metrics; compare runs of one version")
-    metric = next(m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values)
+        raise DataError(
+            f"runs of task {name} report different headline metrics; compare runs of one version"
+        )
+    metric = next(
+        m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values
+    )
     higher = bool(directions.get(headline, True))
-    reference = {k: float(v) for k, v in (runs[0].result.get("reference") or {}).items() if v is not None}
-    # A score of generated text has no reference; whether such a task is learnt is read off the loss.
-    judged = "loss" if reference_value(headline, reference) is None and "loss" in reference else headline
+    reference = {
+        k: float(v) for k, v in (runs[0].result.get("reference") or {}).items() if v is not None
+    }
+    # A score of generated text has no reference; whether such a task is learnt is read off the
+    # loss.
+    judged = (
+        "loss" if reference_value(headline, reference) is None and "loss" in reference else headline
+    )
     expected = reference_value(judged, reference)
     known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
     results, notes, finished = [], [], []
@@ -192,17 +217,32 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     for variant, group in _by_label(found, lambda run: run.variant, _variant_settings).items():
         mine = _finished(group)
         seeds = _seed_results(variant, group, metric)
-        comparison = None if baseline is None else compare_seeds(seeds, baseline, higher_is_better=higher)
+        comparison = (
+            None if baseline is None else compare_seeds(seeds, baseline, higher_is_better=higher)
+        )
         baseline = baseline or seeds
-        if comparison and not comparison.obstacle and comparison.pairs < max(len(baseline.values), len(mine)):
-            notes.append(f"{variant} is tested on the {comparison.pairs} seeds it shares with the first variant")
-        metrics = {m: _summary(m, mine) for m in mine[0].values if all(m in run.values for run in mine)} if mine else {}
+        if (
+            comparison
+            and not comparison.obstacle
+            and comparison.pairs < max(len(baseline.values), len(mine))
+        ):
+            notes.append(
+                f"{variant} is tested on the {comparison.pairs} seeds it shares with the first"
+                " variant"
+            )
+        metrics = (
+            {m: _summary(m, mine) for m in mine[0].values if all(m in run.values for run in mine)}
+            if mine
+            else {}
+        )
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
             learned = mean > expected if directions.get(judged, True) else mean < expected
         failed = tuple(sorted(seeds.failures))
-        results.append(VariantResult(variant, tuple(seeds.values), metrics, learned, comparison, failed))
+        results.append(
+            VariantResult(variant, tuple(seeds.values), metrics, learned, comparison, failed)
+        )
         finished.append(tuple(mine))
     return TaskComparison(
         task=name,
@@ -224,13 +264,18 @@ def _finished(group: Sequence[Run]) -> list[Run]:
 def _seed_results(variant: str, group: Sequence[Run], metric: str) -> SeedResults:
     lacking = [run.folder / "result.json" for run in _finished(group) if metric not in run.values]
     if lacking:
-        raise DataError(f"{lacking[0]}: lacks {metric!r}, which other runs of {group[0].task} report")
+        raise DataError(
+            f"{lacking[0]}: lacks {metric!r}, which other runs of {group[0].task} report"
+        )
     failures = {run.seed: run.failure for run in group if run.failure is not None}
-    return SeedResults(variant, {run.seed: run.values[metric] for run in _finished(group)}, failures)
+    return SeedResults(
+        variant, {run.seed: run.values[metric] for run in _finished(group)}, failures
+    )
 
 
 def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
-    """Return the reference for the headline metric: the entry of that name, else the only entry, else ``None``."""
+    """Return the reference for the headline metric: the entry of that name, else the only entry,
+    else ``None``."""
     if headline in reference:
         return float(reference[headline])
     return float(next(iter(reference.values()))) if len(reference) == 1 else None
@@ -238,8 +283,12 @@ def reference_value(headline: str, reference: Mapping[str, float]) -> float | No
 
 def _corrected(results: Sequence[VariantResult]) -> list[VariantResult]:
     tested = [result for result in results if result.comparison is not None]
-    corrected = iter(holm_correction([result.comparison for result in tested if result.comparison is not None]))
-    return [replace(r, comparison=next(corrected)) if r.comparison is not None else r for r in results]
+    corrected = iter(
+        holm_correction([result.comparison for result in tested if result.comparison is not None])
+    )
+    return [
+        replace(r, comparison=next(corrected)) if r.comparison is not None else r for r in results
+    ]
 
 
 def _summary(metric: str, group: Sequence[Run]) -> Summary:
@@ -248,16 +297,21 @@ def _summary(metric: str, group: Sequence[Run]) -> Summary:
 
 
 def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
-    """Group by label; where runs of one label differ in their settings, name each group by what differs."""
+    """Group by label; where runs of one label differ in their settings, name each group by what
+    differs."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         key = json.dumps(settings(run), sort_keys=True, default=str)
         groups.setdefault((label(run), key), []).append(run)
     named: dict[str, list[Run]] = {}
     for (name, _), group in groups.items():
-        rivals = [settings(other[0]) for (other_name, _), other in groups.items() if other_name == name]
+        rivals = [
+            settings(other[0]) for (other_name, _), other in groups.items() if other_name == name
+        ]
         mine = settings(group[0])
-        different = sorted(k for k in {k for s in rivals for k in s} if len({str(s.get(k)) for s in rivals}) > 1)
+        different = sorted(
+            k for k in {k for s in rivals for k in s} if len({str(s.get(k)) for s in rivals}) > 1
+        )
         suffix = ", ".join(f"{k.rpartition('.')[2]}={mine.get(k)}" for k in different)
         named[f"{name} ({suffix})" if suffix else name] = group
     return named

@@ -1,4 +1,5 @@
-"""Folders of ``wellposed reproduce`` and ``wellposed sweep``: what was claimed, what was found, tables and drawings."""
+"""Folders of ``wellposed reproduce`` and ``wellposed sweep``: what was claimed, what was found,
+tables and drawings."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Artefact:
     remarks: Sequence[str]
     tables: Sequence[Table]
     drawings: Sequence[tuple[str, str]]
-    """What each shows, and the SVG as an address; as an image it can neither run nor fetch anything."""
+    """What each shows, and the SVG as an address; as an image it can neither run nor fetch
+    anything."""
 
 
 def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
@@ -48,7 +50,9 @@ def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
 
 def _folders_in(path: Path) -> list[Path]:
     """Return the folders right below ``path``, without those that a command is still writing."""
-    return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    return sorted(
+        child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")
+    )
 
 
 def overview(artefacts: Sequence[Artefact]) -> Table | None:
@@ -56,9 +60,16 @@ def overview(artefacts: Sequence[Artefact]) -> Table | None:
     claims = [artefact for artefact in artefacts if "verdict" in artefact.facts]
     rows = [{"name": each.title, **each.facts} for each in claims]
     shown = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
-    hidden = [Column(name, name, "hidden") for name in ("test", "uncertainty", "paper says", "we got", "command")]
+    hidden = [
+        Column(name, name, "hidden")
+        for name in ("test", "uncertainty", "paper says", "we got", "command")
+    ]
     columns = [Column("name", "table or figure", "text"), *shown, *hidden]
-    return Table("claims", "What the papers say and what we got", columns, rows) if len(claims) > 1 else None
+    return (
+        Table("claims", "What the papers say and what we got", columns, rows)
+        if len(claims) > 1
+        else None
+    )
 
 
 def _in_folder(folder: Path) -> Iterator[Artefact]:
@@ -70,7 +81,9 @@ def _in_folder(folder: Path) -> Iterator[Artefact]:
         if (folder / SWEEP).is_file():
             yield _sweep(folder)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{folder}: a table, text or drawing cannot be read ({error}); make it again") from error
+        raise DataError(
+            f"{folder}: a table, text or drawing cannot be read ({error}); make it again"
+        ) from error
 
 
 def _claim(file: Path) -> dict[str, Any] | None:
@@ -97,14 +110,20 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
         {name: str(value) for name, value in facts.items() if value is not None},
         [str(note) for note in notes] if isinstance(notes, list) else [],
         [_table(path) for path in [file.with_suffix(".csv")] if path.is_file()],
-        [_drawing(path, str(values["recipe"])) for path in [file.with_suffix(".svg")] if path.is_file()],
+        [
+            _drawing(path, str(values["recipe"]))
+            for path in [file.with_suffix(".svg")]
+            if path.is_file()
+        ],
     )
 
 
 def _sweep(folder: Path) -> Artefact:
     page = folder / "results.md"
     lines = page.read_text(encoding="utf-8").split("\n") if page.is_file() else []
-    title = next((line.removeprefix("# ") for line in lines if line.startswith("# ")), f"Sweep {folder.name}")
+    title = next(
+        (line.removeprefix("# ") for line in lines if line.startswith("# ")), f"Sweep {folder.name}"
+    )
     prose = [line for line in lines if line and not line.startswith(("#", "|", "**", "- "))]
     return Artefact(
         title,
@@ -120,9 +139,14 @@ def _table(file: Path) -> Table:
         heading, *rows = [row for row in csv.reader(lines) if row] or [[]]
     if len(set(heading)) < len(heading) or any(len(row) != len(heading) for row in rows):
         raise csv.Error(f"{file.name}: expected different headings, and as many cells in every row")
-    numeric = [all(_number(row[k]) is not None for row in rows if row[k]) for k in range(len(heading))]
+    numeric = [
+        all(_number(row[k]) is not None for row in rows if row[k]) for k in range(len(heading))
+    ]
     cells = [
-        {name: _number(text) if number else text for name, number, text in zip(heading, numeric, row, strict=True)}
+        {
+            name: _number(text) if number else text
+            for name, number, text in zip(heading, numeric, row, strict=True)
+        }
         for row in rows
     ]
     columns = [

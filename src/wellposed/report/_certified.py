@@ -26,7 +26,10 @@ class CertifiedCurve:
         """Return one dictionary per radius, for CSV."""
         names = ("radius", "certified", "attacked")
         points = zip(self.shares, self.certified, self.attacked, strict=True)
-        return [{"variant": self.variant, "seeds": self.seeds, **dict(zip(names, p, strict=True))} for p in points]
+        return [
+            {"variant": self.variant, "seeds": self.seeds, **dict(zip(names, p, strict=True))}
+            for p in points
+        ]
 
 
 def certified_curves(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> list[CertifiedCurve]:
@@ -37,13 +40,18 @@ def certified_curves(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> lis
         if measured:
             shares = sorted(set.intersection(*(set(run.shares) for run in measured)))
             certified, attacked = (
-                tuple(math.fsum(column[share] for column in columns) / len(columns) for share in shares)
+                tuple(
+                    math.fsum(column[share] for column in columns) / len(columns)
+                    for share in shares
+                )
                 for columns in (
                     [dict(zip(run.shares, run.certified, strict=True)) for run in measured],
                     [dict(zip(run.shares, run.attacked, strict=True)) for run in measured],
                 )
             )
-            curves.append(CertifiedCurve(result.variant, len(measured), tuple(shares), certified, attacked))
+            curves.append(
+                CertifiedCurve(result.variant, len(measured), tuple(shares), certified, attacked)
+            )
     return curves
 
 
@@ -52,14 +60,17 @@ def certified_caption(runs: Sequence[Sequence[Run]]) -> str:
     measured = [run for group in runs for run in _measured(group)]
     splits, norms, attacks = (
         ", ".join(dict.fromkeys(values))
-        for values in zip(*((SPLITS.get(run.split, run.split), run.norm, run.attack) for run in measured), strict=True)
+        for values in zip(
+            *((SPLITS.get(run.split, run.split), run.norm, run.attack) for run in measured),
+            strict=True,
+        )
     )
     low, high = min(run.examples for run in measured), max(run.examples for run in measured)
     examples = f"{low}" if low == high else f"{low} to {high}"
     return (
-        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the radius (norm "
-        f"{norms}): what no perturbation can undo (solid) and what the attack left right (dashed; {attacks}). "
-        "Mean over seeds."
+        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
+        f" radius (norm {norms}): what no perturbation can undo (solid) and what the attack left"
+        f" right (dashed; {attacks}). Mean over seeds."
     )
 
 

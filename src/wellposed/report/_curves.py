@@ -1,4 +1,5 @@
-"""Metrics over steps, per variant: mean over seeds and the range from the lowest seed to the highest."""
+"""Metrics over steps, per variant: mean over seeds and the range from the lowest seed to the
+highest."""
 
 from __future__ import annotations
 
@@ -26,18 +27,31 @@ class Curve:
     def rows(self) -> list[dict[str, object]]:
         """Return one dictionary per step, for CSV."""
         names = ("step", "mean", "low", "high")
-        fixed = {"variant": self.variant, "split": self.split, "metric": self.metric, "seeds": self.seeds}
+        fixed = {
+            "variant": self.variant,
+            "split": self.split,
+            "metric": self.metric,
+            "seeds": self.seeds,
+        }
         points = zip(self.steps, self.mean, self.low, self.high, strict=True)
         return [{**fixed, **dict(zip(names, point, strict=True))} for point in points]
 
 
-def task_curves(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> dict[tuple[str, str], list[Curve]]:
-    """Return the curves of each panel (split, metric): training loss, validation loss, validation headline metric.
+def task_curves(
+    task: TaskComparison, runs: Sequence[Sequence[Run]]
+) -> dict[tuple[str, str], list[Curve]]:
+    """Return the curves of each panel (split, metric): training loss, validation loss, validation
+    headline metric.
 
-    Steps that some seed of a variant has not reached are left out, so a mean is always over all its seeds.
+    Steps that some seed of a variant has not reached are left out, so a mean is always over all its
+    seeds.
     """
     headline = task.metric.partition(",")[0]
-    panels = [("train", "loss"), ("valid", "loss"), *([("valid", headline)] if headline != "loss" else [])]
+    panels = [
+        ("train", "loss"),
+        ("valid", "loss"),
+        *([("valid", headline)] if headline != "loss" else []),
+    ]
     curves: dict[tuple[str, str], list[Curve]] = {}
     for split, metric in panels:
         drawn = [
@@ -48,7 +62,10 @@ def task_curves(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> dict[tup
         present = [curve for curve in drawn if curve.steps]
         if present:
             curves[split, metric] = present
-    if _same_numbers(curves.get(("valid", "loss")), curves.get(("valid", headline))) and headline != "loss":
+    if (
+        _same_numbers(curves.get(("valid", "loss")), curves.get(("valid", headline)))
+        and headline != "loss"
+    ):
         del curves["valid", "loss"]  # nats per character are the loss: one panel is enough
     return curves
 
@@ -58,7 +75,8 @@ def _same_numbers(first: Sequence[Curve] | None, second: Sequence[Curve] | None)
         return False
     pairs = zip(first, second, strict=True) if len(first) == len(second) else []
     same = [
-        a.steps == b.steps and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a.mean, b.mean, strict=True))
+        a.steps == b.steps
+        and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a.mean, b.mean, strict=True))
         for a, b in pairs
     ]
     return bool(same) and all(same)

@@ -32,21 +32,34 @@ class Figure:
     data: CsvLink
 
 
-def curves_figure(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers) -> Figure | None:
+def curves_figure(
+    name: str, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
+) -> Figure | None:
     """Draw metrics over steps; those in nats share their axis."""
     curves = task_curves(task, runs)
     if not curves:
         return None
-    panels = [_curve_panel(place, drawn, task.reference, numbers) for place, drawn in curves.items()]
+    panels = [
+        _curve_panel(place, drawn, task.reference, numbers) for place, drawn in curves.items()
+    ]
     several = any(len(group) > 1 for group in runs)
-    band = "Mean over seeds; the band reaches from the lowest seed to the highest." if several else "One seed."
+    band = (
+        "Mean over seeds; the band reaches from the lowest seed to the highest."
+        if several
+        else "One seed."
+    )
     rows = [row for drawn in curves.values() for curve in drawn for row in curve.rows()]
     shared = _sharing(panels, lambda panel: "nats" in panel.title)
-    return Figure("Training and validation", _drawn(shared, name), band, csv_link(name, list(rows[0]), rows))
+    return Figure(
+        "Training and validation", _drawn(shared, name), band, csv_link(name, list(rows[0]), rows)
+    )
 
 
-def certified_figure(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers) -> Figure | None:
-    """Draw accuracy against radius: certified as solid lines, under attack as dashed ones of the same colour."""
+def certified_figure(
+    name: str, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
+) -> Figure | None:
+    """Draw accuracy against radius: certified as solid lines, under attack as dashed ones of the
+    same colour."""
     curves = certified_curves(task, runs)
     if not curves:
         return None
@@ -57,18 +70,23 @@ def certified_figure(name: str, task: TaskComparison, runs: Sequence[Sequence[Ru
     )  # fmt: skip
     rows = [row for curve in curves for row in curve.rows()]
     data = csv_link(name, list(rows[0]), rows)
-    return Figure("Certified against attacked accuracy", _drawn([panel], name), certified_caption(runs), data)
+    return Figure(
+        "Certified against attacked accuracy", _drawn([panel], name), certified_caption(runs), data
+    )
 
 
 def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
-    """Draw singular values by role: median over layers, dashed before and solid after, and the range after."""
+    """Draw singular values by role: median over layers, dashed before and solid after, and the
+    range after."""
     series: dict[str, list[Series]] = {}
     for variant, before, after in weights:
         for role, spectra in spectra_by_role(before).items():
             line = _spectrum(spectra, f"{variant}, before", numbers[variant])
             series.setdefault(role, []).append(replace(line, style="dashed", band=()))
         for role, spectra in spectra_by_role(after).items():
-            series.setdefault(role, []).append(_spectrum(spectra, f"{variant}, after", numbers[variant]))
+            series.setdefault(role, []).append(
+                _spectrum(spectra, f"{variant}, after", numbers[variant])
+            )
     if not series:
         return None
     panels = [
@@ -77,18 +95,28 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
     ]
     shared = _sharing(panels, lambda panel: not panel.title.endswith("emb."))
     caption = (
-        "Singular values, largest first: median over layers, dashed before and solid after training; "
-        "the band holds every layer after training. The CSV has every value of every layer, with six digits."
+        "Singular values, largest first: median over layers, dashed before and solid after"
+        " training; the band holds every layer after training. The CSV has every value of every"
+        " layer, with six digits."
     )
     return Figure("Singular values", _drawn(shared, name), caption, _spectra_csv(name, weights))
 
 
 def _curve_panel(
-    place: tuple[str, str], curves: Sequence[Curve], reference: Mapping[str, float], numbers: Numbers
+    place: tuple[str, str],
+    curves: Sequence[Curve],
+    reference: Mapping[str, float],
+    numbers: Numbers,
 ) -> Panel:
     split, metric = place
     series = [
-        Series(c.variant, c.steps, c.mean, colour=numbers[c.variant], band=(c.low, c.high) if c.seeds > 1 else ())
+        Series(
+            c.variant,
+            c.steps,
+            c.mean,
+            colour=numbers[c.variant],
+            band=(c.low, c.high) if c.seeds > 1 else (),
+        )
         for c in curves
     ]
     level = ("reference", reference[metric]) if split != "train" and metric in reference else None
@@ -109,7 +137,11 @@ def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
 
     places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
     lines = [
-        np.interp(places, (np.arange(len(values)) + 0.5) / len(values), np.sort(np.asarray(values, float))[::-1])
+        np.interp(
+            places,
+            (np.arange(len(values)) + 0.5) / len(values),
+            np.sort(np.asarray(values, float))[::-1],
+        )
         for values, _ in spectra
     ]
     return Series(
@@ -124,7 +156,12 @@ def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
 def _spectra_csv(name: str, weights: Weights) -> CsvLink:
     columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
     rows = [
-        {**row, "singular_values": " ".join(f"{value:.6g}" for value in row.get("singular_values") or ())}
+        {
+            **row,
+            "singular_values": " ".join(
+                f"{value:.6g}" for value in row.get("singular_values") or ()
+            ),
+        }
         for row in weight_rows(weights)
     ]
     return csv_link(name, columns, rows)
@@ -141,16 +178,21 @@ def weight_rows(weights: Weights) -> list[dict[str, Any]]:
 
 
 def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Average the numbers of the same weight over seeds; spectra are averaged value by value, largest first."""
+    """Average the numbers of the same weight over seeds; spectra are averaged value by value,
+    largest first."""
     averaged = []
     for twins in zip(*measurements, strict=True):
         row = dict(twins[0])
         for name, value in twins[0].items():
             values = [twin.get(name) for twin in twins]
             if name == "singular_values":
-                row[name] = [math.fsum(column) / len(column) for column in zip(*values, strict=True)]
+                row[name] = [
+                    math.fsum(column) / len(column) for column in zip(*values, strict=True)
+                ]
             elif isinstance(value, float):
-                row[name] = None if any(v is None for v in values) else math.fsum(values) / len(values)
+                row[name] = (
+                    None if any(v is None for v in values) else math.fsum(values) / len(values)
+                )
         averaged.append(row)
     return averaged
 

@@ -1,4 +1,5 @@
-"""The files of run folders, read with every problem collected: damage must be named, and all of it at once."""
+"""The files of run folders, read with every problem collected: damage must be named, and all of it
+at once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 
 
 class RunFiles:
-    """Reads files of run folders; `problems` has one line for each that is missing or not as it was written."""
+    """Reads files of run folders; `problems` has one line for each that is missing or not as it was
+    written."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -34,7 +36,9 @@ class RunFiles:
     def refuse(self, title: str, advice: str = "") -> None:
         """Raise one error with every problem so far, if there are any."""
         if self.problems:
-            raise DataError(f"{title}:\n{listed(self.problems)}" + (f"\n{advice}" if advice else ""))
+            raise DataError(
+                f"{title}:\n{listed(self.problems)}" + (f"\n{advice}" if advice else "")
+            )
 
     def is_whole(self, file: Path) -> bool:
         """Return whether ``file`` is what the run wrote, as far as its manifest says."""
@@ -54,7 +58,9 @@ class RunFiles:
         except OSError as error:
             self.problems.append(f"{file}: cannot be read ({error.strerror})")
         except ValueError as error:
-            self.problems.append(f"{file}: not valid JSON ({error}); the file is cut off or damaged")
+            self.problems.append(
+                f"{file}: not valid JSON ({error}); the file is cut off or damaged"
+            )
         else:
             if isinstance(value, dict):
                 return value
@@ -83,12 +89,16 @@ class RunFiles:
         values = self.json_object(file) or {}
         starts = values.get("starts", [])
         if not isinstance(starts, list):
-            self.problems.append(f"{file}: starts is a {type(starts).__name__}, expected list; the file is damaged")
+            self.problems.append(
+                f"{file}: starts is a {type(starts).__name__}, expected list; the file is damaged"
+            )
         return values
 
     def measurement(self, folder: Path, name: str) -> Measurement | None:
         """Return one measurement; a model without roles leaves neither, which is no problem."""
-        if not any((folder / each).exists() for each in (INITIAL, FINAL)) or not self.is_whole(folder / name):
+        if not any((folder / each).exists() for each in (INITIAL, FINAL)) or not self.is_whole(
+            folder / name
+        ):
             return None
         try:
             return Measurement.from_json(folder / name)
@@ -97,13 +107,16 @@ class RunFiles:
             return None
 
     def metrics(self, file: Path) -> tuple[Mapping[str, Any], ...]:
-        """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later one."""
+        """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later
+        one."""
         if not self.is_whole(file):
             return ()
         try:
             lines = read_text(file).removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            self.problems.append(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})")
+            self.problems.append(
+                f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})"
+            )
             return ()
         rows: dict[tuple[str, int], Mapping[str, Any]] = {}
         for number, line in enumerate(lines, start=1):
@@ -127,14 +140,21 @@ def is_finite(value: Any) -> bool:
 def headline_values(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the headline metric of a finished run on each split."""
     values = result["results"][result["task"]]
-    return {name: value for name, value in values.items() if name.partition(",")[0] == result["headline"]}
+    return {
+        name: value
+        for name, value in values.items()
+        if name.partition(",")[0] == result["headline"]
+    }
 
 
 def _result_problem(result: Mapping[str, Any]) -> str | None:
     missing = [key for key in ENTRIES if key not in result]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
-    given = {**ENTRIES, **{key: kind for key, kind in OPTIONAL.items() if result.get(key) is not None}}
+    given = {
+        **ENTRIES,
+        **{key: kind for key, kind in OPTIONAL.items() if result.get(key) is not None},
+    }
     wrong = [
         f"{key} is a {type(result[key]).__name__}, expected {kind.__name__}"
         for key, kind in given.items()
@@ -148,12 +168,17 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     if not isinstance(values, dict) or not values:
         return f"results has no metrics of task {result['task']!r}"
     if not headline_values(result):
-        return f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
+        return (
+            f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
+        )
     return None
 
 
 def _not_numbers(result: Mapping[str, Any]) -> list[str]:
-    numbers = {"reference": result.get("reference"), f"results.{result['task']}": result["results"].get(result["task"])}
+    numbers = {
+        "reference": result.get("reference"),
+        f"results.{result['task']}": result["results"].get(result["task"]),
+    }
     return [
         f"{name}.{key} is a {type(value).__name__}, expected a number"
         for name, entries in numbers.items()

@@ -1,4 +1,5 @@
-"""Orthogonality error by layer and role as tables with coloured cells, a summary before the single layers."""
+"""Orthogonality error by layer and role as tables with coloured cells, a summary before the single
+layers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Weights = Sequence[tuple[str, Rows, Rows]]
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """What the page shows of one error: a row per variant, then a map per variant, before and after training."""
+    """What the page shows of one error: a row per variant, then a map per variant, before and after
+    training."""
 
     formula: str
     summary: Table
@@ -40,18 +42,27 @@ class _Scale:
     def colour(self, value: float) -> str:
         if not math.isfinite(value):
             return "bad"
-        level = 0 if value <= self.low else min(LEVELS - 1, int(math.log(value / self.low) / self.step))
+        level = (
+            0 if value <= self.low else min(LEVELS - 1, int(math.log(value / self.low) / self.step))
+        )
         return f"heat h{level}"
 
     def ends(self) -> list[tuple[str, str]]:
-        return [(f"heat h{k}", short_number(self.low * math.exp(k * self.step))) for k in range(LEVELS)]
+        return [
+            (f"heat h{k}", short_number(self.low * math.exp(k * self.step))) for k in range(LEVELS)
+        ]
 
 
 def heat_maps(name: str, weights: Weights) -> HeatMaps | None:
     """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
     error = error_shown(row for _, before, after in weights for row in (*before, *after))
-    maps = [(variant, heat_map(before, error.name), heat_map(after, error.name)) for variant, before, after in weights]
-    values = [v for _, *pair in maps for heat in pair for v in _values(heat) if v > 0 and math.isfinite(v)]
+    maps = [
+        (variant, heat_map(before, error.name), heat_map(after, error.name))
+        for variant, before, after in weights
+    ]
+    values = [
+        v for _, *pair in maps for heat in pair for v in _values(heat) if v > 0 and math.isfinite(v)
+    ]
     if not any(heat.layers for _, *pair in maps for heat in pair):
         return None
     scale = _Scale(values)
@@ -59,7 +70,10 @@ def heat_maps(name: str, weights: Weights) -> HeatMaps | None:
         formula=error.formula,
         summary=_summary(name, maps, scale),
         maps=[
-            (variant, [_map(f"{name}-{k}-before", first, scale), _map(f"{name}-{k}-after", last, scale)])
+            (
+                variant,
+                [_map(f"{name}-{k}-before", first, scale), _map(f"{name}-{k}-after", last, scale)],
+            )
             for k, (variant, first, last) in enumerate(maps)
         ],
         scale=scale.ends(),
@@ -72,8 +86,12 @@ def _summary(name: str, maps: Sequence[tuple[str, HeatMap, HeatMap]], scale: _Sc
     rows = []
     for variant, first, last in maps:
         before, after = _worst(first), _worst(last)
-        cells = {f"{role} after": _change(before.get(role), after.get(role), scale) for role in roles}
-        rows.append({"variant": variant, **cells, **{f"{role} before": before.get(role) for role in roles}})
+        cells = {
+            f"{role} after": _change(before.get(role), after.get(role), scale) for role in roles
+        }
+        rows.append(
+            {"variant": variant, **cells, **{f"{role} before": before.get(role) for role in roles}}
+        )
     return Table(
         f"{name}-largest",
         "Largest error over layers, before → after training",
@@ -95,10 +113,16 @@ def _change(before: float | None, after: float | None, scale: _Scale) -> Cell | 
 
 def _map(name: str, heat: HeatMap, scale: _Scale) -> Table:
     rows = [
-        {"layer": layer, **{role: _cell(value, scale) for role, value in zip(heat.roles, line, strict=True)}}
+        {
+            "layer": layer,
+            **{role: _cell(value, scale) for role, value in zip(heat.roles, line, strict=True)},
+        }
         for layer, line in zip(heat.layers, heat.values, strict=True)
     ]
-    columns = [Column("layer", "layer", "text"), *(Column(role, short_role(role)) for role in heat.roles)]
+    columns = [
+        Column("layer", "layer", "text"),
+        *(Column(role, short_role(role)) for role in heat.roles),
+    ]
     return Table(name, f"{name.rpartition('-')[2]} training", columns, rows)
 
 

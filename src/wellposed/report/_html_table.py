@@ -1,4 +1,5 @@
-"""Tables of a page: what a cell shows, what it is sorted by, and the whole table as CSV inside the page."""
+"""Tables of a page: what a cell shows, what it is sorted by, and the whole table as CSV inside the
+page."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Column:
 
 
 class ShownCell(NamedTuple):
-    """What the template writes: text, CSS classes, and the number to sort by where the text is none."""
+    """What the template writes: text, CSS classes, and the number to sort by where the text is
+    none."""
 
     text: str
     style: str
@@ -44,7 +46,8 @@ class ShownCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by column name; the first column heads its row. Values are raw: the CSV has every digit."""
+    """Rows by column name; the first column heads its row. Values are raw: the CSV has every
+    digit."""
 
     name: str
     caption: str
@@ -61,20 +64,29 @@ class Table:
     @property
     def body(self) -> list[list[ShownCell]]:
         """The rows that the page shows."""
-        return [[_shown(row.get(c.name), c) for c in self.headings] for row in self.rows[:SHOWN_ROWS]]
+        return [
+            [_shown(row.get(c.name), c) for c in self.headings] for row in self.rows[:SHOWN_ROWS]
+        ]
 
     @property
     def left_out(self) -> str:
         """What the page says where it does not show every row."""
         count = len(self.rows)
-        return f"The first {SHOWN_ROWS} of {count:,} rows; the CSV has all." if count > SHOWN_ROWS else ""
+        return (
+            f"The first {SHOWN_ROWS} of {count:,} rows; the CSV has all."
+            if count > SHOWN_ROWS
+            else ""
+        )
 
     @property
     def csv(self) -> CsvLink:
         """The whole table as CSV."""
         if self.data is not None:
             return self.data
-        rows = [{name: v.value if isinstance(v, Cell) else v for name, v in row.items()} for row in self.rows]
+        rows = [
+            {name: v.value if isinstance(v, Cell) else v for name, v in row.items()}
+            for row in self.rows
+        ]
         return csv_link(self.name, [column.name for column in self.columns], rows)
 
 
@@ -103,7 +115,9 @@ def slug(name: str) -> str:
 def _shown(value: Any, column: Column) -> ShownCell:
     cell = value if isinstance(value, Cell) else Cell(value, _text(value, column))
     number = isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool)
-    style = " ".join(filter(None, ({"text": "text", "wrap": "text wrap"}.get(column.kind, ""), cell.style)))
+    style = " ".join(
+        filter(None, ({"text": "text", "wrap": "text wrap"}.get(column.kind, ""), cell.style))
+    )
     return ShownCell(cell.text, style, repr(cell.value) if number else "")
 
 

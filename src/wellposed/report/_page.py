@@ -22,28 +22,31 @@ from wellposed.training import durable_files
 
 
 def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = None) -> Path:
-    """Write one HTML page that holds everything it shows, the data of every table and figure as CSV included.
+    """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
+    included.
 
-    The page holds, per task: mean ± standard error over seeds and the paired test against the first variant,
-    whether each variant learned, loss curves, certified accuracy against radius where it was measured, the
-    orthogonality error before and after training by layer and role, singular values, what differs between variants;
-    then what ``wellposed reproduce`` and ``wellposed sweep`` left in the folders, the runs that have not ended, those
-    that do not count and why, the environment and the exact commands. Tables are sorted by a click or a key, variants
-    are shown and hidden, curves give their values; without a script the page is the same, at rest. It fetches nothing,
-    and its Content-Security-Policy forbids to. Status: the same numbers as `aggregate`; the same folders give the
-    same bytes.
+    The page holds, per task: mean ± standard error over seeds and the paired test against the first
+    variant, whether each variant learned, loss curves, certified accuracy against radius where it
+    was measured, the orthogonality error before and after training by layer and role, singular
+    values, what differs between variants; then what ``wellposed reproduce`` and ``wellposed sweep``
+    left in the folders, the runs that have not ended, those that do not count and why, the
+    environment and the exact commands. Tables are sorted by a click or a key, variants are shown
+    and hidden, curves give their values; without a script the page is the same, at rest. It fetches
+    nothing, and its Content-Security-Policy forbids to. Status: the same numbers as `aggregate`;
+    the same folders give the same bytes.
 
     Args:
         run_dirs: run folders, or folders that hold run folders, reproductions or sweeps.
         out: file to write, replaced in one step where it exists.
-        refresh: seconds after which an open page loads itself again; for pages that are written again and again.
+        refresh: seconds after which an open page loads itself again; for pages that are written
+        again and again.
 
     Returns:
         ``out``.
 
     Raises:
-        DataError: no run; a damaged ``result.json``; a finished run whose metrics, measurements or environment are
-            missing or cut off. All files are named in one message.
+        DataError: no run; a damaged ``result.json``; a finished run whose metrics, measurements or
+            environment are missing or cut off. All files are named in one message.
         ConfigError: matplotlib or jinja2 is not installed.
 
     Cost: seconds; no torch. When not to use: for numbers to go on with, use `aggregate`.
@@ -58,14 +61,27 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
     artefacts = find_artefacts(run_dirs)
     found = find_runs(run_dirs, needed=not artefacts)
     comparison = compare_runs(found)
-    unfinished = [run for run in found.runs if run.failure is not None and run.failure.status == "unfinished"]
-    details = {run.folder: run for run in load_details(r for t in comparison.tasks for g in t.runs for r in g)}
+    unfinished = [
+        run for run in found.runs if run.failure is not None and run.failure.status == "unfinished"
+    ]
+    details = {
+        run.folder: run
+        for run in load_details(r for t in comparison.tasks for g in t.runs for r in g)
+    }
     variants = [result.variant for task in comparison.tasks for result in task.variants]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys([*variants, *(r.variant for r in unfinished)]))}
+    numbers = {
+        name: number
+        for number, name in enumerate(dict.fromkeys([*variants, *(r.variant for r in unfinished)]))
+    }
     environment = _environment()
     page = environment.get_template("report.html.j2").render(
         sections=[
-            task_section(number, task, [[details[run.folder] for run in group] for group in task.runs], numbers)
+            task_section(
+                number,
+                task,
+                [[details[run.folder] for run in group] for group in task.runs],
+                numbers,
+            )
             for number, task in enumerate(comparison.tasks, start=1)
         ],
         artefacts=artefacts,
@@ -106,7 +122,9 @@ def _assets(environment: Any) -> dict[str, Any]:
     """Return style and script, and the hash by which the page's policy knows its one script."""
     from markupsafe import Markup
 
-    style, script = (environment.loader.get_source(environment, f"report.{kind}")[0] for kind in ("css", "js"))
+    style, script = (
+        environment.loader.get_source(environment, f"report.{kind}")[0] for kind in ("css", "js")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
 
@@ -137,7 +155,15 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
         groups: dict[str, list[Run]] = {}
         for run, values in described:
             groups.setdefault(shown(values.get(name, "-")), []).append(run)
-        table.append((name, [(value, "" if len(groups) == 1 else _names(group)) for value, group in groups.items()]))
+        table.append(
+            (
+                name,
+                [
+                    (value, "" if len(groups) == 1 else _names(group))
+                    for value, group in groups.items()
+                ],
+            )
+        )
     return table
 
 
@@ -147,8 +173,14 @@ def _names(runs: Sequence[Run]) -> str:
 
 def _machine(run: Run) -> dict[str, Any]:
     """What the run ran on; when and how it was started is told with the commands."""
-    values = {name: value for name, value in run.environment.items() if name not in ("date", "command", "starts")}
-    return values if "packages" in values else {**values, "packages": run.result.get("versions") or {}}
+    values = {
+        name: value
+        for name, value in run.environment.items()
+        if name not in ("date", "command", "starts")
+    }
+    return (
+        values if "packages" in values else {**values, "packages": run.result.get("versions") or {}}
+    )
 
 
 def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -156,8 +188,12 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         command = shlex.join(run.command) if run.command else "(started from Python)"
-        made = f"{run.task} {run.variant} seed {run.seed}: {run.folder}, finished {run.result['date']}"
+        made = (
+            f"{run.task} {run.variant} seed {run.seed}: {run.folder}, finished {run.result['date']}"
+        )
         starts = run.environment.get("starts") or []
         resumed = [str(start.get("from_step")) for start in starts[1:] if isinstance(start, dict)]
-        groups.setdefault(command, []).append(made + (f", resumed from step {', '.join(resumed)}" if resumed else ""))
+        groups.setdefault(command, []).append(
+            made + (f", resumed from step {', '.join(resumed)}" if resumed else "")
+        )
     return list(groups.items())

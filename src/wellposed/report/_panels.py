@@ -1,4 +1,5 @@
-"""Line panels of a page: inline SVG whose lines follow the toggles of variants, with values under the pointer."""
+"""Line panels of a page: inline SVG whose lines follow the toggles of variants, with values under
+the pointer."""
 
 from __future__ import annotations
 
@@ -27,26 +28,37 @@ def panel_svg(panel: Panel, prefix: str) -> Any:
         axes = figure.subplots()
         draw_panel(axes, panel)
         names = "; ".join(series.label for series in panel.series)
-        markup = svg_markup(figure, prefix=prefix, label=f"{panel.title} over {panel.x_label}: {names}")
+        markup = svg_markup(
+            figure, prefix=prefix, label=f"{panel.title} over {panel.x_label}: {names}"
+        )
         values = json.dumps(_hover(panel, axes), separators=(",", ":"))
     markup = re.sub(rf'\bid="{prefix}-variant-(\d+)"', r'data-variant="\1"', markup)
     for number, colour in enumerate(COLOURS):
         markup = markup.replace(colour, f"var(--c{number})")
     markup = re.sub(r"<style.*?</style>", "", markup, flags=re.DOTALL)
-    return Markup(markup.replace("<svg ", f'<svg tabindex="0" data-hover="{escape(values, quote=True)}" ', 1))
+    return Markup(
+        markup.replace("<svg ", f'<svg tabindex="0" data-hover="{escape(values, quote=True)}" ', 1)
+    )
 
 
 def _hover(panel: Panel, axes: Any) -> dict[str, Any]:
-    """Return, for every x that has a value, its place in the drawing and what each series says there."""
+    """Return, for every x that has a value, its place in the drawing and what each series says
+    there."""
     places = sorted({x for series in panel.series for x in series.x})
     if len(places) > HOVER_POINTS:
-        places = [places[round(i * (len(places) - 1) / (HOVER_POINTS - 1))] for i in range(HOVER_POINTS)]
+        places = [
+            places[round(i * (len(places) - 1) / (HOVER_POINTS - 1))] for i in range(HOVER_POINTS)
+        ]
     said = [_said(series) for series in panel.series]
     pixels = axes.transData.transform([(x, axes.get_ylim()[0]) for x in places])[:, 0]
     return {
         "series": [[series.colour or 0, series.label] for series in panel.series],
         "points": [
-            [round(float(pixel), 1), f"{panel.x_label}: {x:.4g}", [each.get(x, "") for each in said]]
+            [
+                round(float(pixel), 1),
+                f"{panel.x_label}: {x:.4g}",
+                [each.get(x, "") for each in said],
+            ]
             for x, pixel in zip(places, pixels, strict=True)
         ],
     }
@@ -57,14 +69,21 @@ def _said(series: Series) -> dict[float, str]:
     if series.band:
         low, high = series.band
         ends = zip(values, low, high, strict=True)
-        values = [f"{value} ({format_number(float(a))} to {format_number(float(b))})" for value, a, b in ends]
+        values = [
+            f"{value} ({format_number(float(a))} to {format_number(float(b))})"
+            for value, a, b in ends
+        ]
     return dict(zip(series.x, values, strict=True))
 
 
 def common_limits(panels: Sequence[Panel]) -> tuple[float, float] | None:
     """Return the y-limits that hold every value of ``panels``, with a margin."""
-    lines = [line for panel in panels for series in panel.series for line in (series.y, *series.band)]
-    values = [value for line in lines for value in line] + [panel.level[1] for panel in panels if panel.level]
+    lines = [
+        line for panel in panels for series in panel.series for line in (series.y, *series.band)
+    ]
+    values = [value for line in lines for value in line] + [
+        panel.level[1] for panel in panels if panel.level
+    ]
     if not values:
         return None
     low, high = min(values), max(values)

@@ -38,12 +38,21 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> Running | None:
         Column("seed", "seed"), Column("step", "step", "count"), Column("steps", "of steps", "count"),
         Column("train", "training loss (nats)"), Column("valid", "validation loss (nats)"),
     ]  # fmt: skip
-    table = Table("running", "Still running, or killed: last values logged", columns, [_row(*each) for each in logged])
-    return Running(table, [panel_svg(panel, f"running-{k}") for k, panel in enumerate(_panels(logged, numbers))])
+    table = Table(
+        "running",
+        "Still running, or killed: last values logged",
+        columns,
+        [_row(*each) for each in logged],
+    )
+    return Running(
+        table,
+        [panel_svg(panel, f"running-{k}") for k, panel in enumerate(_panels(logged, numbers))],
+    )
 
 
 def rows_so_far(file: Path) -> list[Mapping[str, Any]]:
-    """Return the whole rows of ``metrics.jsonl``; the last may be half written, as the run goes on."""
+    """Return the whole rows of ``metrics.jsonl``; the last may be half written, as the run goes
+    on."""
     try:
         lines = read_bytes(file).decode("utf-8", "replace").split("\n")
     except OSError:
@@ -74,13 +83,22 @@ def _panels(logged: Sequence[tuple[Run, Rows]], numbers: Numbers) -> list[Panel]
         for split, words in (("train", "training"), ("valid", "validation")):
             steps, losses = _losses(rows, split)
             if steps:
-                line = Series(f"{run.variant}, seed {run.seed}", steps, losses, colour=numbers[run.variant])
+                line = Series(
+                    f"{run.variant}, seed {run.seed}", steps, losses, colour=numbers[run.variant]
+                )
                 panels.setdefault(f"{run.task}: {words} loss (nats)", []).append(line)
-    return [Panel(title, "step", "loss (nats)", series, legend=False) for title, series in panels.items()]
+    return [
+        Panel(title, "step", "loss (nats)", series, legend=False)
+        for title, series in panels.items()
+    ]
 
 
 def _losses(rows: Rows, split: str) -> tuple[list[float], list[float]]:
-    points = [(row["step"], row["loss"]) for row in rows if row.get("split") == split and _is_number(row.get("loss"))]
+    points = [
+        (row["step"], row["loss"])
+        for row in rows
+        if row.get("split") == split and _is_number(row.get("loss"))
+    ]
     return [step for step, _ in points], [loss for _, loss in points]
 
 

@@ -59,7 +59,11 @@ class Run:
     @property
     def values(self) -> Mapping[str, float]:
         """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
-        scores = {name: value for name, value in self.result["results"][self.task].items() if is_finite(value)}
+        scores = {
+            name: value
+            for name, value in self.result["results"][self.task].items()
+            if is_finite(value)
+        }
         return scores if self.certified is None else {**scores, **self.certified.metrics()}
 
     @property
@@ -70,7 +74,8 @@ class Run:
 
 @dataclass(frozen=True)
 class ExcludedRun:
-    """A run that is listed but enters no mean: it failed, was cancelled, is unfinished, or is a repetition."""
+    """A run that is listed but enters no mean: it failed, was cancelled, is unfinished, or is a
+    repetition."""
 
     folder: Path
     task: str
@@ -87,7 +92,8 @@ class ExcludedRun:
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Runs in the order of their variants, those that failed included, and a list of the runs that do not count."""
+    """Runs in the order of their variants, those that failed included, and a list of the runs that
+    do not count."""
 
     runs: tuple[Run, ...]
     excluded: tuple[ExcludedRun, ...]
@@ -96,11 +102,13 @@ class FoundRuns:
 def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
     """Read ``result.json`` of every run folder among or below ``paths``.
 
-    A run folder holds ``result.json`` or ``config.toml``. Variants keep the order of the ``compare.json`` above them,
-    else the order in which folders are given, else that of their dates.
+    A run folder holds ``result.json`` or ``config.toml``. Variants keep the order of the
+    ``compare.json`` above them, else the order in which folders are given, else that of their
+    dates.
 
     Raises:
-        DataError: a path that does not exist, no run although one is ``needed``, or a damaged ``result.json``.
+        DataError: a path that does not exist, no run although one is ``needed``, or a damaged
+        ``result.json``.
     """
     files = RunFiles()
     folders = _run_folders([Path(path) for path in paths], files.problems)
@@ -110,7 +118,10 @@ def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
     excluded = [entry for _, entry in read if entry is not None]
     if needed and not runs and not excluded:
         places = ", ".join(str(path) for path in paths) or "nothing"
-        raise DataError(f"no run folder (with result.json or config.toml) in {places}; give the --out of a training")
+        raise DataError(
+            f"no run folder (with result.json or config.toml) in {places}; give the --out of a"
+            " training"
+        )
     kept, repeated = _without_repetitions(_in_order(runs, paths))
     return FoundRuns(tuple(kept), (*excluded, *repeated))
 
@@ -119,7 +130,8 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
     """Return the runs with metrics, measurements and environment read.
 
     Raises:
-        DataError: a file is missing, cut off or malformed; every one is named, with the line for metrics.jsonl.
+        DataError: a file is missing, cut off or malformed; every one is named, with the line for
+        metrics.jsonl.
     """
     files = RunFiles()
     loaded = [
@@ -132,12 +144,16 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
         )
         for run in runs
     ]
-    files.refuse("finished runs lack files a report needs", "train these runs again, or leave them out of the report")
+    files.refuse(
+        "finished runs lack files a report needs",
+        "train these runs again, or leave them out of the report",
+    )
     return loaded
 
 
 def variant_order(folder: Path) -> list[str]:
-    """Return the variants of the comparison a run belongs to, first variant first; empty where none is written."""
+    """Return the variants of the comparison a run belongs to, first variant first; empty where none
+    is written."""
     for parent in list(folder.parents)[:2]:
         file = parent / ORDER_FILE
         if file.is_file():
@@ -146,7 +162,9 @@ def variant_order(folder: Path) -> list[str]:
                 if not isinstance(order, list):
                     raise TypeError
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DataError(f'{file}: expected {{"variants": [...]}}; delete the file to order by date') from error
+                raise DataError(
+                    f'{file}: expected {{"variants": [...]}}; delete the file to order by date'
+                ) from error
             return [str(name) for name in order]
     return []
 
@@ -155,7 +173,9 @@ def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            problems.append(f"{path}: {'is a file, expected a folder' if path.exists() else 'does not exist'}")
+            problems.append(
+                f"{path}: {'is a file, expected a folder' if path.exists() else 'does not exist'}"
+            )
             continue
         for folder in sorted(_search(path)):
             folders.setdefault(folder.resolve(), folder)
@@ -165,7 +185,9 @@ def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
 def _search(path: Path) -> list[Path]:
     if (path / "result.json").exists() or (path / "config.toml").exists():
         return [path]
-    children = (child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    children = (
+        child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")
+    )
     return [found for child in children if not child.is_symlink() for found in _search(child)]
 
 
@@ -177,7 +199,11 @@ def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
         order = variant_order(run.folder)
         folder = run.folder.resolve()
         given = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
-        return order.index(run.variant) if run.variant in order else len(order), given, str(run.result["date"])
+        return (
+            order.index(run.variant) if run.variant in order else len(order),
+            given,
+            str(run.result["date"]),
+        )
 
     return sorted(runs, key=key)
 
@@ -193,16 +219,25 @@ def _read_run(folder: Path, files: RunFiles) -> tuple[Run | None, ExcludedRun | 
         return None, None
     info, diverged = result["train_info"], result.get("failure")
     if info.get("status") == "success":
-        bad = [f"{name} = {value}" for name, value in headline_values(result).items() if not is_finite(value)]
+        bad = [
+            f"{name} = {value}"
+            for name, value in headline_values(result).items()
+            if not is_finite(value)
+        ]
         if not bad:
             return Run(folder, result, certified=files.certified(folder, result)), None
         return _without_number(
-            folder, result, "failed", f"the headline metric is not a finite number: {', '.join(bad)}"
+            folder,
+            result,
+            "failed",
+            f"the headline metric is not a finite number: {', '.join(bad)}",
         )
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
     short = reason.partition("\n")[0]
     if isinstance(diverged, dict):
-        short = f"diverged at step {diverged.get('step', '?')}: {diverged.get('what', 'not finite')}"
+        short = (
+            f"diverged at step {diverged.get('step', '?')}: {diverged.get('what', 'not finite')}"
+        )
     return _without_number(folder, result, str(info.get("status")), reason, short)
 
 
@@ -210,7 +245,11 @@ def _read_unfinished(folder: Path) -> tuple[Run | None, ExcludedRun]:
     reason = "no result.json: still running, or killed before it ended"
     try:
         config = tomllib.loads(read_text(folder / "config.toml"))
-        known = {"task": config["task"], "variant": config["variant"], "seed": int(config["train"]["seed"])}
+        known = {
+            "task": config["task"],
+            "variant": config["variant"],
+            "seed": int(config["train"]["seed"]),
+        }
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None, ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
     # Without a date it comes last where only dates tell which variant is the first.
@@ -225,17 +264,23 @@ def _without_number(
 
 
 def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:
-    """Keep the newest run of each task, variant, seed and configuration; list the others that finished."""
+    """Keep the newest run of each task, variant, seed and configuration; list the others that
+    finished."""
     newest: dict[str, Run] = {}
     for run in runs:
-        key = json.dumps([run.task, run.variant, run.seed, run.result["config"]], sort_keys=True, default=str)
+        key = json.dumps(
+            [run.task, run.variant, run.seed, run.result["config"]], sort_keys=True, default=str
+        )
         newest[key] = max(newest.get(key, run), run, key=_rank)
     kept = {id(run) for run in newest.values()}
     repeated = [run for run in runs if id(run) not in kept and run.failure is None]
     reason = "a newer run has the same configuration"
-    return [run for run in runs if id(run) in kept], [ExcludedRun.of(run, "repeated", reason) for run in repeated]
+    return [run for run in runs if id(run) in kept], [
+        ExcludedRun.of(run, "repeated", reason) for run in repeated
+    ]
 
 
 def _rank(run: Run) -> tuple[bool, str]:
-    # A run that was stopped says nothing, so it yields to one that came to an end, whether good or bad.
+    # A run that was stopped says nothing, so it yields to one that came to an end, whether good or
+    # bad.
     return run.failure is None or run.failure.status == "failed", str(run.result["date"])

@@ -50,13 +50,18 @@ class TaskSection:
     data: Sequence[tuple[str, str]]
 
 
-def task_section(number: int, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers) -> TaskSection:
+def task_section(
+    number: int, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
+) -> TaskSection:
     """Return the section of one task; ``runs`` are those of each variant, with their files read."""
     name = f"{number}-{slug(task.task)}"[:40]
     weights = _weights(task, runs)
     measured = {variant for variant, _, _ in weights}
     unmeasured = [r.variant for r in task.variants if r.seeds and r.variant not in measured]
-    notes = [f"note: {each} has no measurement, as no weight of its model has a known role" for each in unmeasured]
+    notes = [
+        f"note: {each} has no measurement, as no weight of its model has a known role"
+        for each in unmeasured
+    ]
     figures = (
         curves_figure(f"{name}-curves", task, runs, numbers),
         certified_figure(f"{name}-certified", task, runs, numbers),
@@ -81,7 +86,8 @@ def task_section(number: int, task: TaskComparison, runs: Sequence[Sequence[Run]
 
 
 def _weights(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Weights:
-    """Return the measurements before and after training of every variant whose runs all have both."""
+    """Return the measurements before and after training of every variant whose runs all have
+    both."""
     return [
         (
             result.variant,
@@ -96,8 +102,9 @@ def _weights(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Weights:
 def _not_learned(task: TaskComparison) -> list[str]:
     words = metric_words(task.reference_metric)
     return [
-        f"{result.variant} did not learn: {words} {format_number(result.metrics[task.reference_metric].mean)} is no "
-        f"better than the reference {format_number(task.reference_value)}"
+        f"{result.variant} did not learn: {words}"
+        f" {format_number(result.metrics[task.reference_metric].mean)} is no better than the"
+        f" reference {format_number(task.reference_value)}"
         for result in task.variants
         if result.learned is False
     ]
@@ -114,7 +121,9 @@ def _results(name: str, task: TaskComparison) -> Table:
     first = task.variants[0].variant
     seeds = sorted({seed for result in task.variants for seed in (*result.seeds, *result.failed)})
     each = [Column(f"seed {seed}", f"seed {seed}") for seed in seeds]
-    reference = ", ".join(f"{metric_words(f'{k},valid')} {format_number(v)}" for k, v in task.reference.items())
+    reference = ", ".join(
+        f"{metric_words(f'{k},valid')} {format_number(v)}" for k, v in task.reference.items()
+    )
     words, direction = metric_words(task.metric), "higher" if task.higher_is_better else "lower"
     return Table(
         name,
@@ -145,7 +154,11 @@ def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
         "variant": result.variant,
         **{f"seed {seed}": value for seed, value in values.items()},
         **{f"seed {seed}": Cell("no result", "no result", "bad") for seed in result.failed},
-        "seeds": Cell(f"{count} of {all_seeds}", f"{count} of {all_seeds}", "bad") if result.failed else count,
+        "seeds": (
+            Cell(f"{count} of {all_seeds}", f"{count} of {all_seeds}", "bad")
+            if result.failed
+            else count
+        ),
         "mean": summary.mean if summary else None,
         "standard_error": summary.standard_error if summary else None,
         "difference": None if difference is None else Cell(difference, f"{difference:+.4g}"),
@@ -165,7 +178,9 @@ def _metrics(name: str, task: TaskComparison) -> Table | None:
     for result in task.variants:
         found = {metric: result.metrics[metric] for metric in names if metric in result.metrics}
         means = {metric: Cell(summary.mean, str(summary)) for metric, summary in found.items()}
-        errors = {f"{metric} standard error": summary.standard_error for metric, summary in found.items()}
+        errors = {
+            f"{metric} standard error": summary.standard_error for metric, summary in found.items()
+        }
         rows.append({"variant": result.variant, **means, **errors})
     columns = [Column(metric, metric_words(metric)) for metric in names]
     errors = [Column(f"{metric} standard error", "", "hidden") for metric in names]
@@ -178,8 +193,14 @@ def _training(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) ->
         "parameters": "parameters", "steps": "steps", "best_step": "best step", "tokens": "tokens",
         "seconds": "time, s", "tokens_per_second": "tokens per second", "peak_memory_mib": "peak memory, MiB",
     }  # fmt: skip
-    columns = [Column(key, unit, "number" if key == "seconds" else "count") for key, unit in units.items()]
-    rows = [_training_row(r.variant, group) for r, group in zip(task.variants, runs, strict=True) if group]
+    columns = [
+        Column(key, unit, "number" if key == "seconds" else "count") for key, unit in units.items()
+    ]
+    rows = [
+        _training_row(r.variant, group)
+        for r, group in zip(task.variants, runs, strict=True)
+        if group
+    ]
     return Table(name, "Training, mean over seeds", [VARIANT, *columns], rows)
 
 
@@ -190,7 +211,15 @@ def _training_row(variant: str, group: Sequence[Run]) -> dict[str, Any]:
         values = [info[name] for info in infos if isinstance(info.get(name), (int, float))]
         return sum(values) / len(values) if values else None
 
-    names = ("steps", "best_step", "parameters", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")
+    names = (
+        "steps",
+        "best_step",
+        "parameters",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "peak_memory_bytes",
+    )
     values = {name: mean(name) for name in names}
     memory = values.pop("peak_memory_bytes")
     return {"variant": variant, **values, "peak_memory_mib": memory / 2**20 if memory else None}
@@ -200,12 +229,22 @@ def _settings(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) ->
     """Return the settings in which variants differ; None where there are none."""
     groups = [(r.variant, group[0]) for r, group in zip(task.variants, runs, strict=True) if group]
     configs = {variant: flat_options(run.result["config"]) for variant, run in groups}
-    names = sorted({setting for config in configs.values() for setting in config} - {"variant", "train.seed"})
-    values = [{v: str(config.get(setting, "not set")) for v, config in configs.items()} for setting in names]
-    rows = [
-        {"(setting)": setting, **row} for setting, row in zip(names, values, strict=True) if len(set(row.values())) > 1
+    names = sorted(
+        {setting for config in configs.values() for setting in config} - {"variant", "train.seed"}
+    )
+    values = [
+        {v: str(config.get(setting, "not set")) for v, config in configs.items()}
+        for setting in names
     ]
-    columns = [Column("(setting)", "setting", "text"), *(Column(variant, variant, "text") for variant in configs)]
+    rows = [
+        {"(setting)": setting, **row}
+        for setting, row in zip(names, values, strict=True)
+        if len(set(row.values())) > 1
+    ]
+    columns = [
+        Column("(setting)", "setting", "text"),
+        *(Column(variant, variant, "text") for variant in configs),
+    ]
     return Table(name, "Settings in which the variants differ", columns, rows) if rows else None
 
 
@@ -218,11 +257,19 @@ def _weight_table(name: str, weights: Weights) -> Table:
     for variant, before, after in weights:
         initial = {(row["path"], row["role"]): row for row in before}
         for row in after:
-            place = " ".join(str(part) for part in (row["stack"], row["layer"], row["role"]) if part is not None)
+            place = " ".join(
+                str(part) for part in (row["stack"], row["layer"], row["role"]) if part is not None
+            )
             start = initial.get((row["path"], row["role"]), {})
-            values = {f"{key} {when}": r.get(key) for key in numbers for when, r in (("before", start), ("after", row))}
+            values = {
+                f"{key} {when}": r.get(key)
+                for key in numbers
+                for when, r in (("before", start), ("after", row))
+            }
             shape = f"{row['rows']} × {row['cols']}"
-            rows.append({"variant": variant, "weight": place.replace("_", " "), "shape": shape, **values})
+            rows.append(
+                {"variant": variant, "weight": place.replace("_", " "), "shape": shape, **values}
+            )
     columns = [
         Column(f"{key} {when}", f"{words} {when}", digits=3)
         for key, words in numbers.items()
@@ -237,7 +284,10 @@ def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
     """Description of the data; a setting in which runs differ shows all its values."""
     described = [flat_options(run.result.get("data") or {}) for group in runs for run in group]
     names = list(dict.fromkeys(name for description in described for name in description))
-    return [(name, " | ".join(dict.fromkeys(shown(d.get(name, "-")) for d in described))) for name in names]
+    return [
+        (name, " | ".join(dict.fromkeys(shown(d.get(name, "-")) for d in described)))
+        for name in names
+    ]
 
 
 def shown(value: Any) -> str:

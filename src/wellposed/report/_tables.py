@@ -15,7 +15,9 @@ def task_table(task: TaskComparison) -> str:
     """Return the table of one task, and what it says in words."""
     reference = ""
     if task.reference_value is not None:
-        reference = f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
+        reference = (
+            f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
+        )
     direction = "higher is better" if task.higher_is_better else "lower is better"
     others = [m for m in task.metrics if m != task.metric and m.endswith(",test")]
     columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]
@@ -25,7 +27,10 @@ def task_table(task: TaskComparison) -> str:
             f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
             if result.failed
             else str(len(result.seeds)),
-            *(str(result.metrics[m]) if m in result.metrics else "-" for m in (task.metric, *others)),
+            *(
+                str(result.metrics[m]) if m in result.metrics else "-"
+                for m in (task.metric, *others)
+            ),
             {True: "yes", False: "NO", None: "-"}[result.learned],
             *_difference_cells(result.comparison),
         ]
@@ -36,9 +41,14 @@ def task_table(task: TaskComparison) -> str:
 
 
 def conclusions(task: TaskComparison) -> list[str]:
-    """Return one sentence per variant against the first, then what a reader must know about the comparison."""
+    """Return one sentence per variant against the first, then what a reader must know about the
+    comparison."""
     first = task.variants[0].variant
-    verdicts = [f"{r.variant} against {first}: {r.comparison.verdict}" for r in task.variants if r.comparison]
+    verdicts = [
+        f"{r.variant} against {first}: {r.comparison.verdict}"
+        for r in task.variants
+        if r.comparison
+    ]
     return [*verdicts, *(f"note: {note}" for note in task.notes)]
 
 

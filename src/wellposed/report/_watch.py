@@ -12,11 +12,14 @@ from wellposed.report._page import build_report
 State = frozenset[tuple[str, int, int]]
 
 
-def watch_report(run_dirs: Sequence[Path], out: Path, announce: Callable[[str], None], *, every: float = 2.0) -> None:
+def watch_report(
+    run_dirs: Sequence[Path], out: Path, announce: Callable[[str], None], *, every: float = 2.0
+) -> None:
     """Write the page of `build_report` whenever a file of the folders changes, until Ctrl-C.
 
-    The page loads itself again in an open browser; the one that is left at the end does not. At every moment the file
-    is a whole page. A folder that has no run yet, or a file that is being written, is waited for.
+    The page loads itself again in an open browser; the one that is left at the end does not. At
+    every moment the file is a whole page. A folder that has no run yet, or a file that is being
+    written, is waited for.
 
     Args:
         run_dirs: run folders, or folders that hold run folders.
@@ -27,7 +30,8 @@ def watch_report(run_dirs: Sequence[Path], out: Path, announce: Callable[[str], 
     Raises:
         ConfigError: matplotlib or jinja2 is not installed.
 
-    Cost: the size and date of every file of the folders at each look; a page where something changed.
+    Cost: the size and date of every file of the folders at each look; a page where something
+    changed.
     """
     refresh = max(2, round(every))
     try:

@@ -11,11 +11,14 @@ def metric_words(metric: str) -> str:
     """Return a metric of ``result.json`` as a reader says it.
 
     >>> [metric_words(name) for name in ("accuracy,valid", "loss,test", "certified@0.1,test", "bits_per_byte")]
-    ['validation accuracy', 'test loss (nats)', 'test accuracy certified at radius 0.1', 'bits per byte']
+    ['validation accuracy', 'test loss (nats)', 'test accuracy certified at radius 0.1', 'bits per
+    byte']
     """
     name, _, split = metric.partition(",")
     kind, _, radius = name.partition("@")
-    words = f"accuracy certified at radius {radius}" if kind == "certified" and radius else _plain(name)
+    words = (
+        f"accuracy certified at radius {radius}" if kind == "certified" and radius else _plain(name)
+    )
     return f"{SPLITS.get(split, split)} {words}" if split else words
 
 

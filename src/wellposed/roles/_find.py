@@ -26,28 +26,35 @@ _POSITION_PARAMETERS = (
 )
 
 
-def find_roles(model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None) -> Roles:
+def find_roles(
+    model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None
+) -> Roles:
     """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
 
-    Exact: each view shares storage with the real parameter and sends gradients to it; fused projections
-    (`torch.nn.MultiheadAttention`, GPT-2 ``c_attn``, ``qkv``) are sliced and stored transposes are undone, without
-    a copy. Modules are recognised by the names of their children, so any model built like one of the families is
-    found: `torch.nn` Transformer layers, BERT, RoBERTa, DistilBERT, GPT-2, Llama, Mistral, Qwen, T5, BART, Marian,
-    ViT and wellposed's own models. A parameter that sits in two modules (tied embeddings) appears once per role.
+    Exact: each view shares storage with the real parameter and sends gradients to it; fused
+    projections (`torch.nn.MultiheadAttention`, GPT-2 ``c_attn``, ``qkv``) are sliced and stored
+    transposes are undone, without a copy. Modules are recognised by the names of their children, so
+    any model built like one of the families is
+    found: `torch.nn` Transformer layers, BERT, RoBERTa, DistilBERT, GPT-2, Llama, Mistral, Qwen,
+    T5, BART, Marian, ViT and wellposed's own models. A parameter that sits in two modules (tied
+    embeddings) appears once per role.
 
     Args:
         model: any module; nothing in it is changed.
-        patterns: role name -> shell-style pattern(s) on parameter names, for models of no known family, for example
-            ``{"query": "*.attn.wq.weight", "feedforward_in": "*.mlp.w1.weight"}``. A role named here is found by its
-            patterns alone, the others as usual. Query, key, value and output of one module make up an attention
-            role, in and out a feed-forward role.
+        patterns: role name -> shell-style pattern(s) on parameter names, for models of no known
+            family, for example ``{"query": "*.attn.wq.weight", "feedforward_in":
+            "*.mlp.w1.weight"}``. A role named here is found by its patterns alone, the others as
+            usual. Query, key, value and output of one module make up an attention role, in and out
+            a feed-forward role.
 
     Returns:
         `Roles` in model order; printing it shows a table.
 
     Raises:
-        RoleNotFoundError: nothing matches (what was seen is listed), or a pattern matches no parameter.
-        ConfigError: a pattern matches a bias or another parameter that is no matrix, or a role name is unknown.
+        RoleNotFoundError: nothing matches (what was seen is listed), or a pattern matches no
+        parameter.
+        ConfigError: a pattern matches a bias or another parameter that is no matrix, or a role name
+        is unknown.
         ShapeError: heads do not divide the weights.
 
     Cost: one walk over the modules, no arithmetic.
@@ -77,7 +84,9 @@ def _attention_roles(modules: Iterable[LocatedModule]) -> tuple[AttentionRole, .
     for place in modules:
         if any(place.path.startswith(f"{role.path}.") for role in found):
             continue
-        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).attention(place))), None)
+        role = next(
+            (role for name in FAMILIES if (role := FAMILIES.get(name).attention(place))), None
+        )
         if role is not None:
             found.append(role)
     return tuple(found)
@@ -91,13 +100,16 @@ def _feedforward_roles(
     for place in modules:
         if place.path in owners or place.path.startswith(inside):
             continue
-        role = next((role for name in FAMILIES if (role := FAMILIES.get(name).feedforward(place))), None)
+        role = next(
+            (role for name in FAMILIES if (role := FAMILIES.get(name).feedforward(place))), None
+        )
         if role is not None:
             yield role
 
 
 def _beside(role: FeedForwardRole, attention: Sequence[AttentionRole]) -> FeedForwardRole:
-    """Take the stack from the attention that shares the longest path: a feed-forward module does not know it."""
+    """Take the stack from the attention that shares the longest path: a feed-forward module does
+    not know it."""
     if not attention:
         return role
     nearest = max(attention, key=lambda other: len(shared_segments(other.path, role.path)))
@@ -124,15 +136,22 @@ def _tables(place: LocatedModule) -> Iterable[tuple[WeightView, Literal["token",
         return
     for attribute in _POSITION_PARAMETERS:
         table = getattr(place.module, attribute, None)
-        if isinstance(table, nn.Parameter) and (table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)):
+        if isinstance(table, nn.Parameter) and (
+            table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)
+        ):
             yield WeightView(place.path, place.module, attribute), "position"
 
 
 def _nothing_found(model: nn.Module) -> RoleNotFoundError:
-    seen = [f"{name} {tuple(weight.shape)}" for name, weight in model.named_parameters() if weight.ndim == 2]
+    seen = [
+        f"{name} {tuple(weight.shape)}"
+        for name, weight in model.named_parameters()
+        if weight.ndim == 2
+    ]
     known = ", ".join(FAMILIES.names())
     return RoleNotFoundError(
-        f"no attention or feed-forward weight was recognised in {type(model).__name__}; known families: {known}.\n"
-        f"Matrices seen:\n{listed(seen) if seen else '  none'}\n"
-        "Name them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key': '*.wk.weight', ...})"
+        f"no attention or feed-forward weight was recognised in {type(model).__name__}; known"
+        f" families: {known}.\nMatrices seen:\n{listed(seen) if seen else '  none'}\nName them"
+        " yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key': '*.wk.weight',"
+        " ...})"
     )

@@ -1,4 +1,5 @@
-"""Where a module sits in a model: its stack, layer and heads, read from paths, attributes and configurations."""
+"""Where a module sits in a model: its stack, layer and heads, read from paths, attributes and
+configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from wellposed.roles._views import WeightView
 from wellposed.roles.layer_paths import layer_index
 
 _CROSS = frozenset(
-    {"encoder_attn", "crossattention", "cross_attn", "cross_attention", "multihead_attn", "EncDecAttention"}
+    {
+        "encoder_attn",
+        "crossattention",
+        "cross_attn",
+        "cross_attention",
+        "multihead_attn",
+        "EncDecAttention",
+    }
 )
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 
@@ -68,13 +76,20 @@ class LocatedModule:
             return "decoder"
         if any("encoder" in segment for segment in segments):
             return "encoder"
-        causal = getattr(inner, "is_causal", False) is True or type(self.model).__name__.endswith("ForCausalLM")
+        causal = getattr(inner, "is_causal", False) is True or type(self.model).__name__.endswith(
+            "ForCausalLM"
+        )
         return "decoder" if causal else "encoder"
 
     def num_heads(self) -> int | None:
         """Number of query heads, from the module, its inner module, or a configuration."""
         inner = getattr(self.module, "self", None)
-        for holder in (self.module, inner, getattr(self.module, "config", None), getattr(inner, "config", None)):
+        for holder in (
+            self.module,
+            inner,
+            getattr(self.module, "config", None),
+            getattr(inner, "config", None),
+        ):
             count = _heads_on(holder)
             if count is not None:
                 return count
@@ -91,16 +106,18 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     num_heads = place.num_heads()
     if num_heads is None:
         raise ShapeError(
-            f"{place.path} ({type(place.module).__name__}) has query, key, value and output weights but no number of "
-            f"heads; looked for {', '.join(_HEADS)} on it, on what contains it and on their configurations; set one"
+            f"{place.path} ({type(place.module).__name__}) has query, key, value and output weights"
+            f" but no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it"
+            " and on their configurations; set one"
         )
     rows = views["query"].shape[0]
     key_rows = views["key"].shape[0]
     head_dim = rows // num_heads
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
-            f"{place.path}: {num_heads} heads do not divide the query weight's {rows} rows and the key weight's "
-            f"{key_rows}; check the model's configuration, or pass patterns= without this module"
+            f"{place.path}: {num_heads} heads do not divide the query weight's {rows} rows and the"
+            f" key weight's {key_rows}; check the model's configuration, or pass patterns= without"
+            " this module"
         )
     return AttentionRole(
         path=place.path,

@@ -7,7 +7,14 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, nearest_names, unknown_name
+from wellposed.errors import (
+    ConfigError,
+    RoleNotFoundError,
+    ShapeError,
+    listed,
+    nearest_names,
+    unknown_name,
+)
 from wellposed.roles._located_module import LocatedModule, attention_role
 from wellposed.roles._roles import (
     ROLE_NAMES,
@@ -23,18 +30,31 @@ _ATTENTION = ("query", "key", "value", "output")
 _FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
 
 
-def roles_from_patterns(model: nn.Module, patterns: Mapping[str, str | Sequence[str]], found: Roles) -> Roles:
-    """Return ``found`` with every role named in ``patterns`` replaced by what its patterns match."""
+def roles_from_patterns(
+    model: nn.Module, patterns: Mapping[str, str | Sequence[str]], found: Roles
+) -> Roles:
+    """Return ``found`` with every role named in ``patterns`` replaced by what its patterns
+    match."""
     matched = _match(model, patterns)
     replaced = set(matched)
     attention = tuple(role for role in found.attention if replaced.isdisjoint(_ATTENTION))
     feedforward = tuple(role for role in found.feedforward if replaced.isdisjoint(_FEEDFORWARD))
     kept = {"attention": attention, "feedforward": feedforward}
-    parts = [weight for weight in found.weights() if weight.role not in replaced and _is_torn(weight, kept, replaced)]
+    parts = [
+        weight
+        for weight in found.weights()
+        if weight.role not in replaced and _is_torn(weight, kept, replaced)
+    ]
     parts += [weight for weights in matched.values() for weight in weights]
-    embeddings = tuple(table for table in found.embeddings if f"{table.kind}_embedding" not in replaced)
-    whole_attention, rest = _group_attention(model, [weight for weight in parts if weight.role in _ATTENTION])
-    whole_feedforward, more = _group_feedforward([weight for weight in parts if weight.role in _FEEDFORWARD])
+    embeddings = tuple(
+        table for table in found.embeddings if f"{table.kind}_embedding" not in replaced
+    )
+    whole_attention, rest = _group_attention(
+        model, [weight for weight in parts if weight.role in _ATTENTION]
+    )
+    whole_feedforward, more = _group_feedforward(
+        [weight for weight in parts if weight.role in _FEEDFORWARD]
+    )
     tables = [weight for weight in parts if weight.role.endswith("_embedding")]
     return Roles(
         attention=attention + whole_attention,
@@ -45,13 +65,20 @@ def roles_from_patterns(model: nn.Module, patterns: Mapping[str, str | Sequence[
 
 
 def _is_torn(weight: RoleWeight, kept: Mapping[str, Sequence[object]], replaced: set[str]) -> bool:
-    """Tell whether a family's weight lost its part because another role of that part is given by pattern."""
+    """Tell whether a family's weight lost its part because another role of that part is given by
+    pattern."""
     if weight.role in _ATTENTION:
         return not kept["attention"] and not replaced.isdisjoint(_ATTENTION)
-    return weight.role in _FEEDFORWARD and not kept["feedforward"] and not replaced.isdisjoint(_FEEDFORWARD)
+    return (
+        weight.role in _FEEDFORWARD
+        and not kept["feedforward"]
+        and not replaced.isdisjoint(_FEEDFORWARD)
+    )
 
 
-def _match(model: nn.Module, patterns: Mapping[str, str | Sequence[str]]) -> dict[str, list[RoleWeight]]:
+def _match(
+    model: nn.Module, patterns: Mapping[str, str | Sequence[str]]
+) -> dict[str, list[RoleWeight]]:
     parameters = dict(model.named_parameters())
     empty: list[str] = []
     flat: list[str] = []
@@ -62,7 +89,9 @@ def _match(model: nn.Module, patterns: Mapping[str, str | Sequence[str]]) -> dic
         for pattern in [given] if isinstance(given, str) else given:
             names = [name for name in parameters if fnmatchcase(name, pattern)]
             if not names:
-                near = ", ".join(nearest_names(pattern, parameters)) or "the model has no parameters"
+                near = (
+                    ", ".join(nearest_names(pattern, parameters)) or "the model has no parameters"
+                )
                 empty.append(f"{role}: {pattern!r} matches no parameter; nearest: {near}")
             flat += [
                 f"{role}: {pattern!r} matches {name}, shape {tuple(parameters[name].shape)}"
@@ -76,7 +105,8 @@ def _match(model: nn.Module, patterns: Mapping[str, str | Sequence[str]]) -> dic
         raise RoleNotFoundError("patterns match nothing:\n" + listed(empty))
     if flat:
         raise ConfigError(
-            "patterns match biases or other parameters that are no matrices; end them with '.weight':\n" + listed(flat)
+            "patterns match biases or other parameters that are no matrices; end them with"
+            " '.weight':\n" + listed(flat)
         )
     return matched
 
@@ -90,8 +120,12 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
     if role.endswith("_embedding"):
         return RoleWeight(role, None, None, path, view)
-    place = LocatedModule(path.rpartition(".")[0], model.get_submodule(path.rpartition(".")[0]), model)
-    return RoleWeight(role, place.stack, place.layer, place.path, view, place.kind if role in _ATTENTION else None)
+    place = LocatedModule(
+        path.rpartition(".")[0], model.get_submodule(path.rpartition(".")[0]), model
+    )
+    return RoleWeight(
+        role, place.stack, place.layer, place.path, view, place.kind if role in _ATTENTION else None
+    )
 
 
 def _group_attention(
@@ -106,7 +140,9 @@ def _group_attention(
         views = {weight.role: weight.view for weight in group}
         if len(views) == len(group) == len(_ATTENTION):
             try:
-                whole.append(attention_role(LocatedModule(path, model.get_submodule(path), model), views))
+                whole.append(
+                    attention_role(LocatedModule(path, model.get_submodule(path), model), views)
+                )
                 continue
             except ShapeError:
                 pass
@@ -125,7 +161,12 @@ def _group_feedforward(
     for path, group in groups.items():
         views = {_FEEDFORWARD[weight.role]: weight.view for weight in group}
         stack, layer = group[0].stack, group[0].layer
-        if len(views) == len(group) and {"up", "down"} <= set(views) and stack is not None and layer is not None:
+        if (
+            len(views) == len(group)
+            and {"up", "down"} <= set(views)
+            and stack is not None
+            and layer is not None
+        ):
             whole.append(FeedForwardRole(path, stack, layer, **views))
         else:
             loose += group

@@ -26,7 +26,8 @@ Stack = Literal["encoder", "decoder"]
 
 @dataclass(frozen=True)
 class AttentionRole:
-    """Query, key, value and output weight of one attention module; ``kind`` tells self- from cross-attention."""
+    """Query, key, value and output weight of one attention module; ``kind`` tells self- from
+    cross-attention."""
 
     path: str
     kind: Literal["self", "cross"]
@@ -64,7 +65,8 @@ class EmbeddingRole:
 
 @dataclass(frozen=True)
 class RoleWeight:
-    """One weight with its role name (one of `ROLE_NAMES`), stack, layer (None for embeddings) and owning module."""
+    """One weight with its role name (one of `ROLE_NAMES`), stack, layer (None for embeddings) and
+    owning module."""
 
     role: str
     stack: Stack | None
@@ -78,7 +80,8 @@ class RoleWeight:
 class Roles:
     """Every weight of a model by the part it plays; ``print`` it for a table.
 
-    ``loose`` holds weights found by user patterns that do not make up a whole attention or feed-forward part.
+    ``loose`` holds weights found by user patterns that do not make up a whole attention or
+    feed-forward part.
     """
 
     attention: tuple[AttentionRole, ...] = ()
@@ -87,10 +90,13 @@ class Roles:
     loose: tuple[RoleWeight, ...] = ()
 
     def weights(self) -> Iterator[RoleWeight]:
-        """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model order."""
+        """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model
+        order."""
         for part in self.attention:
             for role in ("query", "key", "value", "output"):
-                yield RoleWeight(role, part.stack, part.layer, part.path, getattr(part, role), part.kind)
+                yield RoleWeight(
+                    role, part.stack, part.layer, part.path, getattr(part, role), part.kind
+                )
         for network in self.feedforward:
             named = (
                 ("feedforward_in", network.up),
@@ -105,12 +111,14 @@ class Roles:
         yield from self.loose
 
     def shared(self) -> tuple[str, ...]:
-        """Return one line per weight that plays more than one role, or one role in more than one place."""
+        """Return one line per weight that plays more than one role, or one role in more than one
+        place."""
         places: dict[object, list[RoleWeight]] = {}
         for weight in self.weights():
             places.setdefault(weight.view.key, []).append(weight)
         return tuple(
-            f"{group[0].view.parameter_name} is " + " and ".join(f"{item.role} of {item.path}" for item in group)
+            f"{group[0].view.parameter_name} is "
+            + " and ".join(f"{item.role} of {item.path}" for item in group)
             for group in places.values()
             if len(group) > 1
         )

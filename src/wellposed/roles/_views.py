@@ -16,11 +16,13 @@ _CONV1D = "Conv1D"
 
 @dataclass(frozen=True)
 class WeightView:
-    """W in ``(out_features, in_features)`` orientation, such that the layer computes ``W x``: a view, never a copy.
+    """W in ``(out_features, in_features)`` orientation, such that the layer computes ``W x``: a
+    view, never a copy.
 
-    Exact: `tensor` shares storage with the real parameter and autograd sends its gradient to that parameter, in the
-    rows the view covers. The parameter is looked up on its module at each access, so views stay right after
-    ``model.to(...)``, sharding that swaps parameters, or a parametrization.
+    Exact: `tensor` shares storage with the real parameter and autograd sends its gradient to that
+    parameter, in the rows the view covers. The parameter is looked up on its module at each access,
+    so views stay right after ``model.to(...)``, sharding that swaps parameters, or a
+    parametrization.
 
     Args:
         owner_path: dotted path of the module that owns the parameter.
@@ -46,7 +48,9 @@ class WeightView:
     @property
     def parameter_name(self) -> str:
         """Full dotted name of the real `torch.nn.Parameter`."""
-        name = f"parametrizations.{self.attribute}.original" if self._parametrized else self.attribute
+        name = (
+            f"parametrizations.{self.attribute}.original" if self._parametrized else self.attribute
+        )
         return f"{self.owner_path}.{name}" if self.owner_path else name
 
     @property
@@ -67,17 +71,22 @@ class WeightView:
         """Whether a gradient of the weight reaches a parameter that is trained."""
         if self._parametrized:
             parametrizations: Any = self.owner.parametrizations
-            return any(parameter.requires_grad for parameter in parametrizations[self.attribute].parameters())
+            return any(
+                parameter.requires_grad
+                for parameter in parametrizations[self.attribute].parameters()
+            )
         return self.parameter.requires_grad
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two views of the same numbers have in common: parameter identity, rows, orientation."""
+        """What two views of the same numbers have in common: parameter identity, rows,
+        orientation."""
         identity = id(self.owner) if self._parametrized else id(self.parameter)
         return identity, self.rows, self.transposed
 
     def tensor(self) -> torch.Tensor:
-        """Return the weight, shape ``shape``: it shares storage with, and sends gradients to, the real parameter."""
+        """Return the weight, shape ``shape``: it shares storage with, and sends gradients to, the
+        real parameter."""
         weight = self.parameter
         if weight.ndim == 3:
             weight = weight.squeeze(0)
@@ -95,30 +104,34 @@ class WeightView:
             shape = shape[1:]
         if len(shape) != 2:
             raise ShapeError(
-                f"{self.parameter_name} has shape {tuple(self.parameter.shape)}; a weight with a role is a matrix"
+                f"{self.parameter_name} has shape {tuple(self.parameter.shape)}; a weight with a"
+                " role is a matrix"
             )
         return (shape[1], shape[0]) if self.transposed else (shape[0], shape[1])
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Tell whether a layer holds, or wraps one that holds, a matrix called ``weight``, quantised or not."""
+    """Tell whether a layer holds, or wraps one that holds, a matrix called ``weight``, quantised or
+    not."""
     weight = getattr(getattr(layer, "base_layer", layer), "weight", None)
     return callable(weight) if not isinstance(weight, torch.Tensor) else weight.ndim == 2
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Tell whether a layer is GPT-2's, which stores its weight (in, out); parametrised ones are of a subclass."""
+    """Tell whether a layer is GPT-2's, which stores its weight (in, out); parametrised ones are of
+    a subclass."""
     return any(kind.__name__ == _CONV1D for kind in type(layer).__mro__)
 
 
 def view_of(path: str, layer: nn.Module, *, chunk: tuple[int, int] | None = None) -> WeightView:
-    """Return the view of a linear-like layer's ``weight``; ``chunk=(i, n)`` is the i-th of n equal row blocks."""
+    """Return the view of a linear-like layer's ``weight``; ``chunk=(i, n)`` is the i-th of n equal
+    row blocks."""
     layer, path = _unwrapped(layer, path)
     weight: Any = layer.weight
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ConfigError(
-            f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed as a matrix nor "
-            "trained; find roles on the model before it is quantised"
+            f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed"
+            " as a matrix nor trained; find roles on the model before it is quantised"
         )
     view = WeightView(path, layer, "weight", transposed=is_transposed(layer))
     return view if chunk is None else chunked(view, chunk)
@@ -129,13 +142,23 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
     index, count = chunk
     rows = view.shape[0]
     if rows % count:
-        raise ShapeError(f"{view.parameter_name} has {rows} output rows, which {count} fused weights cannot share")
+        raise ShapeError(
+            f"{view.parameter_name} has {rows} output rows, which {count} fused weights cannot"
+            " share"
+        )
     size = rows // count
-    return WeightView(view.owner_path, view.owner, view.attribute, (index * size, (index + 1) * size), view.transposed)
+    return WeightView(
+        view.owner_path,
+        view.owner,
+        view.attribute,
+        (index * size, (index + 1) * size),
+        view.transposed,
+    )
 
 
 def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
-    """Return views of the same rows in the same order, those that follow each other in one fused parameter as one."""
+    """Return views of the same rows in the same order, those that follow each other in one fused
+    parameter as one."""
     result: list[WeightView] = []
     for view in views:
         last = result[-1] if result else None
@@ -150,7 +173,12 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
 
 def _follows(first: WeightView, second: WeightView) -> bool:
     same = first.owner is second.owner and first.attribute == second.attribute
-    return same and first.rows is not None and second.rows is not None and first.rows[1] == second.rows[0]
+    return (
+        same
+        and first.rows is not None
+        and second.rows is not None
+        and first.rows[1] == second.rows[0]
+    )
 
 
 def _unwrapped(layer: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -17,10 +17,11 @@ _BASE = "base_layer"
 
 @dataclass(frozen=True)
 class AdaptedView(WeightView):
-    """``W + sum_a scale_a B_a A_a`` over the active adapters: what the layer computes without adapter dropout.
+    """``W + sum_a scale_a B_a A_a`` over the active adapters: what the layer computes without
+    adapter dropout.
 
-    W is a `WeightView`, in its rows; A is (rank, in_features) and B (out_features, rank), in any storage of W. The
-    gradient goes to A and B, and to W where it is trained.
+    W is a `WeightView`, in its rows; A is (rank, in_features) and B (out_features, rank), in any
+    storage of W. The gradient goes to A and B, and to W where it is trained.
     """
 
     layer: nn.Module = field(default_factory=nn.Module, repr=False, compare=False)
@@ -33,10 +34,13 @@ class AdaptedView(WeightView):
     @property
     def trainable(self) -> bool:
         """Whether W or a factor of an active adapter receives a gradient."""
-        return super().trainable or any(factor.requires_grad for a, b, _ in self._factors() for factor in (a, b))
+        return super().trainable or any(
+            factor.requires_grad for a, b, _ in self._factors() for factor in (a, b)
+        )
 
     def tensor(self) -> torch.Tensor:
-        """Return the sum, shape ``shape``: a new tensor, part of the graph of W and of the factors."""
+        """Return the sum, shape ``shape``: a new tensor, part of the graph of W and of the
+        factors."""
         weight = super().tensor()
         for a, b, scale in self._factors():
             rows = b if self.rows is None else b[self.rows[0] : self.rows[1]]
@@ -53,10 +57,12 @@ class AdaptedView(WeightView):
 
 
 def adapted_view(model: nn.Module, view: WeightView) -> WeightView:
-    """Return the view of the weight that the layer computes with: ``view`` itself where no LoRA adapter is on it.
+    """Return the view of the weight that the layer computes with: ``view`` itself where no LoRA
+    adapter is on it.
 
     Raises:
-        ConfigError: adapters that are merged or switched off, or that compute something other than ``W + scale B A``.
+        ConfigError: adapters that are merged or switched off, or that compute something other than
+        ``W + scale B A``.
     """
     path, _, last = view.owner_path.rpartition(".")
     layer: Any = model.get_submodule(path) if last == _BASE else None
@@ -64,27 +70,39 @@ def adapted_view(model: nn.Module, view: WeightView) -> WeightView:
         return view
     if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
         raise ConfigError(
-            f"{path}: its adapters are merged into the base weight or switched off, so they receive no gradient; "
-            "unmerge or enable them"
+            f"{path}: its adapters are merged into the base weight or switched off, so they receive"
+            " no gradient; unmerge or enable them"
         )
     variants = [name for name in _active(layer) if _is_variant(layer, name)]
     if variants or view.attribute != "weight":
         raise ConfigError(
-            f"{path}: adapters {', '.join(variants) or 'of a fused projection'} compute something other than "
-            "W + scale B A (as DoRA and others do); adapters=True is for LoRA on linear layers"
+            f"{path}: adapters {', '.join(variants) or 'of a fused projection'} compute something"
+            " other than W + scale B A (as DoRA and others do); adapters=True is for LoRA on"
+            " linear layers"
         )
-    values = {name: getattr(view, name) for name in ("owner_path", "owner", "attribute", "rows", "transposed")}
+    values = {
+        name: getattr(view, name)
+        for name in ("owner_path", "owner", "attribute", "rows", "transposed")
+    }
     return AdaptedView(**values, layer=layer)
 
 
 def has_lora(module: nn.Module) -> bool:
     """Tell whether a module holds LoRA factors by name of adapter, as PEFT's linear layers do."""
-    return all(isinstance(getattr(module, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
+    return all(
+        isinstance(getattr(module, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B")
+    )
 
 
 def _active(layer: Any) -> list[str]:
     active = getattr(layer, "active_adapters", None)
-    return list(layer.lora_A) if active is None else [active] if isinstance(active, str) else list(active)
+    return (
+        list(layer.lora_A)
+        if active is None
+        else [active]
+        if isinstance(active, str)
+        else list(active)
+    )
 
 
 def _is_variant(layer: Any, name: str) -> bool:

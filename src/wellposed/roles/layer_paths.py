@@ -1,4 +1,5 @@
-"""The one rule by which a dotted path tells its layer: ``layers.3.attention`` is part of layer 3 of ``layers``."""
+"""The one rule by which a dotted path tells its layer: ``layers.3.attention`` is part of layer 3 of
+``layers``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Return the container and the layer that hold a module; both are the root where nothing is numbered.
+    """Return the container and the layer that hold a module; both are the root where nothing is
+    numbered.
 
     >>> split_path("model.encoder.layers.3.self_attn"), split_path("self_attn"), split_path("layers.0")
     (('model.encoder.layers', 'model.encoder.layers.3'), ('', ''), ('layers', 'layers.0'))
@@ -18,7 +20,8 @@ def split_path(path: str) -> tuple[str, str]:
     match = _number_of_layer(path)
     if match is not None:
         return path[: match.start(1)].rstrip("."), path[: match.end(1)]
-    # feed-forward roles of torch's and BART's layers sit on the layer itself, whose path is empty at the root
+    # feed-forward roles of torch's and BART's layers sit on the layer itself, whose path is empty
+    # at the root
     return "", ""
 
 

@@ -6,7 +6,9 @@ from wellposed.tasks.dialogue import DialogueOptions as DialogueOptions
 from wellposed.tasks.dialogue import DialogueTask as DialogueTask
 from wellposed.tasks.image import ImageOptions as ImageOptions
 from wellposed.tasks.image import ImageTask as ImageTask
-from wellposed.tasks.image_classification import ImageClassificationOptions as ImageClassificationOptions
+from wellposed.tasks.image_classification import (
+    ImageClassificationOptions as ImageClassificationOptions,
+)
 from wellposed.tasks.image_classification import ImageClassificationTask as ImageClassificationTask
 from wellposed.tasks.language_modeling import LanguageModelingOptions as LanguageModelingOptions
 from wellposed.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
@@ -28,7 +30,9 @@ from wellposed.tasks.task import Split as Split
 from wellposed.tasks.task import Task as Task
 from wellposed.tasks.task import TaskSpec as TaskSpec
 from wellposed.tasks.task import build_task as build_task
-from wellposed.tasks.text_classification import TextClassificationOptions as TextClassificationOptions
+from wellposed.tasks.text_classification import (
+    TextClassificationOptions as TextClassificationOptions,
+)
 from wellposed.tasks.text_classification import TextClassificationTask as TextClassificationTask
 from wellposed.tasks.translation import TranslationOptions as TranslationOptions
 from wellposed.tasks.translation import TranslationTask as TranslationTask

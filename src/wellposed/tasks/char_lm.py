@@ -21,35 +21,41 @@ class CharLMOptions:
     """Options of the task `char_lm`."""
 
     data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or parquet
-    file with a column text, a folder, or hf:name[:config]."""
+    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
+    parquet file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
+    """Text file of the valid split; found beside the train file, or cut from it, where not
+    given."""
     test: str | None = None
     """Text file of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "plain", "spaced"] = "auto"
-    """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at the first lines."""
+    """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at
+    the first lines."""
     seq_len: int = 256
     """Tokens in a block, of which all but the first are predicted; of lines the most."""
     examples: Literal["blocks", "lines"] = "blocks"
-    """blocks of running text, or one line an example after the line feed before it, padded, longer ones in pieces."""
+    """blocks of running text, or one line an example after the line feed before it, padded, longer
+    ones in pieces."""
     limit_chars: int | None = None
     """Keep only the first characters of the train text."""
 
 
 class CharLMTask(LanguageModelTask):
-    """Next-character prediction, each character of a split predicted once from the characters before it in its block.
+    """Next-character prediction, each character of a split predicted once from the characters
+    before it in its block.
 
-    ``nats_per_char`` is the mean of -ln p over all characters but the first of the split; ``bits_per_char`` is that
-    over ln 2. The context restarts at every block, so the numbers are upper bounds on those of a longer context.
-    A character that train does not hold becomes the unknown token, is predicted like any other and is counted in the
-    description. Train blocks are cut at an offset drawn by (seed, epoch).
+    ``nats_per_char`` is the mean of -ln p over all characters but the first of the split;
+    ``bits_per_char`` is that over ln 2. The context restarts at every block, so the numbers are
+    upper bounds on those of a longer context. A character that train does not hold becomes the
+    unknown token, is predicted like any other and is counted in the description. Train blocks are
+    cut at an offset drawn by (seed, epoch).
 
-    Not for comparing with published numbers of models that carry their state over the whole text: give those a context
-    as long as theirs with ``seq_len``.
+    Not for comparing with published numbers of models that carry their state over the whole text:
+    give those a context as long as theirs with ``seq_len``.
 
-    With ``examples="lines"`` an example is a line of the text (a sentence of the Penn Treebank, as in kim2021), the
-    context restarts at every line, batches hold lines of about one length, and padding has no loss.
+    With ``examples="lines"`` an example is a line of the text (a sentence of the Penn Treebank, as
+    in kim2021), the context restarts at every line, batches hold lines of about one length, and
+    padding has no loss.
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("char_lm", {"limit_chars": 5000, "seq_len": 100})
@@ -68,13 +74,15 @@ class CharLMTask(LanguageModelTask):
         self.options = options
         if options.limit_chars is not None and options.limit_chars < 2:
             raise ConfigError(f"limit_chars = {options.limit_chars}, expected at least 2")
-        texts, source = load_texts(options.data, valid=options.valid, test=options.test, text_format=options.format)
+        texts, source = load_texts(
+            options.data, valid=options.valid, test=options.test, text_format=options.format
+        )
         full = len(texts["train"])
         texts["train"] = texts["train"][: options.limit_chars]
         if options.examples == "lines" and "\n" not in texts["train"]:
             raise DataError(
-                f"{options.data}: the train text of {len(texts['train'])} characters has no line feed, so it is one "
-                "line; give examples='blocks'"
+                f"{options.data}: the train text of {len(texts['train'])} characters has no line"
+                " feed, so it is one line; give examples='blocks'"
             )
         super().__init__(
             encoder=CharacterEncoder(set(texts["train"])),
@@ -88,7 +96,9 @@ class CharLMTask(LanguageModelTask):
             },
         )
 
-    def _cut(self, encoder: TextEncoder, encoded: Encoded, *, seq_len: int, where: str) -> BlockDataset:
+    def _cut(
+        self, encoder: TextEncoder, encoded: Encoded, *, seq_len: int, where: str
+    ) -> BlockDataset:
         if self.options.examples == "blocks":
             return super()._cut(encoder, encoded, seq_len=seq_len, where=where)
         from wellposed.tasks.batches.lines import LineDataset
@@ -101,5 +111,10 @@ class CharLMTask(LanguageModelTask):
 
 
 TASKS.register("char_lm")(
-    TaskSpec("char_lm", CharLMOptions, CharLMTask, "predict the next character of a text (nats per character)")
+    TaskSpec(
+        "char_lm",
+        CharLMOptions,
+        CharLMTask,
+        "predict the next character of a text (nats per character)",
+    )
 )

@@ -10,7 +10,9 @@ from wellposed.errors import ConfigError
 
 def require_positive(task: str, options: Any, *names: str) -> None:
     """Raise `ConfigError` naming every one of the named options that is given and below 1."""
-    wrong = [f"{name} = {value}" for name, value in given_options(options, names).items() if value < 1]
+    wrong = [
+        f"{name} = {value}" for name, value in given_options(options, names).items() if value < 1
+    ]
     if wrong:
         raise ConfigError(f"{task}: {', '.join(wrong)}; expected at least 1")
 

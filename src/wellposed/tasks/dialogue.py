@@ -1,4 +1,5 @@
-"""Task ``dialogue``: the next utterance of a conversation; token loss while training, nine measures at the end."""
+"""Task ``dialogue``: the next utterance of a conversation; token loss while training, nine measures
+at the end."""
 
 from __future__ import annotations
 
@@ -28,29 +29,36 @@ class DialogueOptions:
     """Options of the task `dialogue`."""
 
     data: str
-    """A folder or a train file of DailyDialog or PersonaChat as released (.gz too), or hf:name[:config]."""
+    """A folder or a train file of DailyDialog or PersonaChat as released (.gz too), or
+    hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "dailydialog", "personachat"] = "auto"
-    """dailydialog has __eou__ after every utterance, personachat a number before every line; auto looks."""
+    """dailydialog has __eou__ after every utterance, personachat a number before every line; auto
+    looks."""
     context: int = 3
     """Most utterances before the reply that the model reads, the latest ones."""
     speaker_marks: bool = True
-    """Write B: before the earlier utterances of the speaker who replies, and A: before the other's."""
+    """Write B: before the earlier utterances of the speaker who replies, and A: before the
+    other's."""
     persona: Literal["own", "both", "none"] = "own"
-    """Whose persona lines stand before the context, where the data has them: of who replies, of both, or none."""
+    """Whose persona lines stand before the context, where the data has them: of who replies, of
+    both, or none."""
     drop_repeated_test: bool = False
-    """Leave out test dialogues that train or valid hold too; they are counted in the report in any case."""
+    """Leave out test dialogues that train or valid hold too; they are counted in the report in any
+    case."""
     tokenizer: str = "bpe"
-    """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
+    """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an
+    encoder-decoder."""
     vocab_size: int = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: int = 128
     """Most tokens of a context or a reply, its end token included; the positions of the model."""
     overflow: Literal["cut", "error"] = "cut"
-    """A longer context loses its beginning and a longer reply its end (counted in the report), or is an error."""
+    """A longer context loses its beginning and a longer reply its end (counted in the report), or
+    is an error."""
     lowercase: bool = False
     """Lower-case contexts and replies, references included."""
     limit_dialogues: int | None = None
@@ -58,33 +66,40 @@ class DialogueOptions:
     tokens_per_batch: int | None = None
     """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
     vectors: str | None = None
-    """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
+    """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching
+    need them."""
     sentence_encoder: str | None = None
-    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
+    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought,
+    needs it."""
     synonyms: str | None = None
-    """File of words of equal meaning, one group a line, for METEOR; without it words match by form and stem."""
+    """File of words of equal meaning, one group a line, for METEOR; without it words match by form
+    and stem."""
     generate_beams: int = 4
     """Beams of the replies that are scored; 1 is greedy."""
     generate_length_penalty: float = 0.6
     """Exponent a of what log p is divided by in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al.
+    (2016)."""
     generate_max_examples: int | None = None
     """Reply only to the first contexts of valid and of test; all where not given."""
 
 
 class DialogueTask(Seq2SeqTask):
-    """Replies to the last utterances of a conversation: perplexity per token, and nine measures by generation.
+    """Replies to the last utterances of a conversation: perplexity per token, and nine measures by
+    generation.
 
-    In DailyDialog every utterance but the first is a reply to those before it; in PersonaChat the replies are the turns
-    of the speaker whose persona is given. A dialogue lies in one split. A context reads
-    ``persona: LINE ... A: UTTERANCE B: UTTERANCE A: UTTERANCE``, oldest first; the reply carries no mark. Weights are
-    chosen by perplexity on valid; the measures of `wellposed.tasks.dialogue_scores` are computed once, with these
-    weights. Those whose file is not given are named in the description as not computed.
+    In DailyDialog every utterance but the first is a reply to those before it; in PersonaChat the
+    replies are the turns of the speaker whose persona is given. A dialogue lies in one split. A
+    context reads ``persona: LINE ... A: UTTERANCE B: UTTERANCE A: UTTERANCE``, oldest first; the
+    reply carries no mark. Weights are chosen by perplexity on valid; the measures of
+    `wellposed.tasks.dialogue_scores` are computed once, with these weights. Those whose file is not
+    given are named in the description as not computed.
 
     >>> from wellposed.tasks import TASKS
     >>> TASKS.get("dialogue").summary
-    'reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding cosines)'
+    'reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding
+    cosines)'
     """
 
     name: ClassVar[str] = "dialogue"
@@ -101,21 +116,28 @@ class DialogueTask(Seq2SeqTask):
         loaded, source = load_dialogues(
             options.data, valid=options.valid, test=options.test, file_format=options.format
         )
-        dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": loaded["train"][: options.limit_dialogues]}
+        dialogues: dict[Split, Sequence[Dialogue]] = {
+            **loaded,
+            "train": loaded["train"][: options.limit_dialogues],
+        }
         left_out = len(loaded["train"]) - len(dialogues["train"])
         repetitions = _count_repetitions(dialogues)
         if options.drop_repeated_test:
             dialogues["test"] = _without_repeated(dialogues, options.data)
         pairs = {split: _pairs(dialogues[split], options, split) for split in SPLITS}
         encoder = build_pair_encoder(
-            options.tokenizer, _vocabulary_texts(dialogues["train"], options), vocab_size=options.vocab_size
+            options.tokenizer,
+            _vocabulary_texts(dialogues["train"], options),
+            vocab_size=options.vocab_size,
         )
         self._cut: dict[Split, dict[str, int]] = {}
         encoded: dict[Split, tuple[Ragged, Ragged]] = {
             split: self._encode(encoder, pairs[split], split) for split in SPLITS
         }
         unknown = {
-            split: encoder.unknown(text for pair in pairs[split] for text in (pair.context, pair.reply))
+            split: encoder.unknown(
+                text for pair in pairs[split] for text in (pair.context, pair.reply)
+            )
             for split in LATER
         }
         super().__init__(
@@ -141,7 +163,8 @@ class DialogueTask(Seq2SeqTask):
         )
 
     def _encode(self, encoder: Any, pairs: Sequence[_Pair], split: Split) -> tuple[Ragged, Ragged]:
-        """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a reply its beginning."""
+        """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a
+        reply its beginning."""
         from wellposed.tasks.batches.ragged import Ragged
 
         limit = self.options.max_tokens
@@ -151,13 +174,14 @@ class DialogueTask(Seq2SeqTask):
         self._cut[split] = {name: int(mask.sum()) for name, mask in long.items()}
         if self.options.overflow == "error" and any(self._cut[split].values()):
             problems = [
-                f"{split}, dialogue at line {pair.line}: {max(contexts.lengths[i], replies.lengths[i])} tokens"
+                f"{split}, dialogue at line {pair.line}:"
+                f" {max(contexts.lengths[i], replies.lengths[i])} tokens"
                 for i, pair in enumerate(pairs)
                 if long["contexts"][i] or long["replies"][i]
             ]
             raise DataError(
-                f"contexts or replies with more than max_tokens = {limit} tokens; raise it, lower context, or give "
-                "overflow='cut':\n" + listed(problems)
+                f"contexts or replies with more than max_tokens = {limit} tokens; raise it, lower"
+                " context, or give overflow='cut':\n" + listed(problems)
             )
         kept = Ragged.from_lists([row[-limit:].tolist() for row in contexts])
         return kept, replies.truncated(limit)
@@ -172,7 +196,11 @@ class DialogueTask(Seq2SeqTask):
     def _sentence_encoder(self) -> Callable[[Sequence[str]], Any] | None:
         from wellposed.tasks.metrics.sentence import hf_sentence_encoder
 
-        return hf_sentence_encoder(self.options.sentence_encoder) if self.options.sentence_encoder else None
+        return (
+            hf_sentence_encoder(self.options.sentence_encoder)
+            if self.options.sentence_encoder
+            else None
+        )
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
         from wellposed.tasks.metrics.bleu import TextScores
@@ -185,7 +213,9 @@ class DialogueTask(Seq2SeqTask):
             sentence_encoder=self._sentence_encoder,
             synonyms=self._synonyms,
         )
-        return TextScores(dict(found.scores), {name: str(value) for name, value in found.details.items()})
+        return TextScores(
+            dict(found.scores), {name: str(value) for name, value in found.details.items()}
+        )
 
 
 def _not_computed(options: DialogueOptions) -> dict[str, str]:
@@ -202,17 +232,24 @@ class _Pair:
 
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> list[_Pair]:
     pairs = [
-        _Pair(_context(dialogue, position, options), _cased(dialogue.turns[position], options), dialogue.line)
+        _Pair(
+            _context(dialogue, position, options),
+            _cased(dialogue.turns[position], options),
+            dialogue.line,
+        )
         for dialogue in dialogues
         for position in dialogue.replies()
     ]
     if not pairs:
-        raise DataError(f"{options.data} ({split}): no dialogue has a reply, that is two utterances or more")
+        raise DataError(
+            f"{options.data} ({split}): no dialogue has a reply, that is two utterances or more"
+        )
     return pairs
 
 
 def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str:
-    """Return the text that the reply at ``position`` answers; the last utterance of it is the other speaker's."""
+    """Return the text that the reply at ``position`` answers; the last utterance of it is the other
+    speaker's."""
     parts = [f"{PERSONA_MARK} {line}" for line in _persona(dialogue, options)]
     for earlier in range(max(0, position - options.context), position):
         mark = f"{SPEAKERS[(position - earlier + 1) % 2]} " if options.speaker_marks else ""
@@ -223,7 +260,11 @@ def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str
 def _persona(dialogue: Dialogue, options: DialogueOptions) -> Sequence[str]:
     if options.persona == "none":
         return ()
-    return dialogue.persona if options.persona == "own" else (*dialogue.persona, *dialogue.partner_persona)
+    return (
+        dialogue.persona
+        if options.persona == "own"
+        else (*dialogue.persona, *dialogue.partner_persona)
+    )
 
 
 def _cased(text: str, options: DialogueOptions) -> str:
@@ -233,8 +274,12 @@ def _cased(text: str, options: DialogueOptions) -> str:
 def _vocabulary_texts(train: Sequence[Dialogue], options: DialogueOptions) -> list[str]:
     """Return each train utterance and persona line once, with the marks they are read with."""
     marks = SPEAKERS if options.speaker_marks else ("", "")
-    texts = [f"{marks[i % 2]} {turn}" for dialogue in train for i, turn in enumerate(dialogue.turns)]
-    texts += [f"{PERSONA_MARK} {line}" for dialogue in train for line in _persona(dialogue, options)]
+    texts = [
+        f"{marks[i % 2]} {turn}" for dialogue in train for i, turn in enumerate(dialogue.turns)
+    ]
+    texts += [
+        f"{PERSONA_MARK} {line}" for dialogue in train for line in _persona(dialogue, options)
+    ]
     return [_cased(text, options) for text in texts]
 
 
@@ -242,25 +287,34 @@ def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str,
     """Return how many dialogues, utterances and candidates each split holds."""
     return {
         "dialogues": {split: len(held) for split, held in dialogues.items()},
-        "utterances": {split: sum(len(dialogue.turns) for dialogue in held) for split, held in dialogues.items()},
+        "utterances": {
+            split: sum(len(dialogue.turns) for dialogue in held)
+            for split, held in dialogues.items()
+        },
         "dialogues_without_a_reply": {
-            split: sum(not dialogue.replies() for dialogue in held) for split, held in dialogues.items()
+            split: sum(not dialogue.replies() for dialogue in held)
+            for split, held in dialogues.items()
         },
         "candidate_replies_not_used": {
-            split: sum(dialogue.candidates for dialogue in held) for split, held in dialogues.items()
+            split: sum(dialogue.candidates for dialogue in held)
+            for split, held in dialogues.items()
         },
     }
 
 
 def _count_repetitions(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, Any]:
-    """Return how many dialogues of valid and test other splits hold too, white space aside, and shared personas."""
+    """Return how many dialogues of valid and test other splits hold too, white space aside, and
+    shared personas."""
     train, valid, test = (dialogues[split] for split in SPLITS)
     personas = {line for dialogue in train for line in dialogue.persona}
     return {
-        "dialogues_also_in_train": {split: len(repeated(dialogues[split], train)) for split in LATER},
+        "dialogues_also_in_train": {
+            split: len(repeated(dialogues[split], train)) for split in LATER
+        },
         "test_dialogues_also_in_valid": len(repeated(test, valid)),
         "dialogues_with_a_persona_line_of_train": {
-            split: sum(not personas.isdisjoint(dialogue.persona) for dialogue in dialogues[split]) for split in LATER
+            split: sum(not personas.isdisjoint(dialogue.persona) for dialogue in dialogues[split])
+            for split in LATER
         },
     }
 
@@ -270,7 +324,10 @@ def _without_repeated(dialogues: Mapping[Split, Sequence[Dialogue]], where: str)
     known = set(repeated(test, [*dialogues["train"], *dialogues["valid"]]))
     kept = [dialogue for index, dialogue in enumerate(test) if index not in known]
     if not kept:
-        raise DataError(f"{where}: every test dialogue is in train or valid too, so drop_repeated_test leaves none")
+        raise DataError(
+            f"{where}: every test dialogue is in train or valid too, so drop_repeated_test leaves"
+            " none"
+        )
     return kept
 
 
@@ -279,6 +336,7 @@ TASKS.register("dialogue")(
         "dialogue",
         DialogueOptions,
         DialogueTask,
-        "reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding cosines)",
+        "reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding"
+        " cosines)",
     )
 )

@@ -1,4 +1,5 @@
-"""Task ``image``: the class of an image read as a sequence of pixels, as in the Long Range Arena (CIFAR-10)."""
+"""Task ``image``: the class of an image read as a sequence of pixels, as in the Long Range Arena
+(CIFAR-10)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class ImageOptions:
     """Options of the task `image`."""
 
     data: str = "builtin"
-    """builtin (drawn shapes), an npz file or folder, CIFAR-10 (Python or binary), or a folder of images by class."""
+    """builtin (drawn shapes), an npz file or folder, CIFAR-10 (Python or binary), or a folder of
+    images by class."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -34,11 +36,12 @@ class ImageOptions:
 
 
 class ImageTask(PixelTask):
-    """Classification of images from their pixels, row by row; nothing tells the model which pixels are neighbours.
+    """Classification of images from their pixels, row by row; nothing tells the model which pixels
+    are neighbours.
 
-    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens, ten classes. Of its
-    two releases the binary one is read record by record; of the pickles of the Python one, nothing that they name is
-    imported or called.
+    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens,
+    ten classes. Of its two releases the binary one is read record by record; of the pickles of the
+    Python one, nothing that they name is imported or called.
 
     Source: Krizhevsky 2009; Tay et al. 2021.
 
@@ -54,8 +57,12 @@ class ImageTask(PixelTask):
         require_positive("image", options, "size", "limit_train")
         self.options = options
         if options.data == "builtin" and options.color == "rgb":
-            raise ConfigError("image: valid, test and color='rgb' need data=FILE; the builtin shapes are gray")
-        found, names, source = load_images("image", options, read_folder=read_class_folder, prefer=options.color)
+            raise ConfigError(
+                "image: valid, test and color='rgb' need data=FILE; the builtin shapes are gray"
+            )
+        found, names, source = load_images(
+            "image", options, read_folder=read_class_folder, prefer=options.color
+        )
         images = dict(found)
         full = len(images["train"])
         if options.limit_train is not None:
@@ -63,7 +70,9 @@ class ImageTask(PixelTask):
         limited = full - len(images["train"])
         shapes = {split: images[split].pixels.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:
-            raise DataError(f"{options.data}: the splits differ in shape: {shapes}; give files of one shape")
+            raise DataError(
+                f"{options.data}: the splits differ in shape: {shapes}; give files of one shape"
+            )
         for split in SPLITS:
             images[split] = _prepared(images[split], options, f"{options.data} ({split})")
         super().__init__(
@@ -80,10 +89,15 @@ class ImageTask(PixelTask):
 
 def _prepared(images: Images, options: ImageOptions, where: str) -> Images:
     if options.color == "rgb" and images.pixels.ndim == 3:
-        raise ConfigError(f"{where}: color = 'rgb', but the images are gray; give color='gray' or a file in colour")
+        raise ConfigError(
+            f"{where}: color = 'rgb', but the images are gray; give color='gray' or a file in"
+            " colour"
+        )
     return prepare_images(images, where, size=options.size, gray=options.color == "gray")
 
 
 TASKS.register("image")(
-    TaskSpec("image", ImageOptions, ImageTask, "the class of an image read pixel by pixel (accuracy)")
+    TaskSpec(
+        "image", ImageOptions, ImageTask, "the class of an image read pixel by pixel (accuracy)"
+    )
 )

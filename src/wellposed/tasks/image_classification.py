@@ -1,4 +1,5 @@
-"""Task ``image_classification``: the class of an image, for a Hugging Face model that reads pixels (ViT, DeiT, ...)."""
+"""Task ``image_classification``: the class of an image, for a Hugging Face model that reads pixels
+(ViT, DeiT, ...)."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ class ImageClassificationOptions:
     """Options of the task `image_classification`."""
 
     data: str = "builtin"
-    """builtin (drawn shapes), a folder with a folder of images for each class (in train, valid and test folders, or
-    cut), CIFAR-10 (Python or binary), or an npz file or folder."""
+    """builtin (drawn shapes), a folder with a folder of images for each class (in train, valid and
+    test folders, or cut), CIFAR-10 (Python or binary), or an npz file or folder."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """npz file of the test split; found beside the train file, or cut from it, where not given."""
     processor: str = "data"
-    """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the size of that model,
-    with mean and deviation of train; data: at their own size. With --from, that of the model."""
+    """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the
+    size of that model, with mean and deviation of train; data: at their own size. With --from, that
+    of the model."""
     flip: bool = False
     """Turn train images left to right, each with probability 1/2."""
     limit_train: int | None = None
@@ -40,9 +42,10 @@ class ImageClassificationOptions:
 class ImageClassificationTask(PixelValuesTask):
     """Classification of images by a Hugging Face model of images.
 
-    A folder of classes is read as torchvision's ``ImageFolder`` reads it: labels are the names of the folders in
-    alphabetical order, images lie at any depth. Gray images become colour, or colour gray, as the model has channels;
-    an alpha channel is left out. Every file is decoded once at the start, and those that cannot be are named at once.
+    A folder of classes is read as torchvision's ``ImageFolder`` reads it: labels are the names of
+    the folders in alphabetical order, images lie at any depth. Gray images become colour, or colour
+    gray, as the model has channels; an alpha channel is left out. Every file is decoded once at the
+    start, and those that cannot be are named at once.
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("image_classification", {"limit_train": 40})
@@ -55,7 +58,9 @@ class ImageClassificationTask(PixelValuesTask):
     def __init__(self, options: ImageClassificationOptions) -> None:
         require_positive(self.name, options, "limit_train")
         self.options = options
-        found, names, source = load_images(self.name, options, read_folder=_checked_files, prefer="rgb")
+        found, names, source = load_images(
+            self.name, options, read_folder=_checked_files, prefer="rgb"
+        )
         images = dict(found)
         full = len(images["train"])
         if options.limit_train is not None:
@@ -80,7 +85,10 @@ def _checked_files(folder: Path) -> tuple[ImageFiles, list[str], dict[str, Any]]
         except DataError as error:
             problems.append(str(error))
     if problems:
-        raise DataError(f"{len(problems)} images that cannot be used; correct or remove them:\n" + listed(problems))
+        raise DataError(
+            f"{len(problems)} images that cannot be used; correct or remove them:\n"
+            + listed(problems)
+        )
     return files, classes, {**described, "sha256": files.sha256()}
 
 

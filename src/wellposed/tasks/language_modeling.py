@@ -1,4 +1,5 @@
-"""Task ``language_modeling``: predict the next token of a text, tokens of any tokenizer; bits per byte."""
+"""Task ``language_modeling``: predict the next token of a text, tokens of any tokenizer; bits per
+byte."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ class LanguageModelingOptions:
     """Options of the task `language_modeling`."""
 
     data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or parquet
-    file with a column text, a folder, or hf:name[:config]."""
+    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
+    parquet file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
+    """Text file of the valid split; found beside the train file, or cut from it, where not
+    given."""
     test: str | None = None
     """Text file of the test split; found beside the train file, or cut from it, where not given."""
     tokenizer: str = "byte"
@@ -38,16 +40,19 @@ class LanguageModelingOptions:
 
 
 class LanguageModelingTask(LanguageModelTask):
-    """Next-token prediction, each token of a split predicted once from the tokens before it in its block.
+    """Next-token prediction, each token of a split predicted once from the tokens before it in its
+    block.
 
-    ``nats_per_token`` is the mean of -ln p over all tokens but the first of the split, ``perplexity`` its exponential.
-    ``bits_per_byte`` is the sum of -log2 p over the UTF-8 bytes of the predicted text, so that models with different
-    tokenizers can be compared. Status: exact; bytes are counted by position, from the tokenizer's offsets, white space
-    that it skips included. Of a tokenizer that loses what it cannot encode (unknown tokens, counted in the description)
-    it is no code length.
+    ``nats_per_token`` is the mean of -ln p over all tokens but the first of the split,
+    ``perplexity`` its exponential. ``bits_per_byte`` is the sum of -log2 p over the UTF-8 bytes of
+    the predicted text, so that models with different tokenizers can be compared. Status: exact;
+    bytes are counted by position, from the tokenizer's offsets, white space that it skips included.
+    Of a tokenizer that loses what it cannot encode (unknown tokens, counted in the description) it
+    is no code length.
 
-    The text is cut without special tokens and the context restarts at every block, so the numbers are upper bounds on
-    those of a longer context. Train blocks are cut at an offset drawn by (seed, epoch).
+    The text is cut without special tokens and the context restarts at every block, so the numbers
+    are upper bounds on those of a longer context. Train blocks are cut at an offset drawn by (seed,
+    epoch).
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("language_modeling", {"limit_chars": 5000, "seq_len": 100})
@@ -69,8 +74,8 @@ class LanguageModelingTask(LanguageModelTask):
             raise ConfigError(f"limit_chars = {options.limit_chars}, expected at least 2")
         if options.tokenizer == "word":
             raise ConfigError(
-                "language_modeling: tokenizer = 'word', expected byte, character or hf:NAME_OR_PATH; for words, which "
-                "do not give the text back, use the task word_lm"
+                "language_modeling: tokenizer = 'word', expected byte, character or"
+                " hf:NAME_OR_PATH; for words, which do not give the text back, use the task word_lm"
             )
         texts, source = load_texts(options.data, valid=options.valid, test=options.test)
         full = len(texts["train"])
@@ -93,17 +98,23 @@ class LanguageModelingTask(LanguageModelTask):
 
         return encode_with_bytes(encoder, text)
 
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
         sums = super().metric_sums(logits, batch)
         predicted_bytes = int(batch["label_bytes"][:, 1:].sum())
-        return {**sums, "bits_per_byte": (sums["nats_per_token"][0] / math.log(2), float(predicted_bytes))}
+        return {
+            **sums,
+            "bits_per_byte": (sums["nats_per_token"][0] / math.log(2), float(predicted_bytes)),
+        }
 
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         bits, predicted_bytes = totals["bits_per_byte"]
         return {**super().summarize(totals), "bits_per_byte": bits / max(1.0, predicted_bytes)}
 
     def reference(self) -> dict[str, float]:
-        """Return the metrics of the frequencies of valid's own tokens, which no predictor without context is below."""
+        """Return the metrics of the frequencies of valid's own tokens, which no predictor without
+        context is below."""
         frequencies = super().reference()
         sizes = [size for block in self._examples["valid"] for size in block["label_bytes"][1:]]
         bits = frequencies["nats_per_token"] * len(sizes) / math.log(2)

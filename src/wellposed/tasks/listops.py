@@ -1,4 +1,5 @@
-"""Task ``listops``: the value of a nested list expression, generated as in the Long Range Arena or read from a file."""
+"""Task ``listops``: the value of a nested list expression, generated as in the Long Range Arena or
+read from a file."""
 
 from __future__ import annotations
 
@@ -40,13 +41,15 @@ class ListOpsOptions:
     """Options of the task `listops`."""
 
     data: str = "builtin"
-    """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or hf:name[:config]."""
+    """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or
+    hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
     setting: Literal["short", "lra"] = "short"
-    """Bounds and sizes of what is generated: short has 6 to 49 tokens, lra is Long Range Arena's 501 to 1999."""
+    """Bounds and sizes of what is generated: short has 6 to 49 tokens, lra is Long Range Arena's
+    501 to 1999."""
     max_depth: int | None = None
     """Digits stand at this depth at most; 4 (short) or 10 (lra)."""
     max_args: int | None = None
@@ -54,7 +57,8 @@ class ListOpsOptions:
     min_length: int | None = None
     """Generated expressions have more tokens than this; 5 (short) or 500 (lra)."""
     max_length: int | None = None
-    """Generated expressions have fewer tokens than this; 50 (short) or 2000 (lra). In a file: most tokens of one."""
+    """Generated expressions have fewer tokens than this; 50 (short) or 2000 (lra). In a file: most
+    tokens of one."""
     num_train: int | None = None
     """Generated train expressions; 20000 (short) or 96000 (lra)."""
     num_valid: int | None = None
@@ -68,12 +72,12 @@ class ListOpsOptions:
 class ListOpsTask(ClassificationTask):
     """Ten-way classification of ListOps expressions by their value.
 
-    Expressions are tokens in the Long Range Arena's form, without parentheses. Generated train, valid and test have no
-    expression in common. In a file every expression is evaluated, and a malformed one or a wrong label is a `DataError`
-    with file:line.
+    Expressions are tokens in the Long Range Arena's form, without parentheses. Generated train,
+    valid and test have no expression in common. In a file every expression is evaluated, and a
+    malformed one or a wrong label is a `DataError` with file:line.
 
-    Source: Nangia and Bowman 2018; the generator is that of Tay et al. 2021. Cost: a quarter of a second for the short
-    setting, about a minute on one core for the 100,000 expressions of lra.
+    Source: Nangia and Bowman 2018; the generator is that of Tay et al. 2021. Cost: a quarter of a
+    second for the short setting, about a minute on one core for the 100,000 expressions of lra.
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("listops", {"num_train": 100, "num_valid": 10, "num_test": 10})
@@ -88,9 +92,13 @@ class ListOpsTask(ClassificationTask):
         require_positive("listops", options, "num_train", "num_valid", "num_test")
         encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
         self.options = options
-        examples, source = _generate(options) if options.data == "builtin" else _read(options, encoder)
+        examples, source = (
+            _generate(options) if options.data == "builtin" else _read(options, encoder)
+        )
         details = {"form": "Long Range Arena: parentheses removed"}
-        super().__init__(encoder=encoder, examples=examples, labels=DIGITS, source=source, details=details)
+        super().__init__(
+            encoder=encoder, examples=examples, labels=DIGITS, source=source, details=details
+        )
 
 
 def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
@@ -100,14 +108,20 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
 
     from wellposed.tasks.batches.ragged import Ragged
 
-    refuse_split_files("builtin expressions bring their own splits", valid=options.valid, test=options.test)
+    refuse_split_files(
+        "builtin expressions bring their own splits", valid=options.valid, test=options.test
+    )
     bounds = given_options(options, ("max_depth", "max_args", "min_length", "max_length"))
     rules = replace(RULES[options.setting], **bounds)
-    counts = {split: getattr(options, f"num_{split}") or SIZES[options.setting][split] for split in SPLITS}
+    counts = {
+        split: getattr(options, f"num_{split}") or SIZES[options.setting][split] for split in SPLITS
+    }
     seed = options.data_seed or 0
     drawn = ListOpsGenerator(rules, seed=seed).draw_distinct(sum(counts.values()))
     expressions, values = list(drawn), list(drawn.values())
-    digest = hashlib.sha256(b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn.items()))
+    digest = hashlib.sha256(
+        b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn.items())
+    )
     examples: dict[Split, LabelledExamples] = {}
     start = 0
     for split in SPLITS:
@@ -129,30 +143,49 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
     }
 
 
-def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
+def _read(
+    options: ListOpsOptions, encoder: WordEncoder
+) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
     import numpy as np
 
-    drawn = ("max_depth", "max_args", "min_length", "num_train", "num_valid", "num_test", "data_seed")
+    drawn = (
+        "max_depth",
+        "max_args",
+        "min_length",
+        "num_train",
+        "num_valid",
+        "num_test",
+        "data_seed",
+    )
     reason = f"bound what is generated and have no effect on {options.data}"
     refuse_options("listops", options, drawn, reason)
     tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
     if problems:
         raise DataError(
-            f"{len(problems)} rows that are not label and expression; correct or remove them:\n" + listed(problems)
+            f"{len(problems)} rows that are not label and expression; correct or remove them:\n"
+            + listed(problems)
         )
     examples: dict[Split, LabelledExamples] = {}
     for split in SPLITS:
         encoded = encoder.encode(tables[split].texts)
         if options.max_length is not None:
-            refuse_longer(tables[split], encoded.full_lengths, options.max_length, "raise max_length, or leave it out")
+            refuse_longer(
+                tables[split],
+                encoded.full_lengths,
+                options.max_length,
+                "raise max_length, or leave it out",
+            )
         labels = np.array([int(label) for label in tables[split].labels], dtype=np.int64)
         examples[split] = LabelledExamples(encoded.ids, labels)
-    return examples, described | {"labels_checked": "every label equals the value of its expression"}
+    return examples, described | {
+        "labels_checked": "every label equals the value of its expression"
+    }
 
 
 def _wrong_rows(table: LabelledTexts) -> list[str]:
-    """Return one problem for each row whose expression is malformed or whose label is not its value."""
+    """Return one problem for each row whose expression is malformed or whose label is not its
+    value."""
     problems = []
     for index, (text, label) in enumerate(zip(table.texts, table.labels, strict=True)):
         problem = _problem(text.replace("(", " ( ").replace(")", " ) ").split(), label)
@@ -169,9 +202,18 @@ def _problem(tokens: Sequence[str], label: str) -> str | None:
         value = evaluate([token for token in tokens if token not in PARENTHESES])
     except ValueError as error:
         return f"malformed expression: {error} (parentheses not counted)"
-    return None if label == str(value) else f"label {label!r}, but the expression has the value {value}"
+    return (
+        None
+        if label == str(value)
+        else f"label {label!r}, but the expression has the value {value}"
+    )
 
 
 TASKS.register("listops")(
-    TaskSpec("listops", ListOpsOptions, ListOpsTask, "the value of a nested list expression, ten classes (accuracy)")
+    TaskSpec(
+        "listops",
+        ListOpsOptions,
+        ListOpsTask,
+        "the value of a nested list expression, ten classes (accuracy)",
+    )
 )

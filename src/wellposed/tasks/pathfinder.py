@@ -1,4 +1,5 @@
-"""Task ``pathfinder``: are two dots on one dashed curve? Images as sequences of pixels, as in the Long Range Arena."""
+"""Task ``pathfinder``: are two dots on one dashed curve? Images as sequences of pixels, as in the
+Long Range Arena."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class PathfinderOptions:
     """Options of the task `pathfinder`."""
 
     data: str = "builtin"
-    """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or folder."""
+    """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or
+    folder."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -51,7 +53,8 @@ class PathfinderOptions:
     distractor_length: int | None = None
     """Dashes of a short curve; a third of the setting's long ones where not given."""
     max_turn: float | None = None
-    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
+    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves,
+    where not given."""
     num_train: int | None = None
     """Drawn train images; 1000 where not given (the release has 160000)."""
     num_valid: int | None = None
@@ -61,20 +64,24 @@ class PathfinderOptions:
     data_seed: int | None = None
     """Seed of the drawing, apart from the seed of training; 0 where not given."""
     unreadable: Literal["error", "skip"] = "error"
-    """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
+    """Whether an image of the release that cannot be decoded is an error, or left out and listed in
+    the report."""
 
 
 class PathfinderTask(PixelTask):
     """Two-way classification of images: do the two dots mark the ends of one curve, or of two?
 
-    Every image holds two long dashed curves, short distractors and two dots; half of a split is connected. Drawn labels
-    are exact by construction: curves keep a distance larger than the gaps between their dashes. Where the dots are,
-    and how the dashes at them point, has one law for both classes (curves of three dashes or more). Image i of a split
-    is a function of (rules, data_seed, split, i) alone, whatever the sizes. Tokens are gray values 0 to 255, by row.
+    Every image holds two long dashed curves, short distractors and two dots; half of a split is
+    connected. Drawn labels
+    are exact by construction: curves keep a distance larger than the gaps between their dashes.
+    Where the dots are, and how the dashes at them point, has one law for both classes (curves of
+    three dashes or more). Image i of a split is a function of (rules, data_seed, split, i) alone,
+    whatever the sizes. Tokens are gray values 0 to 255, by row.
 
-    Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read as it is, cut 80,
-    10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its code. Cost on one core: about 30 ms an
-    easy image, 80 ms a hard one; draw large sets once and keep them as npz.
+    Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read
+    as it is, cut 80, 10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its
+    code. Cost on one core: about 30 ms an easy image, 80 ms a hard one; draw large sets once and
+    keep them as npz.
 
     >>> from wellposed.tasks import build_task
     >>> task = build_task("pathfinder", {"num_train": 4, "num_valid": 2, "num_test": 2})
@@ -85,7 +92,14 @@ class PathfinderTask(PixelTask):
     name: ClassVar[str] = "pathfinder"
 
     def __init__(self, options: PathfinderOptions) -> None:
-        sizes = ("size", "contour_length", "num_train", "distractor_length", "num_valid", "num_test")
+        sizes = (
+            "size",
+            "contour_length",
+            "num_train",
+            "distractor_length",
+            "num_valid",
+            "num_test",
+        )
         require_positive("pathfinder", options, *sizes)
         self.options = options
         images, source = _load(options)
@@ -95,7 +109,15 @@ class PathfinderTask(PixelTask):
 def _load(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
     if options.data == "builtin":
         return _draw(options)
-    drawn = ("contour_length", "distractors", "distractor_length", "max_turn", "num_train", "num_valid", "num_test")
+    drawn = (
+        "contour_length",
+        "distractors",
+        "distractor_length",
+        "max_turn",
+        "num_train",
+        "num_valid",
+        "num_test",
+    )
     reason = f"say what is drawn and have no effect on {options.data}"
     refuse_options("pathfinder", options, (*drawn, "data_seed"), reason)
     root = Path(options.data)
@@ -103,24 +125,34 @@ def _load(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
         raise missing_file(root)
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
-        refuse_options("pathfinder", options, ("valid", "test"), f"name npz files; {root} is a folder of the release")
+        refuse_options(
+            "pathfinder",
+            options,
+            ("valid", "test"),
+            f"name npz files; {root} is a folder of the release",
+        )
         images, described = read_release(root, skip=options.unreadable == "skip")
     else:
         images, described = read_npz_splits(options.data, valid=options.valid, test=options.test)
-    return {split: _prepared(images[split], options.size, f"{options.data} ({split})") for split in SPLITS}, described
+    return {
+        split: _prepared(images[split], options.size, f"{options.data} ({split})")
+        for split in SPLITS
+    }, described
 
 
 def _refuse_near_releases(root: Path) -> None:
-    """Refuse a folder of whole releases, and one of images without their labels, saying what to give."""
+    """Refuse a folder of whole releases, and one of images without their labels, saying what to
+    give."""
     below = sorted(path.parent.name for path in root.glob("*/metadata") if path.is_dir())
     if below:
         raise DataError(
-            f"{root}: holds {len(below)} releases ({', '.join(below)}), expected one; give one of them, as in "
-            f"{root / below[0]}"
+            f"{root}: holds {len(below)} releases ({', '.join(below)}), expected one; give one of"
+            f" them, as in {root / below[0]}"
         )
     if (root / "imgs").is_dir() and not (root / "metadata").is_dir():
         raise DataError(
-            f"{root}: holds imgs but no folder metadata, which has the labels; copy it from the release too"
+            f"{root}: holds imgs but no folder metadata, which has the labels; copy it from the"
+            " release too"
         )
 
 
@@ -137,15 +169,19 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
     import numpy as np
 
     if given_options(options, ("valid", "test")):
-        raise ConfigError("pathfinder: valid and test need data=FILE; builtin images bring their own splits")
+        raise ConfigError(
+            "pathfinder: valid and test need data=FILE; builtin images bring their own splits"
+        )
     base = RULES[options.setting]
     if options.contour_length is not None:
-        # Curves that part before they meet turn by a certain angle in all, which short ones have few dashes for.
+        # Curves that part before they meet turn by a certain angle in all, which short ones have
+        # few dashes for.
         base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
     rules = replace(base, **given_options(options, PathfinderRules.__dataclass_fields__))
     if rules.distractors < 0 or not rules.max_turn > 0:
         raise ConfigError(
-            f"pathfinder: distractors = {rules.distractors}, max_turn = {rules.max_turn}; expected 0 or more, above 0"
+            f"pathfinder: distractors = {rules.distractors}, max_turn = {rules.max_turn}; expected"
+            " 0 or more, above 0"
         )
     seed = options.data_seed or 0
     images: dict[Split, Images] = {}
@@ -170,8 +206,11 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, An
 
 
 def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict[str, Any]]:
-    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and the images."""
-    files = sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.name))
+    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and
+    the images."""
+    files = sorted(
+        (folder / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.name)
+    )
     paths: list[Path] = []
     labels: list[int] = []
     problems: list[str] = []
@@ -180,7 +219,9 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
         for number, line in enumerate(_metadata_lines(file), 1):
             fields = line.split()
             if len(fields) < 4 or fields[3] not in ("0", "1"):
-                problems.append(f"{file}:{number}: expected folder, file, number, label (0 or 1): {line[:60]!r}")
+                problems.append(
+                    f"{file}:{number}: expected folder, file, number, label (0 or 1): {line[:60]!r}"
+                )
                 continue
             path = folder / fields[0] / fields[1]
             if not path.is_file() or path.stat().st_size == 0:
@@ -190,8 +231,9 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
             labels.append(int(fields[3]))
     if problems or not paths:
         raise DataError(
-            f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip' for images that are "
-            "missing or empty:\n" + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
+            f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip'"
+            " for images that are missing or empty:\n"
+            + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
         )
     everything = read_image_files(paths, labels, skipped=skipped if skip else None)
     images, cut = cut_missing({"train": everything}, str(folder), share=_CUT_SHARE)
@@ -206,13 +248,22 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
 
 
 def _metadata_lines(file: Path) -> list[str]:
-    """Return the lines of a metadata file; a real npy file is refused, as it would hold pickled objects."""
+    """Return the lines of a metadata file; a real npy file is refused, as it would hold pickled
+    objects."""
     with file.open("rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
-            raise DataError(f"{file}: is a binary npy file; the release has text: folder, file, number, label a line")
+            raise DataError(
+                f"{file}: is a binary npy file; the release has text: folder, file, number, label a"
+                " line"
+            )
     return [line for _, line in read_text(file).lines()]
 
 
 TASKS.register("pathfinder")(
-    TaskSpec("pathfinder", PathfinderOptions, PathfinderTask, "whether two dots are on one dashed curve (accuracy)")
+    TaskSpec(
+        "pathfinder",
+        PathfinderOptions,
+        PathfinderTask,
+        "whether two dots are on one dashed curve (accuracy)",
+    )
 )

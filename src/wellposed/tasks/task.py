@@ -1,6 +1,8 @@
-"""What a task is: data, batches, loss and metric of one problem, free of torch until a batch is made.
+"""What a task is: data, batches, loss and metric of one problem, free of torch until a batch is
+made.
 
-A new task is one new file with a frozen options dataclass, a `Task` subclass and one ``TASKS.register`` line.
+A new task is one new file with a frozen options dataclass, a `Task` subclass and one
+``TASKS.register`` line.
 """
 
 from __future__ import annotations
@@ -13,14 +15,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from wellposed.options import build_options
 from wellposed.registry import Registry
-from wellposed.tasks.kinds.objectives import IGNORED_LABEL, causal_cross_entropy_sum, cross_entropy_sum
+from wellposed.tasks.kinds.objectives import (
+    IGNORED_LABEL,
+    causal_cross_entropy_sum,
+    cross_entropy_sum,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerFast
 
 Kind: TypeAlias = Literal[
-    "causal_lm", "sequence_classification", "seq2seq_lm", "sequence_pair_classification", "image_classification"
+    "causal_lm",
+    "sequence_classification",
+    "seq2seq_lm",
+    "sequence_pair_classification",
+    "image_classification",
 ]
 Split: TypeAlias = Literal["train", "valid", "test"]
 Example: TypeAlias = "dict[str, list[int]]"
@@ -28,11 +38,13 @@ SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
 
 
 class Task(ABC):
-    """One problem: three splits of examples, deterministic batches, a loss that is a sum, metrics that are sums.
+    """One problem: three splits of examples, deterministic batches, a loss that is a sum, metrics
+    that are sums.
 
-    Losses and metrics are returned as (sum, count) pairs, so that totals over batches, micro-batches and processes are
-    exact whatever the padding and the size of the last batch. Nothing here depends on the model or on the variant:
-    the same ``(split, batch_size, seed, epoch)`` gives every variant the same batches in the same order.
+    Losses and metrics are returned as (sum, count) pairs, so that totals over batches,
+    micro-batches and processes are exact whatever the padding and the size of the last batch.
+    Nothing here depends on the model or on the variant: the same ``(split, batch_size, seed,
+    epoch)`` gives every variant the same batches in the same order.
     """
 
     name: ClassVar[str]
@@ -48,7 +60,8 @@ class Task(ABC):
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Tokenizer that is saved beside the model; built on first use, as it imports transformers."""
+        """Tokenizer that is saved beside the model; built on first use, as it imports
+        transformers."""
         return self._build_tokenizer()
 
     @abstractmethod
@@ -56,12 +69,14 @@ class Task(ABC):
 
     @property
     def processor(self) -> Any:
-        """What is saved beside the model to read inputs as in training: the tokenizer, or the processor of images."""
+        """What is saved beside the model to read inputs as in training: the tokenizer, or the
+        processor of images."""
         return self.tokenizer
 
     @abstractmethod
     def model_kwargs(self) -> dict[str, Any]:
-        """Return what the data fixes in a model's config: vocabulary, positions, pad token, labels."""
+        """Return what the data fixes in a model's config: vocabulary, positions, pad token,
+        labels."""
 
     @abstractmethod
     def dataset(self, split: Split) -> Sequence[Example]:
@@ -73,9 +88,11 @@ class Task(ABC):
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (batch, tokens) and ``labels``, padded to the longest example.
+        """Return ``input_ids`` and ``attention_mask`` (batch, tokens) and ``labels``, padded to the
+        longest example.
 
-        ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and are not shifted.
+        ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and
+        are not shifted.
         Of images: ``pixel_values`` (batch, channels, height, width) and ``labels``.
         """
 
@@ -83,27 +100,31 @@ class Task(ABC):
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         """Return the batches of one pass over a split, as indices into `dataset`.
 
-        Train batches are shuffled by (seed, epoch); valid and test batches are the same in every call. Every example
-        is in exactly one batch; only the last-made batch may be smaller.
+        Train batches are shuffled by (seed, epoch); valid and test batches are the same in every
+        call. Every example is in exactly one batch; only the last-made batch may be smaller.
         """
 
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed float32 cross entropy in nats and the number of predictions; a causal shift is inside."""
+        """Return the summed float32 cross entropy in nats and the number of predictions; a causal
+        shift is inside."""
         loss = causal_cross_entropy_sum if self.kind == "causal_lm" else cross_entropy_sum
         return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def target_count(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many predictions `loss_sum` sums over, known before the forward pass.
 
-        Labels other than -100 count; the first token of a language model does not, as nothing predicts it.
+        Labels other than -100 count; the first token of a language model does not, as nothing
+        predicts it.
         """
         labels = batch["labels"][:, 1:] if self.kind == "causal_lm" else batch["labels"]
         return int((labels != IGNORED_LABEL).sum())
 
     @abstractmethod
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
         """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
 
     @abstractmethod
@@ -119,7 +140,8 @@ class Task(ABC):
         max_examples: int | None = None,
         notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
-        """Return the scores of texts that ``model`` generates for a split: none, unless the task generates text.
+        """Return the scores of texts that ``model`` generates for a split: none, unless the task
+        generates text.
 
         They are computed once, on valid and test, with the final weights.
 
@@ -128,8 +150,8 @@ class Task(ABC):
             split: valid or test.
             batch_size: most examples at a time.
             max_examples: the first so many examples; the task's own limit where not given.
-            notify: called after every generated token with the texts that are done and their number; what it raises
-                ends the generation.
+            notify: called after every generated token with the texts that are done and their
+                number; what it raises ends the generation.
         """
         del model, split, batch_size, max_examples, notify
         return {}
@@ -144,7 +166,8 @@ class Task(ABC):
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Return where the data came from: files, sha256, sizes, and everything that was cut, mapped or truncated."""
+        """Return where the data came from: files, sha256, sizes, and everything that was cut,
+        mapped or truncated."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +190,14 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
     Args:
         name: registered name, one of ``TASKS.names()``.
-        options: values by field name of the task's options class; fields left out take their defaults.
+        options: values by field name of the task's options class; fields left out take their
+        defaults.
 
     Raises:
-        ConfigError: an unknown task or option (with the nearest three), a value of the wrong type, a missing one.
-        DataError: the data cannot be used; the message holds the file and, where there is one, the line.
+        ConfigError: an unknown task or option (with the nearest three), a value of the wrong type,
+        a missing one.
+        DataError: the data cannot be used; the message holds the file and, where there is one, the
+        line.
 
     >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     >>> task.kind, task.headline, len(task.dataset("train"))

@@ -9,7 +9,12 @@ from wellposed.errors import DataError
 from wellposed.tasks.checks import require_positive
 from wellposed.tasks.data.class_names import name_classes
 from wellposed.tasks.data.columns import AUTO, TableOptions
-from wellposed.tasks.data.labelled import encode_labelled, load_labelled, number_labels, sorted_labels
+from wellposed.tasks.data.labelled import (
+    encode_labelled,
+    load_labelled,
+    number_labels,
+    sorted_labels,
+)
 from wellposed.tasks.data.splits import MIN_ROWS_TO_CUT
 from wellposed.tasks.data.tables import LabelledTexts
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
@@ -21,7 +26,8 @@ class TextClassificationOptions:
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, or hf:name[:config]."""
+    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, or
+    hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -29,18 +35,21 @@ class TextClassificationOptions:
     label_column: str = AUTO
     """Name of the label column, or its number from 0 in a file without a header."""
     text_column: str = AUTO
-    """Name of the text column, or its number from 0 in a file without a header; several, between commas, are joined;
-    two are a pair for a Hugging Face tokenizer."""
+    """Name of the text column, or its number from 0 in a file without a header; several, between
+    commas, are joined; two are a pair for a Hugging Face tokenizer."""
     class_names: str = AUTO
-    """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
+    """Names of the labels in their order, between commas; auto reads classes.txt beside the train
+    file."""
     header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
+    """Whether the first line names the columns; auto looks for the names of a label and of a text
+    column."""
     quoting: Literal["auto", "csv", "none"] = "auto"
     """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: int = 20000
-    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the unknown token."""
+    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the
+    unknown token."""
     max_length: int = 256
     """Most tokens of a text."""
     overflow: Literal["truncate", "error"] = "truncate"
@@ -48,14 +57,15 @@ class TextClassificationOptions:
 
 
 class TextClassificationTask(ClassificationTask):
-    """Classification of texts by the labels that train holds; a label of valid or test that train lacks is an error.
+    """Classification of texts by the labels that train holds; a label of valid or test that train
+    lacks is an error.
 
-    For a Hugging Face tokenizer two text columns are one pair, in the tokenizer's own form and with its token types;
-    for the others they are joined by a space. The description says which.
+    For a Hugging Face tokenizer two text columns are one pair, in the tokenizer's own form and with
+    its token types; for the others they are joined by a space. The description says which.
 
-    Texts longer than ``max_length`` are cut or refused as ``overflow`` says; words or characters that train lacks
-    become the unknown token; both are counted in the description, as are texts of valid and test that train holds
-    verbatim.
+    Texts longer than ``max_length`` are cut or refused as ``overflow`` says; words or characters
+    that train lacks become the unknown token; both are counted in the description, as are texts of
+    valid and test that train holds verbatim.
     """
 
     name: ClassVar[str] = "text_classification"
@@ -72,17 +82,22 @@ class TextClassificationTask(ClassificationTask):
             options.quoting,
             pairs=options.tokenizer.startswith("hf:"),
         )
-        tables, source = load_labelled(options.data, valid=options.valid, test=options.test, table=table)
+        tables, source = load_labelled(
+            options.data, valid=options.valid, test=options.test, table=table
+        )
         labels = sorted_labels(tables["train"].labels)
         _refuse_labels(tables["train"], labels)
         names, named_by = name_classes(labels, tables["train"].path, options.class_names)
         numbers = {split: number_labels(tables[split], labels, split) for split in SPLITS}
-        encoder = build_encoder(options.tokenizer, tables["train"].texts, max_words=options.max_words)
+        encoder = build_encoder(
+            options.tokenizer, tables["train"].texts, max_words=options.max_words
+        )
         encoded, details = encode_labelled(encoder, tables, options, noun="texts")
         super().__init__(
             encoder=encoder,
             examples={
-                split: LabelledExamples(encoded[split].ids, numbers[split], encoded[split].segments) for split in SPLITS
+                split: LabelledExamples(encoded[split].ids, numbers[split], encoded[split].segments)
+                for split in SPLITS
             },
             labels=names,
             max_length=options.max_length,
@@ -94,11 +109,13 @@ class TextClassificationTask(ClassificationTask):
 def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:
     rows = len(train.labels)
     if len(labels) < 2:
-        raise DataError(f"{train.path}: every row has the label {labels[0]!r}, expected two labels or more")
+        raise DataError(
+            f"{train.path}: every row has the label {labels[0]!r}, expected two labels or more"
+        )
     if rows >= MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
-            f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this is not the label "
-            "column; name it with label_column=NAME, or give its number from 0"
+            f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"
+            " is not the label column; name it with label_column=NAME, or give its number from 0"
         )
 
 

@@ -1,4 +1,5 @@
-"""Task ``translation``: sentence pairs of two languages; token loss while training, BLEU and chrF at the end."""
+"""Task ``translation``: sentence pairs of two languages; token loss while training, BLEU and chrF
+at the end."""
 
 from __future__ import annotations
 
@@ -22,27 +23,30 @@ class TranslationOptions:
     """Options of the task `translation`."""
 
     data: str
-    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file of pairs, or
-    hf:name[:config]."""
+    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file
+    of pairs, or hf:name[:config]."""
     src: str
     """Language translated from, as the files name it."""
     tgt: str
     """Language translated to."""
     test: str | None = None
-    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with newstest2014.en beside
-    it), a file of pairs, or hf:name[:config], of which the test split is read."""
+    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with
+    newstest2014.en beside it), a file of pairs, or hf:name[:config], of which the test split is
+    read."""
     test_set: str | None = None
     """Which test set, where the folder has several: a part of its name."""
     columns: str | None = None
     """Languages of the columns of a TSV without a header, in order, as en,fr."""
     tokenizer: str = "bpe"
-    """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
+    """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an
+    encoder-decoder."""
     vocab_size: int = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: int = 256
     """Most tokens of a sentence, its end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
-    """A longer train pair is an error, or is dropped (counted in the report); in valid and test it is an error."""
+    """A longer train pair is an error, or is dropped (counted in the report); in valid and test it
+    is an error."""
     lowercase: bool = False
     """Lower-case both languages, references included."""
     limit_pairs: int | None = None
@@ -54,7 +58,8 @@ class TranslationOptions:
     generate_length_penalty: float = 1.0
     """Exponent a of what log p is divided by in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al.
+    (2016)."""
     generate_max_examples: int | None = None
     """Translate only the first pairs of valid and of test; all where not given."""
     bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"
@@ -62,11 +67,13 @@ class TranslationOptions:
 
 
 class TranslationTask(Seq2SeqTask):
-    """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf`` by generation.
+    """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf``
+    by generation.
 
-    Weights are chosen by perplexity on valid; BLEU and chrF of valid and test are computed once, with these weights.
-    The reference is the perplexity of the unigram distribution of valid's own target tokens. Characters of valid and
-    test that train lacks become the unknown token and are counted and named in the description.
+    Weights are chosen by perplexity on valid; BLEU and chrF of valid and test are computed once,
+    with these weights. The reference is the perplexity of the unigram distribution of valid's own
+    target tokens. Characters of valid and test that train lacks become the unknown token and are
+    counted and named in the description.
 
     >>> from wellposed.tasks import TASKS
     >>> TASKS.get("translation").summary
@@ -89,9 +96,14 @@ class TranslationTask(Seq2SeqTask):
         if options.lowercase:
             pairs = {split: texts.lowercased() for split, texts in pairs.items()}
         train = pairs["train"]
-        encoder = build_pair_encoder(options.tokenizer, [*train.source, *train.target], vocab_size=options.vocab_size)
+        encoder = build_pair_encoder(
+            options.tokenizer, [*train.source, *train.target], vocab_size=options.vocab_size
+        )
         unknown = {
-            split: {"source": encoder.unknown(texts.source), "target": encoder.unknown(texts.target)}
+            split: {
+                "source": encoder.unknown(texts.source),
+                "target": encoder.unknown(texts.target),
+            }
             for split, texts in pairs.items()
         }
         encoded: dict[Split, tuple[Ragged, Ragged]] = {}
@@ -101,7 +113,9 @@ class TranslationTask(Seq2SeqTask):
             pairs[split], encoded[split] = self._within_positions(split, pairs[split], sides)
         seen = set(zip(pairs["train"].source, pairs["train"].target, strict=True))
         repeated = {
-            split: sum(pair in seen for pair in zip(pairs[split].source, pairs[split].target, strict=True))
+            split: sum(
+                pair in seen for pair in zip(pairs[split].source, pairs[split].target, strict=True)
+            )
             for split in REPEATED
         }
         super().__init__(
@@ -123,7 +137,8 @@ class TranslationTask(Seq2SeqTask):
     def _within_positions(
         self, split: Split, texts: ParallelTexts, encoded: tuple[Ragged, Ragged]
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, or refused."""
+        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, or
+        refused."""
         import numpy as np
 
         from wellposed.tasks.batches.ragged import Ragged
@@ -142,13 +157,20 @@ class TranslationTask(Seq2SeqTask):
             needed = max(int(side[longer].max()) for side in sides)
             remedy = " or give overflow='drop'" if split == "train" else ""
             raise DataError(
-                f"{split}: sentences with more tokens than the positions of the model, max_tokens = {limit}; raise "
-                f"max_tokens (the longest has {needed}){remedy}:\n" + listed(problems)
+                f"{split}: sentences with more tokens than the positions of the model, max_tokens ="
+                f" {limit}; raise max_tokens (the longest has {needed}){remedy}:\n"
+                + listed(problems)
             )
-        self._dropped = {"pairs": len(longer), "longest": max(int(side[longer].max()) for side in sides)}
+        self._dropped = {
+            "pairs": len(longer),
+            "longest": max(int(side[longer].max()) for side in sides),
+        }
         kept = np.setdiff1d(np.arange(len(texts)), longer).tolist()
         if not kept:
-            raise DataError(f"{texts.paths[0]}: every train pair has more than max_tokens = {limit} tokens; raise it")
+            raise DataError(
+                f"{texts.paths[0]}: every train pair has more than max_tokens = {limit} tokens;"
+                " raise it"
+            )
         source, target = (Ragged.from_lists([side[i].tolist() for i in kept]) for side in encoded)
         return texts.select(kept), (source, target)
 

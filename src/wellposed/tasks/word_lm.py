@@ -22,31 +22,38 @@ class WordLMOptions:
     """Options of the task `word_lm`."""
 
     data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or parquet
-    file with a column text, a folder, or hf:name[:config]."""
+    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
+    parquet file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
+    """Text file of the valid split; found beside the train file, or cut from it, where not
+    given."""
     test: str | None = None
     """Text file of the test split; found beside the train file, or cut from it, where not given."""
     words: Literal["auto", "space", "pieces"] = "auto"
-    """space: between white space, as in Penn Treebank; pieces: words and marks apart; auto: pieces for builtin."""
+    """space: between white space, as in Penn Treebank; pieces: words and marks apart; auto: pieces
+    for builtin."""
     eos: bool = True
-    """Put the word <eos> at the end of every line that holds a word (of every paragraph, for builtin)."""
+    """Put the word <eos> at the end of every line that holds a word (of every paragraph, for
+    builtin)."""
     max_words: int | None = None
-    """Words in the vocabulary, the most frequent of train; all where not given (10000 for builtin)."""
+    """Words in the vocabulary, the most frequent of train; all where not given (10000 for
+    builtin)."""
     seq_len: int = 36
-    """Tokens in a block, of which all but the first are predicted; 36 predicts 35 words, as in sengupta2023."""
+    """Tokens in a block, of which all but the first are predicted; 36 predicts 35 words, as in
+    sengupta2023."""
     limit_words: int | None = None
     """Keep only the first words of the train text."""
 
 
 class WordLMTask(LanguageModelTask):
-    """Next-word prediction, each word of a split predicted once from the words before it in its block.
+    """Next-word prediction, each word of a split predicted once from the words before it in its
+    block.
 
-    ``perplexity`` is exp of the mean of -ln p over all words but the first of the split, ``<eos>`` included, as usual
-    for the Penn Treebank (929589, 73760 and 82430 words). The vocabulary is that of train; a word it does not hold
-    becomes the unknown token, is predicted like any other and is counted in the description. ``<unk>`` written in a
-    text is a word. The context restarts at every block, so numbers are upper bounds on those of a longer context.
+    ``perplexity`` is exp of the mean of -ln p over all words but the first of the split, ``<eos>``
+    included, as usual for the Penn Treebank (929589, 73760 and 82430 words). The vocabulary is that
+    of train; a word it does not hold becomes the unknown token, is predicted like any other and is
+    counted in the description. ``<unk>`` written in a text is a word. The context restarts at every
+    block, so numbers are upper bounds on those of a longer context.
 
     Source: Mikolov et al. 2010 for the form of the text.
 

@@ -1,6 +1,7 @@
 """Training: one loop around Accelerate, and the run folder it leaves.
 
-Names are imported on first use, so that the command line can read configurations without importing torch.
+Names are imported on first use, so that the command line can read configurations without importing
+torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ DATA, DIGEST = "data", "sha256"
 
 
 def environment_of(task: Task, command: Sequence[str] | None) -> dict[str, Any]:
-    """Return what ``env.json`` holds of a start: `run_folder.environment`, and the digests of the data."""
+    """Return what ``env.json`` holds of a start: `run_folder.environment`, and the digests of the
+    data."""
     return {**run_folder.environment(command), DATA: data_digests(task.description())}
 
 
@@ -26,7 +27,10 @@ def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
     >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
     {'files.train': 'ab', 'test': 'cd'}
     """
-    return {".".join(name for name in place if name != DIGEST): digest for place, digest in _leaves(description, ())}
+    return {
+        ".".join(name for name in place if name != DIGEST): digest
+        for place, digest in _leaves(description, ())
+    }
 
 
 def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -51,7 +55,9 @@ def check_data(out: Path, task: Task) -> None:
         return
     found = data_digests(task.description())
     places = [place for place in {**begun, **found} if begun.get(place) != found.get(place)]
-    changed = [f"{place}: SHA-256 was {begun.get(place)}, is {found.get(place)}" for place in places]
+    changed = [
+        f"{place}: SHA-256 was {begun.get(place)}, is {found.get(place)}" for place in places
+    ]
     if changed:
         raise DataError(
             f"{out}: the data is not what the run began with:\n{listed(changed)}\n"

@@ -1,4 +1,5 @@
-"""``manifest.json``: size and SHA-256 of every file of a folder, so that damage is found and the file named."""
+"""``manifest.json``: size and SHA-256 of every file of a folder, so that damage is found and the
+file named."""
 
 from __future__ import annotations
 
@@ -15,29 +16,48 @@ from wellposed.training import durable_files
 
 NAME = "manifest.json"
 FORMAT = 1
-RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", "measure-initial.json", "measure-final.json")
+RECORDS = (
+    "config.toml",
+    "env.json",
+    "metrics.jsonl",
+    "result.json",
+    "measure-initial.json",
+    "measure-final.json",
+)
 """Files of a run folder that its own manifest describes, once the run has ended."""
 
 
 def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return size and digest of each file, from its bytes."""
-    return {name: _entry(len(data), sha256(data).hexdigest()) for name, data in sorted(files.items())}
+    return {
+        name: _entry(len(data), sha256(data).hexdigest()) for name, data in sorted(files.items())
+    }
 
 
 def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None) -> None:
-    """Write the manifest of those files of ``folder`` that exist, and of those still to come, in one step."""
+    """Write the manifest of those files of ``folder`` that exist, and of those still to come, in
+    one step."""
     paths = [folder / name for name in sorted(names)]
-    entries = {path.name: _entry(path.stat().st_size, durable_files.digest(path)) for path in paths if path.is_file()}
+    entries = {
+        path.name: _entry(path.stat().st_size, durable_files.digest(path))
+        for path in paths
+        if path.is_file()
+    }
     entries |= describe(coming or {})
-    durable_files.replace_file(folder / NAME, to_json({"format": FORMAT, "files": entries}, indent=2))
+    durable_files.replace_file(
+        folder / NAME, to_json({"format": FORMAT, "files": entries}, indent=2)
+    )
 
 
 def remove(folder: Path) -> None:
-    """Remove the manifest before files that it describes change; a kill between leaves none, never a wrong one."""
+    """Remove the manifest before files that it describes change; a kill between leaves none, never
+    a wrong one."""
     (folder / NAME).unlink(missing_ok=True)
 
 
-def problems(folder: Path, *, needed: Collection[str] = (), only: Collection[str] | None = None) -> list[str]:
+def problems(
+    folder: Path, *, needed: Collection[str] = (), only: Collection[str] | None = None
+) -> list[str]:
     """Return what is wrong with each file that the manifest names, or with the manifest itself.
 
     Args:
@@ -48,18 +68,28 @@ def problems(folder: Path, *, needed: Collection[str] = (), only: Collection[str
     path = folder / NAME
     try:
         manifest = json.loads(path.read_bytes())
-        entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-        bad = manifest["format"] != FORMAT or not set(needed) <= set(entries) or any(os.sep in name for name in entries)
+        entries = {
+            name: (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in manifest["files"].items()
+        }
+        bad = (
+            manifest["format"] != FORMAT
+            or not set(needed) <= set(entries)
+            or any(os.sep in name for name in entries)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{path}: unreadable manifest ({type(error).__name__}: {error})"]
     if bad:
         return [f"{path}: not a manifest of format {FORMAT}"]
-    found = (_problem(folder / name, *entries[name]) for name in entries if only is None or name in only)
+    found = (
+        _problem(folder / name, *entries[name]) for name in entries if only is None or name in only
+    )
     return [problem for problem in found if problem]
 
 
 def verify_run_file(path: Path) -> None:
-    """Check one file of a run folder against the manifest beside it; without one (an unfinished run) all is well.
+    """Check one file of a run folder against the manifest beside it; without one (an unfinished
+    run) all is well.
 
     Raises:
         CheckpointError: the file is missing, cut or altered.
@@ -71,7 +101,8 @@ def verify_run_file(path: Path) -> None:
 
 
 def verify_final(folder: Path, *, weights: bool = True) -> None:
-    """Check every file of a saved model against its manifest; a folder without one, as of version 0.1, passes.
+    """Check every file of a saved model against its manifest; a folder without one, as of version
+    0.1, passes.
 
     Args:
         folder: ``final/`` of a run, or a copy of it.
@@ -80,7 +111,8 @@ def verify_final(folder: Path, *, weights: bool = True) -> None:
     Raises:
         CheckpointError: all missing, cut or altered files, with the digests expected and found.
 
-    Cost: reading the files once, about a second for a gigabyte. When not to use: it cannot tell who wrote the files.
+    Cost: reading the files once, about a second for a gigabyte. When not to use: it cannot tell who
+    wrote the files.
 
     >>> verify_final(Path("no-such-folder"))
     """
@@ -90,8 +122,8 @@ def verify_final(folder: Path, *, weights: bool = True) -> None:
     small = None if weights else [name for name in names if not name.endswith(".safetensors")]
     _refuse(
         problems(folder, only=small),
-        f"the saved model cannot be trusted: copy the folder again from where it was whole, or remove {folder} and "
-        "finish the run again with --resume auto",
+        "the saved model cannot be trusted: copy the folder again from where it was whole, or"
+        f" remove {folder} and finish the run again with --resume auto",
     )
 
 
@@ -105,7 +137,10 @@ def _problem(path: Path, size: int, digest: str) -> str | None:
         return f"{path}: missing"
     if path.stat().st_size != size:
         there = path.stat().st_size
-        return f"{path}: {there} bytes, expected {size} ({'cut short' if there < size else 'added to'})"
+        return (
+            f"{path}: {there} bytes, expected {size}"
+            f" ({'cut short' if there < size else 'added to'})"
+        )
     found = durable_files.digest(path)
     return None if found == digest else f"{path}: SHA-256 is {found}, expected {digest} (altered)"
 

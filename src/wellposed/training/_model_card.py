@@ -1,4 +1,5 @@
-"""The model card of ``final/``: what was trained on what, how good it is, how to load it, and how to make it again."""
+"""The model card of ``final/``: what was trained on what, how good it is, how to load it, and how
+to make it again."""
 
 from __future__ import annotations
 
@@ -38,13 +39,14 @@ from wellposed.models import load_saved_model
 model = load_saved_model("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 NOTE_ON_CLASSES = (
-    "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed: `modeling_wellposed.py` "
-    'imports the classes. Tokens alone need neither: `PreTrainedTokenizerFast.from_pretrained("FOLDER")` of '
-    "transformers reads them, where `AutoTokenizer` would first ask about the classes of the model."
+    "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed:"
+    " `modeling_wellposed.py` imports the classes. Tokens alone need neither:"
+    ' `PreTrainedTokenizerFast.from_pretrained("FOLDER")` of transformers reads them, where'
+    " `AutoTokenizer` would first ask about the classes of the model."
 )
 NOTE_ON_LOADER = (
-    "**A plain `from_pretrained` gives another model**, without a warning: {lost}. `config.json` notes the change "
-    "under `wellposed`, and the loader above makes it again."
+    "**A plain `from_pretrained` gives another model**, without a warning: {lost}. `config.json`"
+    " notes the change under `wellposed`, and the loader above makes it again."
 )
 
 
@@ -55,7 +57,8 @@ def model_card(
     evaluations: Mapping[str, Evaluation],
     command: Sequence[str] | None,
 ) -> str:
-    """Return ``README.md``, with names in the place of paths of this machine; the licence is for the user to add."""
+    """Return ``README.md``, with names in the place of paths of this machine; the licence is for
+    the user to add."""
     facts = {
         "task": config.task,
         "data": ", ".join(_data_names(config, task)),
@@ -78,7 +81,9 @@ def model_card(
 def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
     rows = ["| split | examples | metric | value |", "|---|---|---|---|"]
     for split, evaluation in evaluations.items():
-        first = [name for name in (task.report_headline, task.headline) if name in evaluation.metrics]
+        first = [
+            name for name in (task.report_headline, task.headline) if name in evaluation.metrics
+        ]
         rows += [
             f"| {split} | {evaluation.examples} | {name} | {evaluation.metrics[name]:.6g} |"
             for name in dict.fromkeys([*first, *sorted(evaluation.metrics)])
@@ -99,7 +104,11 @@ def _loading(model: nn.Module) -> list[str]:
     if reads_images(model):
         code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
-    lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```", note.format(auto=auto)]
+    lines = [
+        "## How to load it",
+        f"```python\n{code.format(auto=auto)}\n```",
+        note.format(auto=auto),
+    ]
     return [line for line in lines if line]
 
 
@@ -111,7 +120,8 @@ def _lost(changes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _certificate(model: Any) -> str:
-    """Return the Lipschitz bound of a model of this package, where it has one at every length it takes."""
+    """Return the Lipschitz bound of a model of this package, where it has one at every length it
+    takes."""
     if not is_ours(model):
         return ""
     from wellposed.certification import certify
@@ -149,4 +159,8 @@ def _word(word: str) -> str:
 
 def _name(text: str) -> str:
     """Return ``text``, and of a path of this machine its last part."""
-    return Path(text).name if Path(text).is_absolute() or (os.sep in text and Path(text).exists()) else text
+    return (
+        Path(text).name
+        if Path(text).is_absolute() or (os.sep in text and Path(text).exists())
+        else text
+    )

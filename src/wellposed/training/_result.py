@@ -31,7 +31,8 @@ EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "cancelled": 130}
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: ``status`` success | cancelled | failed, its folder, the content of ``result.json``, a message.
+    """How a run ended: ``status`` success | cancelled | failed, its folder, the content of
+    ``result.json``, a message.
 
     >>> RunResult(status="cancelled", out=Path("runs/a")).exit_code
     130
@@ -50,7 +51,9 @@ class RunResult:
 
 def result_schema() -> dict[str, Any]:
     """Return the JSON schema of ``result.json``."""
-    return json.loads(files("wellposed.training").joinpath("result.schema.json").read_text(encoding="utf-8"))
+    return json.loads(
+        files("wellposed.training").joinpath("result.schema.json").read_text(encoding="utf-8")
+    )
 
 
 def read_result(run_folder: Path) -> RunResult | None:
@@ -66,18 +69,28 @@ def read_result(run_folder: Path) -> RunResult | None:
     try:
         values = from_json(path.read_bytes())
         info, metrics = values["train_info"], values["results"][values["task"]]
-        numbers = [*(value for value in metrics.values() if value is not None), values["config"]["train"]["steps"]]
-        if info["status"] not in EXIT_CODES or not all(isinstance(value, int | float) for value in numbers):
+        numbers = [
+            *(value for value in metrics.values() if value is not None),
+            values["config"]["train"]["steps"],
+        ]
+        if info["status"] not in EXIT_CODES or not all(
+            isinstance(value, int | float) for value in numbers
+        ):
             raise TypeError("a value of another type")
         return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a result of wellposed ({error}); remove it and resume the run") from error
+        raise CheckpointError(
+            f"{path}: not a result of wellposed ({error}); remove it and resume the run"
+        ) from error
 
 
 def write_result(result: RunResult) -> RunResult:
-    """Write the manifest of the run's records and last, in one step, ``result.json``: with it the run has ended."""
+    """Write the manifest of the run's records and last, in one step, ``result.json``: with it the
+    run has ended."""
     path, data = result.out / RESULT, to_json(result.result, indent=2)
-    path.unlink(missing_ok=True)  # that of an earlier end would not be what the new manifest describes
+    path.unlink(
+        missing_ok=True
+    )  # that of an earlier end would not be what the new manifest describes
     _manifest.write(result.out, _manifest.RECORDS, coming={RESULT: data})
     durable_files.replace_file(path, data)
     return result
@@ -101,7 +114,11 @@ def describe_result(
         for split, evaluation in evaluations.items()
         for metric, value in evaluation.metrics.items()
     }
-    metrics = {task.headline, "loss", *(metric for evaluation in evaluations.values() for metric in evaluation.metrics)}
+    metrics = {
+        task.headline,
+        "loss",
+        *(metric for evaluation in evaluations.values() for metric in evaluation.metrics),
+    }
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": config.task,
@@ -111,7 +128,9 @@ def describe_result(
         "headline": _report_headline(task, metrics),
         "higher_is_better": _directions(task, metrics),
         "reference": task.reference(),
-        "n-samples": {config.task: {split: evaluation.examples for split, evaluation in evaluations.items()}},
+        "n-samples": {
+            config.task: {split: evaluation.examples for split, evaluation in evaluations.items()}
+        },
         "config": config.to_dict(),
         "versions": environment["packages"],
         "git_hash": environment["git_hash"],
@@ -123,7 +142,9 @@ def describe_result(
             "best_step": state.best_step,
             "seconds": state.seconds,
             "tokens": state.tokens,
-            "tokens_per_second": state.tokens / state.train_seconds if state.train_seconds else None,
+            "tokens_per_second": state.tokens / state.train_seconds
+            if state.train_seconds
+            else None,
             "parameters": parameters,
             "peak_memory_bytes": peak_memory_bytes(),
         },
@@ -145,13 +166,15 @@ def describe_result(
 
 
 def _report_headline(task: Task, metrics: Collection[str]) -> str:
-    """Return the metric a report shows first: of generated text, where the run got so far, else what chose weights."""
+    """Return the metric a report shows first: of generated text, where the run got so far, else
+    what chose weights."""
     wanted = task.report_headline or task.headline
     return wanted if wanted in metrics else task.headline
 
 
 def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
-    """Return for each metric whether higher is better: as for the task's headline; always for generated text."""
+    """Return for each metric whether higher is better: as for the task's headline; always for
+    generated text."""
     plain = task.headline if task.report_headline else None
     return {
         metric: metric != "loss" and (task.higher_is_better if plain in (None, metric) else True)
@@ -160,7 +183,8 @@ def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory of this process so far: of the GPU where there is one, else resident memory."""
+    """Return the peak memory of this process so far: of the GPU where there is one, else resident
+    memory."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     try:

@@ -1,4 +1,5 @@
-"""What a run leaves for other programs: the final model, its measurements, and the way back from a run folder."""
+"""What a run leaves for other programs: the final model, its measurements, and the way back from a
+run folder."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ CARD = "README.md"
 
 
 def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Path:
-    """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by ``from_pretrained``.
+    """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by
+    ``from_pretrained``.
 
-    A model of images is saved with its image processor. The card is not in the manifest: its readers may add to it.
+    A model of images is saved with its image processor. The card is not in the manifest: its
+    readers may add to it.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -41,8 +44,8 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
             durable_files.write_synced(temporary / CARD, card.encode())
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are intact; free space on "
-            "the disk, then continue with --resume auto"
+            f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are"
+            " intact; free space on the disk, then continue with --resume auto"
         ) from error
     return folder
 
@@ -69,7 +72,8 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
 
 
 def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | None:
-    """Write the condition of every weight of ``model`` to ``path``; return why not, where the model has no roles."""
+    """Write the condition of every weight of ``model`` to ``path``; return why not, where the model
+    has no roles."""
     from wellposed.measurement import measure
 
     try:
@@ -83,11 +87,12 @@ def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | 
 
 
 def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and its tokenizer.
+    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and
+    its tokenizer.
 
-    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the best checkpoint is
-    taken, else the newest complete one, and the tokenizer is built from the data again. A model of images comes with
-    its image processor in the place of the tokenizer.
+    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the
+    best checkpoint is taken, else the newest complete one, and the tokenizer is built from the data
+    again. A model of images comes with its image processor in the place of the tokenizer.
 
     Args:
         run_dir: a run folder.
@@ -96,11 +101,13 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
         ``(model, tokenizer)``.
 
     Raises:
-        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this user's list.
+        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
+        user's list.
         CheckpointError: no complete checkpoint, or files that do not load.
         DataError: an unfinished run whose data is gone.
 
-    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use ``from_pretrained``.
+    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
+    ``from_pretrained``.
 
     >>> load_run_model("no/such/run")
     Traceback (most recent call last):
@@ -136,4 +143,6 @@ def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     _manifest.verify_final(final)
     model = load_saved_model(final)
-    return model, load_pretrained(AutoImageProcessor if reads_images(model) else AutoTokenizer, final)
+    return model, load_pretrained(
+        AutoImageProcessor if reads_images(model) else AutoTokenizer, final
+    )

@@ -1,7 +1,7 @@
 """Learning rates as closed functions of the step, so that resuming needs no scheduler state.
 
-A schedule is a function of ``(t, options, hidden_size)`` where t = 1, 2, ... numbers the optimizer steps. A new one is
-one function here and its name in `wellposed.training.config.Schedule`.
+A schedule is a function of ``(t, options, hidden_size)`` where t = 1, 2, ... numbers the optimizer
+steps. A new one is one function here and its name in `wellposed.training.config.Schedule`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ SCHEDULES: Registry[ScheduleFunction] = Registry("schedule")
 
 
 def learning_rate(step: int, options: TrainOptions, hidden_size: int) -> float:
-    """Return the learning rate of optimizer step ``step`` (the first is 1) under ``options.schedule``.
+    """Return the learning rate of optimizer step ``step`` (the first is 1) under
+    ``options.schedule``.
 
     Status: exact. Schedules, with n = t - 1 steps done, w = ``warmup_steps``, S = ``steps``:
 
     - ``constant``: lr min(1, t / w)
     - ``inverse_sqrt``: lr sqrt(D / (D + n)) with D = ``decay_steps``
     - ``inverse_sqrt_warmup``: lr min(t / w, sqrt(w / t))
-    - ``kim2021``: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2) (Kim et al. 2021, after Vaswani et al. 2017)
+    - ``kim2021``: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2) (Kim et al. 2021, after Vaswani
+      et al. 2017)
     - ``linear``: lr t / w while t <= w, then lr (S - n) / (S - w), so the last step still moves
-    - ``cosine``: lr t / w while t <= w, then lr (1 + cos(pi (n - w) / (S - w))) / 2, so the last step still moves
+    - ``cosine``: lr t / w while t <= w, then lr (1 + cos(pi (n - w) / (S - w))) / 2, so the last
+      step still moves
 
     Args:
         step: t, from 1.
@@ -69,13 +72,17 @@ def inverse_sqrt(step: int, options: TrainOptions, hidden_size: int) -> float:
 def inverse_sqrt_warmup(step: int, options: TrainOptions, hidden_size: int) -> float:
     """Return lr min(t / w, sqrt(w / t))."""
     del hidden_size
-    return options.learning_rate * min(step / options.warmup_steps, math.sqrt(options.warmup_steps / step))
+    return options.learning_rate * min(
+        step / options.warmup_steps, math.sqrt(options.warmup_steps / step)
+    )
 
 
 @SCHEDULES.register("kim2021")
 def kim2021(step: int, options: TrainOptions, hidden_size: int) -> float:
     """Return gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
-    return options.gamma / math.sqrt(hidden_size) * min(step**-0.5, step * options.warmup_steps**-1.5)
+    return (
+        options.gamma / math.sqrt(hidden_size) * min(step**-0.5, step * options.warmup_steps**-1.5)
+    )
 
 
 @SCHEDULES.register("cosine")
@@ -94,4 +101,6 @@ def linear(step: int, options: TrainOptions, hidden_size: int) -> float:
     del hidden_size
     if step <= options.warmup_steps:
         return options.learning_rate * _warmup(step, options)
-    return options.learning_rate * (options.steps - step + 1) / (options.steps - options.warmup_steps)
+    return (
+        options.learning_rate * (options.steps - step + 1) / (options.steps - options.warmup_steps)
+    )

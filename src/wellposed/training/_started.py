@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def describe_start(options: StartOptions, start: Start) -> dict[str, Any]:
-    """Return the entry ``started_from`` of ``train_info``; nothing where the run starts from no model."""
+    """Return the entry ``started_from`` of ``train_info``; nothing where the run starts from no
+    model."""
     if not options.model:
         return {}
     names = {"new_weights": list(start.new_weights), "left_out": list(start.left_out)}
@@ -29,6 +30,8 @@ def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
     drawn, left_out = started_from["new_weights"], started_from["left_out"]
     everything = set(parameters) <= set(drawn)
     told = [f"starts from {started_from['model']}"]
-    told += [f"drawn at random: {'every weight' if everything else shortened(drawn)}"] if drawn else []
+    told += (
+        [f"drawn at random: {'every weight' if everything else shortened(drawn)}"] if drawn else []
+    )
     told += [f"in the file and not used: {shortened(left_out)}"] if left_out else []
     return "; ".join(told)

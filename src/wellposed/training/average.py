@@ -1,4 +1,5 @@
-"""The mean of the weights of the last evaluations, and the choice between it and the best single weights."""
+"""The mean of the weights of the last evaluations, and the choice between it and the best single
+weights."""
 
 from __future__ import annotations
 
@@ -32,26 +33,29 @@ def weight_history(config: RunConfig, run_folder: Path) -> WeightHistory | None:
     count = config.train.average_checkpoints
     if count and config.constrain.where and config.constrain.to != "spectral":
         raise ConfigError(
-            f"train.average_checkpoints = {count} with constrain.where = {config.constrain.where!r}: the mean of "
-            "orthogonal matrices is not orthogonal, nor has that of unit columns unit columns; leave one of them at "
-            "its default"
+            f"train.average_checkpoints = {count} with constrain.where ="
+            f" {config.constrain.where!r}: the mean of orthogonal matrices is not orthogonal, nor"
+            " has that of unit columns unit columns; leave one of them at its default"
         )
     return WeightHistory(run_folder, count) if count else None
 
 
 class WeightHistory:
-    """The weights at the last ``keep`` evaluations, one file each; a run that resumes finds those it wrote before."""
+    """The weights at the last ``keep`` evaluations, one file each; a run that resumes finds those
+    it wrote before."""
 
     def __init__(self, run_folder: Path, keep: int) -> None:
         self.folder = run_folder / FOLDER
         self._keep = keep
 
     def add(self, step: int, model: nn.Module, *, write: bool = True) -> None:
-        """Write the weights of ``step`` and forget those before the last ``keep``, or after ``step``.
+        """Write the weights of ``step`` and forget those before the last ``keep``, or after
+        ``step``.
 
         Of several processes one writes; where weights are sharded the others gather with it.
 
-        Weights of a later step are of a course that was given up by resuming from an earlier checkpoint.
+        Weights of a later step are of a course that was given up by resuming from an earlier
+        checkpoint.
 
         Raises:
             CheckpointError: the disk is full or cannot be written.
@@ -69,13 +73,17 @@ class WeightHistory:
                     (self.folder / f"step-{number}.safetensors").unlink()
         except OSError as error:
             raise CheckpointError(
-                f"{path}: cannot write the weights to average: {error.strerror or error}; checkpoints are intact; free "
-                "space on the disk, then continue with --resume auto"
+                f"{path}: cannot write the weights to average: {error.strerror or error};"
+                " checkpoints are intact; free space on the disk, then continue with --resume auto"
             ) from error
 
     def steps(self) -> list[int]:
         """Return the steps whose weights are there, in order."""
-        names = [path.name for path in self.folder.glob("step-*.safetensors")] if self.folder.is_dir() else []
+        names = (
+            [path.name for path in self.folder.glob("step-*.safetensors")]
+            if self.folder.is_dir()
+            else []
+        )
         return sorted(int(match[1]) for match in map(_NAME.match, names) if match)
 
     def mean(self) -> dict[str, torch.Tensor]:
@@ -84,7 +92,9 @@ class WeightHistory:
         try:
             return mean_tensors([decode(path.read_bytes())[0] for path in paths])
         except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self.folder}: weights to average cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.folder}: weights to average cannot be read: {error}"
+            ) from error
 
     def remove(self) -> None:
         """Delete the files."""
@@ -92,16 +102,21 @@ class WeightHistory:
 
 
 def mean_tensors(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the mean of each float tensor, summed in float64 and rounded once; others are those of the last state.
+    """Return the mean of each float tensor, summed in float64 and rounded once; others are those of
+    the last state.
 
     >>> mean_tensors([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
     {'w': tensor([1.5000])}
     """
     last = states[-1]
     return {
-        name: (sum((state[name].double() for state in states), torch.zeros(())) / len(states)).to(value.dtype)
-        if value.is_floating_point()
-        else value
+        name: (
+            (sum((state[name].double() for state in states), torch.zeros(())) / len(states)).to(
+                value.dtype
+            )
+            if value.is_floating_point()
+            else value
+        )
         for name, value in last.items()
     }
 
@@ -116,10 +131,12 @@ def choose_weights(
     metric: str,
     higher_is_better: bool,
 ) -> tuple[dict[str, Any], Evaluation | None]:
-    """Leave the mean weights in ``model`` if they are better on *valid* than its own, which are the best so far.
+    """Leave the mean weights in ``model`` if they are better on *valid* than its own, which are the
+    best so far.
 
     Returns:
-        What was compared and used, for ``result.json``, and the evaluation of the mean where it is used.
+        What was compared and used, for ``result.json``, and the evaluation of the mean where it is
+        used.
     """
     steps = history.steps()
     report: dict[str, Any] = {

@@ -20,11 +20,13 @@ TOKEN_TYPES = "token_type_ids"
 
 
 class MicroBatches:
-    """Endless micro-batches of the train split: epoch after epoch, each in the order that ``task.batches`` gives.
+    """Endless micro-batches of the train split: epoch after epoch, each in the order that
+    ``task.batches`` gives.
 
-    The stream depends on ``(task, batch_size, seed)`` and on nothing of the model, so that every variant of a seed
-    sees the same batches in the same order. The position ``(epoch, index)`` is all the state there is. With several
-    processes, process r of W takes the micro-batches r, r + W, ...
+    The stream depends on ``(task, batch_size, seed)`` and on nothing of the model, so that every
+    variant of a seed sees the same batches in the same order. The position ``(epoch, index)`` is
+    all the state there is. With several processes, process r of W takes the micro-batches r, r + W,
+    ...
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class MicroBatches:
         self._batches = collated(task, "train", members, workers=workers)
 
     def take(self, count: int) -> list[Batch]:
-        """Return the next ``count`` micro-batches of this process and step over those of the others."""
+        """Return the next ``count`` micro-batches of this process and step over those of the
+        others."""
         mine = []
         for _ in range(count):
             mine.append(next(self._batches))
@@ -61,7 +64,8 @@ class MicroBatches:
         self._batches = iter(())
 
     def _members(self, order: list[list[int]], epoch: int, index: int) -> Iterator[Sequence[int]]:
-        """Yield the examples of each micro-batch of this process, and note the position after those of all."""
+        """Yield the examples of each micro-batch of this process, and note the position after those
+        of all."""
         while True:
             mine: Sequence[int] = ()
             for process in range(self._world):
@@ -78,14 +82,16 @@ class MicroBatches:
         order = self._task.batches("train", self._batch_size, seed=self._seed, epoch=epoch)
         if not order:
             raise DataError(
-                f"{self._task.name}: the train split has {len(self._task.dataset('train'))} examples and gives no "
-                f"batch of {self._batch_size}; use more data or a smaller batch_size"
+                f"{self._task.name}: the train split has {len(self._task.dataset('train'))}"
+                f" examples and gives no batch of {self._batch_size}; use more data or a smaller"
+                " batch_size"
             )
         return order
 
 
 def micro_batches_of_process(accumulation: int, *, begun_with: int, processes: int) -> int:
-    """Return how many micro-batches each process takes in a step that sees as many as when the run began.
+    """Return how many micro-batches each process takes in a step that sees as many as when the run
+    began.
 
     Raises:
         ConfigError: they cannot be shared out evenly.
@@ -93,15 +99,16 @@ def micro_batches_of_process(accumulation: int, *, begun_with: int, processes: i
     total = accumulation * begun_with
     if total % processes:
         raise ConfigError(
-            f"the run was begun by {begun_with} processes with gradient_accumulation {accumulation}, so a step takes "
-            f"{total} micro-batches, which {processes} processes cannot share evenly; continue with a number of "
-            f"processes that divides {total}"
+            f"the run was begun by {begun_with} processes with gradient_accumulation"
+            f" {accumulation}, so a step takes {total} micro-batches, which {processes} processes"
+            f" cannot share evenly; continue with a number of processes that divides {total}"
         )
     return total // processes
 
 
 def token_count(batch: Batch) -> int:
-    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of targets as well.
+    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of
+    targets as well.
 
     An image counts as one.
     """
@@ -121,8 +128,9 @@ def check_target_count(task: Task, counted: int, summed: float) -> None:
     """Refuse a task whose loss sums over another number of targets than its labels say."""
     if counted != int(summed):
         raise ConfigError(
-            f"task {task.name!r}: loss_sum reports {int(summed)} targets, but the labels hold {counted}; "
-            "define target_count(batch) on the task so that gradient accumulation stays exact"
+            f"task {task.name!r}: loss_sum reports {int(summed)} targets, but the labels hold"
+            f" {counted}; define target_count(batch) on the task so that gradient accumulation"
+            " stays exact"
         )
 
 
@@ -137,7 +145,8 @@ def sequence_count(batch: Batch) -> int:
 
 
 def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
-    """Return what of ``batch`` a model reads: all but the targets, and token types only where it has them."""
+    """Return what of ``batch`` a model reads: all but the targets, and token types only where it
+    has them."""
     inputs = {name: value for name, value in batch.items() if name not in TARGETS}
     if TOKEN_TYPES in inputs and not takes_token_types(getattr(model, "module", model)):
         del inputs[TOKEN_TYPES]
@@ -155,8 +164,11 @@ def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return forward_with_auxiliary(model, batch)[0]
 
 
-def forward_with_auxiliary(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits of ``model``, and a loss of its own where it has one: a mean over the sequences of ``batch``.
+def forward_with_auxiliary(
+    model: torch.nn.Module, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits of ``model``, and a loss of its own where it has one: a mean over the
+    sequences of ``batch``.
 
     It is read from ``output.auxiliary_loss``.
     """

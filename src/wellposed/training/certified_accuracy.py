@@ -1,4 +1,5 @@
-"""Certified accuracy of a classifier or a language model against perturbations of its embedded input, and attacked."""
+"""Certified accuracy of a classifier or a language model against perturbations of its embedded
+input, and attacked."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class AccuracyAtRadius:
 
 @dataclass(frozen=True)
 class CertifiedAccuracy:
-    """The curve: for every radius, certified accuracy <= true robust accuracy <= accuracy under attack."""
+    """The curve: for every radius, certified accuracy <= true robust accuracy <= accuracy under
+    attack."""
 
     rows: tuple[AccuracyAtRadius, ...]
     examples: int
@@ -48,7 +50,8 @@ class CertifiedAccuracy:
     median_radius: float
     """Median certified radius of the examples that are classified right; 0 where none is."""
     median_token: float
-    """Median 2-norm of the embedded tokens of these examples: what radii are to be compared with."""
+    """Median 2-norm of the embedded tokens of these examples: what radii are to be compared
+    with."""
     largest_token: float
     """Their largest 2-norm."""
     attack: str
@@ -56,27 +59,37 @@ class CertifiedAccuracy:
     notes: tuple[str, ...] = ()
     """Why certified accuracy is no more than it is, where margins are not the reason."""
     predictions: int = 0
-    """Of a language model: the predicted tokens, of which all shares are; 0 where examples have one label each."""
+    """Of a language model: the predicted tokens, of which all shares are; 0 where examples have one
+    label each."""
 
     def in_tokens(self, radius: float) -> float:
         """Return ``radius`` in units of the median token norm; infinite where that is 0."""
         return radius / self.median_token if self.median_token > 0 else math.inf
 
     def table(self) -> str:
-        """Return the curve as plain text; radii stand beside themselves in units of the median token norm."""
+        """Return the curve as plain text; radii stand beside themselves in units of the median
+        token norm."""
         texts = f"{self.predictions} next tokens of {self.examples} texts"
         counted = texts if self.predictions else f"{self.examples} examples"
         lines = [
-            f"{counted}, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm {self.norm}, "
-            f"median certified radius {self.median_radius:.4g} = {self.in_tokens(self.median_radius):.3g} of a token",
-            f"{'radius':>10}  {'of a token':>10}  {'certified':>9}  {'attacked':>9}   ({self.attack})",
+            (
+                f"{counted}, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm"
+                f" {self.norm}, median certified radius {self.median_radius:.4g} ="
+                f" {self.in_tokens(self.median_radius):.3g} of a token"
+            ),
+            (
+                f"{'radius':>10}  {'of a token':>10}  {'certified':>9}  {'attacked':>9}  "
+                f" ({self.attack})"
+            ),
         ]
         lines += [
-            f"{row.radius:>10.4g}  {self.in_tokens(row.radius):>10.3g}  {row.certified:>9.4f}  {row.attacked:>9.4f}"
+            f"{row.radius:>10.4g}  {self.in_tokens(row.radius):>10.3g}  {row.certified:>9.4f} "
+            f" {row.attacked:>9.4f}"
             for row in self.rows
         ]
         scale = (
-            f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median), {self.largest_token:.4g} at most"
+            f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median),"
+            f" {self.largest_token:.4g} at most"
         )
         return "\n".join([*lines, *self.notes, scale])
 
@@ -108,22 +121,25 @@ def certified_accuracy(
     restarts: int = 1,
     seed: int = 0,
 ) -> CertifiedAccuracy:
-    """Return, for each r, the share of examples that no ``|delta| <= r`` makes wrong, and the share PGD leaves right.
+    """Return, for each r, the share of examples that no ``|delta| <= r`` makes wrong, and the share
+    PGD leaves right.
 
-    An example counts as certified at r where ``min_k (f_y - f_k) / (|w_y - w_k| L_body) > r``, at least
-    ``margin / (sqrt(2) L) > r`` (Tsuzuku, Sato, Sugiyama 2018; theory note B9). Certified for exact arithmetic; the
-    attack (projected gradient ascent on the margin, Madry et al. 2018) runs in float64 and can only be too weak, so
-    ``certified <= true <= attacked``. A wrong input found at some size counts at every radius above it. The
-    perturbation acts on ``inputs_embeds`` of real tokens, in the certificate's norm: in ``tok`` every token may move
-    by r at once. Where the certificate is on a ball, an input is certified only as far as its tokens stay inside. Of a
-    pair of texts the tokens of both move. Of a language model every next token counts as an example; one perturbation
-    of a text attacks all of its tokens.
+    An example counts as certified at r where ``min_k (f_y - f_k) / (|w_y - w_k| L_body) > r``, at
+    least ``margin / (sqrt(2) L) > r`` (Tsuzuku, Sato, Sugiyama 2018; theory note B9). Certified for
+    exact arithmetic; the attack (projected gradient ascent on the margin, Madry et al. 2018) runs
+    in float64 and can only be too weak, so ``certified <= true <= attacked``. A wrong input found
+    at some size counts at every radius above it. The perturbation acts on ``inputs_embeds`` of real
+    tokens, in the certificate's norm: in ``tok`` every token may move by r at once. Where the
+    certificate is on a ball, an input is certified only as far as its tokens stay inside. Of a pair
+    of texts the tokens of both move. Of a language model every next token counts as an example; one
+    perturbation of a text attacks all of its tokens.
 
     Args:
-        model: it takes ``inputs_embeds`` and returns ``logits``, of one label or of the token after each position; it
-            is copied, in eval mode.
-        batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class per example, or the
-            token at each position, -100 where there is none; of pairs also ``input_ids_pair``, ``attention_mask_pair``.
+        model: it takes ``inputs_embeds`` and returns ``logits``, of one label or of the token after
+            each position; it is copied, in eval mode.
+        batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class
+            per example, or the token at each position, -100 where there is none; of pairs also
+            ``input_ids_pair``, ``attention_mask_pair``.
         certificate: of this model, from `wellposed.certify`.
         radii: increasing sizes >= 0; where not given: those of `default_radii`.
         in_tokens: radii are multiples of the median 2-norm of an embedded token.
@@ -146,13 +162,23 @@ def certified_accuracy(
     largest = torch.cat([batch.sizes.amax(-1) for batch in embedded])
     certified = torch.cat([_certified_radii(certificate, batch) for batch in embedded])
     median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
-    sizes = default_radii(certified) if radii is None else [r * (median_token if in_tokens else 1.0) for r in radii]
-    attack = _MarginAttack(target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed))
-    broken_at = torch.cat([attack.smallest_break(batch, sizes)[batch.is_counted] for batch in embedded])
+    sizes = (
+        default_radii(certified)
+        if radii is None
+        else [r * (median_token if in_tokens else 1.0) for r in radii]
+    )
+    attack = _MarginAttack(
+        target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed)
+    )
+    broken_at = torch.cat(
+        [attack.smallest_break(batch, sizes)[batch.is_counted] for batch in embedded]
+    )
     correct = torch.cat([batch.correct[batch.is_counted] for batch in embedded])
     held = {size: correct & ((certified > size) | (size == 0)) for size in sizes}
     return CertifiedAccuracy(
-        tuple(AccuracyAtRadius(size, _share(held[size]), _share(broken_at > size)) for size in sizes),
+        tuple(
+            AccuracyAtRadius(size, _share(held[size]), _share(broken_at > size)) for size in sizes
+        ),
         examples=len(largest),
         norm=str(certificate.norm),
         lipschitz=certificate.total,
@@ -172,20 +198,30 @@ def _share(flags: Tensor) -> float:
 
 def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
     if not math.isfinite(certificate.total):
-        where = ", ".join(layer.path or "the module itself" for layer in certificate.uncertified[:3])
-        return (f"no bound ({where or 'the product overflows'}), so nothing is certified at any radius above 0",)
+        where = ", ".join(
+            layer.path or "the module itself" for layer in certificate.uncertified[:3]
+        )
+        return (
+            (
+                f"no bound ({where or 'the product overflows'}), so nothing is certified at any"
+                " radius above 0"
+            ),
+        )
     if certificate.ball == math.inf:
         return ()
     ball = f"the ball |x_i| <= {certificate.ball:g}"
     outside = int((largest > certificate.ball).sum())
     if outside:
-        return (f"{outside} of {len(largest)} inputs lie outside {ball}, where nothing is certified",)
+        return (
+            f"{outside} of {len(largest)} inputs lie outside {ball}, where nothing is certified",
+        )
     room = float((certificate.ball - largest).median())
     return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
 
 
 def default_radii(certified: Tensor, count: int = 8) -> list[float]:
-    """Return 0 and ``count`` sizes, each 4 times the last, from a quarter of the median certified radius (or 0.01).
+    """Return 0 and ``count`` sizes, each 4 times the last, from a quarter of the median certified
+    radius (or 0.01).
 
     Certificates are often far below what an attack needs, so the sizes span orders of magnitude.
 
@@ -199,7 +235,8 @@ def default_radii(certified: Tensor, count: int = 8) -> list[float]:
 
 @dataclass(frozen=True)
 class _EmbeddedBatch:
-    """A batch as vectors of tokens, and what the model says of it without a perturbation: (batch, labels, classes)."""
+    """A batch as vectors of tokens, and what the model says of it without a perturbation: (batch,
+    labels, classes)."""
 
     vectors: Tensor
     mask: Tensor
@@ -226,9 +263,12 @@ _SIDES = ("", "_pair")
 
 
 def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -> Tensor:
-    """Return logits (batch, labels, classes): of one label, or of the token after each position but the last."""
+    """Return logits (batch, labels, classes): of one label, or of the token after each position but
+    the last."""
     given: dict[str, Tensor] = {}
-    for name, part, kept in zip(_SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False):
+    for name, part, kept in zip(
+        _SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False
+    ):
         given |= {f"inputs_embeds{name}": part, f"attention_mask{name}": kept}
     logits = model(**given).logits
     return logits[:, None] if logits.ndim == 2 else logits[:, :-1]
@@ -239,16 +279,29 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     labels = batch["labels"]
     is_text = labels.shape == batch["input_ids"].shape
     least = _NO_LABEL if is_text else 0
-    if labels.is_floating_point() or not (labels.ndim == 1 or is_text) or bool((labels < least).any()):
+    if (
+        labels.is_floating_point()
+        or not (labels.ndim == 1 or is_text)
+        or bool((labels < least).any())
+    ):
         raise DataError(
-            "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of input_ids, received "
-            f"{labels.dtype} {tuple(labels.shape)}"
+            "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of"
+            f" input_ids, received {labels.dtype} {tuple(labels.shape)}"
         )
     masks = [batch[f"attention_mask{name}"] for name in _SIDES if f"input_ids{name}" in batch]
-    texts = [input_vectors(model, batch[f"input_ids{name}"], mask) for name, mask in zip(_SIDES, masks, strict=False)]
-    vectors, mask, sides = torch.cat(texts, dim=1), torch.cat(masks, dim=1), tuple(text.shape[1] for text in texts)
+    texts = [
+        input_vectors(model, batch[f"input_ids{name}"], mask)
+        for name, mask in zip(_SIDES, masks, strict=False)
+    ]
+    vectors, mask, sides = (
+        torch.cat(texts, dim=1),
+        torch.cat(masks, dim=1),
+        tuple(text.shape[1] for text in texts),
+    )
     logits = _scores(model, vectors, mask, sides)
-    return _EmbeddedBatch(vectors, mask, labels[:, 1:] if is_text else labels[:, None], logits, sides)
+    return _EmbeddedBatch(
+        vectors, mask, labels[:, 1:] if is_text else labels[:, None], logits, sides
+    )
 
 
 def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
@@ -256,7 +309,10 @@ def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
     chosen = batch.is_counted
     largest, *lengths = (
         value[:, None].expand(chosen.shape)[chosen]
-        for value in (batch.sizes.amax(-1), *(side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)))
+        for value in (
+            batch.sizes.amax(-1),
+            *(side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)),
+        )
     )
     width = batch.vectors.shape[-1]
     rows = max(1, _MOST_ENTRIES // (batch.logits.shape[-1] * width))
@@ -266,7 +322,9 @@ def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
         return torch.cat(
             [
                 certificate.radius(logits, labels, tokens=tokens, largest_token=token, width=width)
-                for logits, labels, tokens, token in zip(*(part.split(rows) for part in given), strict=True)
+                for logits, labels, tokens, token in zip(
+                    *(part.split(rows) for part in given), strict=True
+                )
             ]
         )
 
@@ -285,7 +343,8 @@ class _MarginAttack:
     generator: torch.Generator
 
     def smallest_break(self, batch: _EmbeddedBatch, sizes: Sequence[float]) -> Tensor:
-        """Return the size of the smallest perturbation found that makes each label wrong; infinite where none was."""
+        """Return the size of the smallest perturbation found that makes each label wrong; infinite
+        where none was."""
         broken_at = torch.where(batch.correct, math.inf, 0.0).double()
         carried = torch.zeros_like(batch.vectors)
         for size in (size for size in sizes if size > 0):
@@ -295,7 +354,9 @@ class _MarginAttack:
                 _, broken_at = self._descend(batch, self._random(batch, size), size, broken_at)
         return broken_at
 
-    def _descend(self, batch: _EmbeddedBatch, delta: Tensor, size: float, broken_at: Tensor) -> tuple[Tensor, Tensor]:
+    def _descend(
+        self, batch: _EmbeddedBatch, delta: Tensor, size: float, broken_at: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return where the descent ends, and the smallest breaks known by then."""
         allowed = batch.mask[..., None].double()
         for _ in range(self.steps):
@@ -308,7 +369,9 @@ class _MarginAttack:
             _, broken_at = self._try(batch, delta, broken_at)
         return delta.detach(), broken_at
 
-    def _try(self, batch: _EmbeddedBatch, delta: Tensor, broken_at: Tensor) -> tuple[Tensor, Tensor]:
+    def _try(
+        self, batch: _EmbeddedBatch, delta: Tensor, broken_at: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the margins at ``delta``, and the smallest breaks with those that it makes."""
         logits = _scores(self.model, batch.vectors + delta, batch.mask, batch.sides)
         right = batch.labels.clamp_min(0).unsqueeze(-1)
@@ -318,7 +381,9 @@ class _MarginAttack:
         return margin * batch.is_counted, torch.minimum(broken_at, size)
 
     def _random(self, batch: _EmbeddedBatch, size: float) -> Tensor:
-        noise = torch.randn(batch.vectors.shape, dtype=batch.vectors.dtype, generator=self.generator)
+        noise = torch.randn(
+            batch.vectors.shape, dtype=batch.vectors.dtype, generator=self.generator
+        )
         noise = noise * batch.mask[..., None]
         return noise * (size / perturbation_size(noise, self.norm).clamp_min(1e-12))[:, None, None]
 
@@ -326,7 +391,11 @@ class _MarginAttack:
 def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
     if norm == "inf":
         return delta.clamp(-size, size)
-    length = delta.norm(dim=-1, keepdim=True) if norm == "tok" else delta.flatten(1).norm(dim=-1)[:, None, None]
+    length = (
+        delta.norm(dim=-1, keepdim=True)
+        if norm == "tok"
+        else delta.flatten(1).norm(dim=-1)[:, None, None]
+    )
     return delta * (size / length.clamp_min(size)) if size > 0 else torch.zeros_like(delta)
 
 

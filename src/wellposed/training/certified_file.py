@@ -1,4 +1,5 @@
-"""``certified.json`` of a run folder: certified and attacked accuracy of its final model; free of torch."""
+"""``certified.json`` of a run folder: certified and attacked accuracy of its final model; free of
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from wellposed.training import durable_files
 NAME = "certified.json"
 FORMAT = 1
 TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
-"""Radii that compare models whose tokens differ in size: multiples of the median norm of an embedded token."""
+"""Radii that compare models whose tokens differ in size: multiples of the median norm of an
+embedded token."""
 CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "causal_lm")
 """Kinds of tasks with a certified accuracy: a label of a text or a pair, or the next token."""
 NAMED_SHARE = 0.1
@@ -22,7 +24,8 @@ NAMED_SHARE = 0.1
 
 @dataclass(frozen=True)
 class CertifiedRun:
-    """What a run can be relied on for: the shares of examples held at radii in units of the median token norm."""
+    """What a run can be relied on for: the shares of examples held at radii in units of the median
+    token norm."""
 
     run_date: str
     """Date of the training that made the model."""
@@ -41,9 +44,14 @@ class CertifiedRun:
     attacked: list[float]
 
     def metrics(self) -> dict[str, float]:
-        """Return certified accuracy at `NAMED_SHARE` as a metric of a run; nothing where it was not measured there."""
+        """Return certified accuracy at `NAMED_SHARE` as a metric of a run; nothing where it was not
+        measured there."""
         found = dict(zip(self.shares, self.certified, strict=True))
-        return {f"certified@{NAMED_SHARE:g},{self.split}": found[NAMED_SHARE]} if NAMED_SHARE in found else {}
+        return (
+            {f"certified@{NAMED_SHARE:g},{self.split}": found[NAMED_SHARE]}
+            if NAMED_SHARE in found
+            else {}
+        )
 
 
 def write_certified(folder: Path, run: CertifiedRun) -> Path:
@@ -75,8 +83,8 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
         raise DataError(f"{path}: {error}; certify the run again, or remove the file") from error
     if run.run_date != run_date:
         raise DataError(
-            f"{path}: certifies the model of {run.run_date}, the run ended {run_date}; certify it again, or remove "
-            "the file"
+            f"{path}: certifies the model of {run.run_date}, the run ended {run_date}; certify it"
+            " again, or remove the file"
         )
     return run
 
@@ -85,10 +93,17 @@ def _refuse_damage(run: CertifiedRun) -> None:
     columns = (run.shares, run.certified, run.attacked)
     if not all(isinstance(column, list) and len(column) == len(run.shares) for column in columns):
         raise ValueError("shares, certified and attacked must be lists of the same length")
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for column in columns for value in column):
+    if not all(
+        isinstance(value, (int, float)) and math.isfinite(value)
+        for column in columns
+        for value in column
+    ):
         raise ValueError("shares, certified and attacked must be finite numbers")
     if run.shares != sorted(set(run.shares)):
         raise ValueError(f"shares = {run.shares}, expected increasing radii")
     above = [share for share, sure, seen in zip(*columns, strict=True) if sure > seen]
     if above:
-        raise ValueError(f"certified accuracy is above the attacked one at {above}, which no sound certificate allows")
+        raise ValueError(
+            f"certified accuracy is above the attacked one at {above}, which no sound certificate"
+            " allows"
+        )

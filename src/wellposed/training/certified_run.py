@@ -16,7 +16,12 @@ from wellposed.tasks.task import Split
 from wellposed.training._result import read_result
 from wellposed.training._save import load_run_model
 from wellposed.training.certified_accuracy import CertifiedAccuracy, certified_accuracy
-from wellposed.training.certified_file import TOKEN_SHARES, CertifiedRun, read_certified, write_certified
+from wellposed.training.certified_file import (
+    TOKEN_SHARES,
+    CertifiedRun,
+    read_certified,
+    write_certified,
+)
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -26,11 +31,16 @@ BALL = 1.5
 
 
 def has_certified_accuracy(model: nn.Module) -> bool:
-    """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or the next token."""
-    return type(model).__name__.endswith(("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM"))
+    """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or
+    the next token."""
+    return type(model).__name__.endswith(
+        ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
+    )
 
 
-def first_batches(task: Task, split: Split, examples: int, batch_size: int = 32) -> list[dict[str, Tensor]]:
+def first_batches(
+    task: Task, split: Split, examples: int, batch_size: int = 32
+) -> list[dict[str, Tensor]]:
     """Return the first ``examples`` of a split, or all of it, in batches.
 
     Of a language model every next token is one: texts are taken until they hold so many.
@@ -47,7 +57,8 @@ def first_batches(task: Task, split: Split, examples: int, batch_size: int = 32)
 
 
 def best_certificate(model: Any, seq_len: int) -> Certificate:
-    """Return the certificate in norm tok: on all inputs, or on a ball about the vocabulary where there is none."""
+    """Return the certificate in norm tok: on all inputs, or on a ball about the vocabulary where
+    there is none."""
     everywhere = certify(model, seq_len=seq_len)
     if math.isfinite(everywhere.total):
         return everywhere
@@ -62,10 +73,12 @@ def certify_run(
     attack_steps: int = 20,
     shares: Sequence[float] = TOKEN_SHARES,
 ) -> CertifiedRun:
-    """Measure certified and attacked accuracy of a run on *test*, and keep it as ``certified.json`` in its folder.
+    """Measure certified and attacked accuracy of a run on *test*, and keep it as ``certified.json``
+    in its folder.
 
-    Status: certified <= robust <= attacked, see `certified_accuracy`. The perturbation moves every embedded token by
-    up to a share of the median token norm, so that models with tokens of other sizes can be compared.
+    Status: certified <= robust <= attacked, see `certified_accuracy`. The perturbation moves every
+    embedded token by up to a share of the median token norm, so that models with tokens of other
+    sizes can be compared.
 
     Args:
         folder: of a finished run.
@@ -75,20 +88,31 @@ def certify_run(
         shares: radii in units of the median token norm, increasing.
 
     Raises:
-        ConfigError: the run neither classifies texts or pairs nor predicts the next token, or has not finished.
+        ConfigError: the run neither classifies texts or pairs nor predicts the next token, or has
+        not finished.
 
     Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples.
     """
     model, _ = load_run_model(folder)
     if not has_certified_accuracy(model):
         raise ConfigError(
-            f"{folder}: certified accuracy is for a label of a text or a pair, or the next token of a text; the "
-            f"run holds a {type(model).__name__}"
+            f"{folder}: certified accuracy is for a label of a text or a pair, or the next token of"
+            f" a text; the run holds a {type(model).__name__}"
         )
     batches = first_batches(task, "test", examples)
-    longest = max(ids.shape[-1] for batch in batches for name, ids in batch.items() if name.startswith("input_ids"))
+    longest = max(
+        ids.shape[-1]
+        for batch in batches
+        for name, ids in batch.items()
+        if name.startswith("input_ids")
+    )
     curve = certified_accuracy(
-        model, batches, best_certificate(model, longest), radii=shares, in_tokens=True, attack_steps=attack_steps
+        model,
+        batches,
+        best_certificate(model, longest),
+        radii=shares,
+        in_tokens=True,
+        attack_steps=attack_steps,
     )
     return keep(folder, curve, "test", shares)
 
@@ -102,19 +126,24 @@ def certify_runs(
     attack_steps: int = 20,
     shares: Sequence[float] = TOKEN_SHARES,
 ) -> list[CertifiedRun]:
-    """Certify every run, or read what was found before at these radii for as many examples or more."""
+    """Certify every run, or read what was found before at these radii for as many examples or
+    more."""
     found = []
     for folder in folders:
         known = read_certified(folder, run_date=_date(folder))
         enough = min(examples, len(task.dataset("test")))
         if known is None or known.examples < enough or known.shares != list(shares):
             announce(f"certified accuracy of {folder}")
-            known = certify_run(folder, task, examples=examples, attack_steps=attack_steps, shares=shares)
+            known = certify_run(
+                folder, task, examples=examples, attack_steps=attack_steps, shares=shares
+            )
         found.append(known)
     return found
 
 
-def keep(folder: Path, curve: CertifiedAccuracy, split: Split, shares: Sequence[float]) -> CertifiedRun:
+def keep(
+    folder: Path, curve: CertifiedAccuracy, split: Split, shares: Sequence[float]
+) -> CertifiedRun:
     """Write a curve over ``shares`` of the median token norm into the folder of its run."""
     run = CertifiedRun(
         run_date=_date(folder),
@@ -136,5 +165,8 @@ def keep(folder: Path, curve: CertifiedAccuracy, split: Split, shares: Sequence[
 def _date(folder: Path) -> str:
     result = read_result(folder)
     if result is None:
-        raise ConfigError(f"{folder}: the run has not finished (no result.json); finish it with --resume auto first")
+        raise ConfigError(
+            f"{folder}: the run has not finished (no result.json); finish it with --resume auto"
+            " first"
+        )
     return str(result.result["date"])

@@ -1,4 +1,5 @@
-"""Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and digests.
+"""Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
+digests.
 
 Accelerate's ``save_state`` is not used, since it pickles the optimizer and the random states.
 """
@@ -48,9 +49,13 @@ class Snapshot:
 
 
 def take_snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState, random_states: list[bytes]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    random_states: list[bytes],
 ) -> Snapshot:
-    """Return the checkpoint of the present moment; ``random_states`` holds one entry per process."""
+    """Return the checkpoint of the present moment; ``random_states`` holds one entry per
+    process."""
     files = {
         MODEL: encode(model_tensors(model)[0]),
         OPTIMIZER: encode(*optimizer_tensors(optimizer)),
@@ -59,12 +64,15 @@ def take_snapshot(
     }
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
-        files["config.json"] = config.to_json_string().encode()  # makes the folder loadable by from_pretrained
+        files["config.json"] = (
+            config.to_json_string().encode()
+        )  # makes the folder loadable by from_pretrained
     return Snapshot(state.step, files)
 
 
 def join_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep nothing."""
+    """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep
+    nothing."""
     model_tensors(model, keep=False)
     optimizer_tensors(optimizer, keep=False)
 
@@ -83,11 +91,16 @@ def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
     """Write ``snapshot`` as ``checkpoint-<step>``, complete or not at all.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written; older checkpoints are untouched, nothing is left behind.
+        CheckpointError: the disk is full or cannot be written; older checkpoints are untouched,
+        nothing is left behind.
     """
     folder = run_folder / f"checkpoint-{snapshot.step}"
     # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
-    manifest = {"format": _manifest.FORMAT, "step": snapshot.step, "files": _manifest.describe(snapshot.files)}
+    manifest = {
+        "format": _manifest.FORMAT,
+        "step": snapshot.step,
+        "files": _manifest.describe(snapshot.files),
+    }
     try:
         with durable_files.replace_folder(folder) as temporary:
             for name, data in snapshot.files.items():
@@ -98,8 +111,9 @@ def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
         older = newest_complete(run_folder)[0]
         kept = f"{older.name} is intact" if older else "there is no earlier one"
         raise CheckpointError(
-            f"{folder}: cannot write the checkpoint of {size / 1e6:.3g} MB: {error.strerror or error}; {kept}; "
-            "free space on the disk, then continue with --resume auto"
+            f"{folder}: cannot write the checkpoint of {size / 1e6:.3g} MB:"
+            f" {error.strerror or error}; {kept}; free space on the disk, then continue with"
+            " --resume auto"
         ) from error
     return folder
 
@@ -114,7 +128,8 @@ def verify(folder: Path) -> None:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint, and nothing else of it: what happened to its other files does not matter.
+    """Load the weights of a checkpoint, and nothing else of it: what happened to its other files
+    does not matter.
 
     Raises:
         CheckpointError: the weights are missing, cut or altered, or belong to another model.
@@ -123,20 +138,25 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     try:
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
     except (OSError, *_MISFITS) as error:
-        raise CheckpointError(f"{folder / MODEL}: the weights do not fit this run: {error}") from error
+        raise CheckpointError(
+            f"{folder / MODEL}: the weights do not fit this run: {error}"
+        ) from error
 
 
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
-            "; ".join(problems) + "; the checkpoint cannot be used: remove it, or continue with --resume auto, which "
+            "; ".join(problems)
+            + "; the checkpoint cannot be used: remove it, or continue with --resume auto, which "
             "takes the newest complete one"
         )
 
 
 def all_checkpoints(run_folder: Path) -> list[Path]:
     """Return the checkpoint folders of a run, oldest first, complete or not."""
-    found = [path for path in run_folder.glob("checkpoint-*") if path.is_dir() and NAME.match(path.name)]
+    found = [
+        path for path in run_folder.glob("checkpoint-*") if path.is_dir() and NAME.match(path.name)
+    ]
     return sorted(found, key=step_of)
 
 
@@ -144,7 +164,9 @@ def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
     match = NAME.match(folder.name)
     if match is None:
-        raise CheckpointError(f"{folder}: not a checkpoint; expected a folder named checkpoint-<step>")
+        raise CheckpointError(
+            f"{folder}: not a checkpoint; expected a folder named checkpoint-<step>"
+        )
     return int(match[1])
 
 
@@ -162,9 +184,14 @@ def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank: int | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rank: int | None = None,
 ) -> TrainerState:
-    """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the generators of ``rank``.
+    """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the
+    generators of ``rank``.
 
     The generators of a process that was not there when it was written stay as they are.
 
@@ -189,13 +216,15 @@ def load_checkpoint(
 def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> None:
     """Keep the newest ``keep`` checkpoints up to ``step`` and the best one; remove the others.
 
-    Later ones than ``step`` are damaged, or of a course that was given up by resuming from an earlier checkpoint.
+    Later ones than ``step`` are damaged, or of a course that was given up by resuming from an
+    earlier checkpoint.
     """
     folders = all_checkpoints(run_folder)
     newest = [folder for folder in folders if step_of(folder) <= step][-keep:]
     for folder in folders:
         if folder not in newest and step_of(folder) != best_step:
-            # Under a temporary name first: a kill in the middle must not leave half a checkpoint under a good name.
+            # Under a temporary name first: a kill in the middle must not leave half a checkpoint
+            # under a good name.
             doomed = folder.with_name(f"{durable_files.TEMPORARY}{folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
@@ -203,15 +232,19 @@ def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> N
 
 
 def random_count(folder: Path) -> int:
-    """Return how many processes wrote a checkpoint, each of which left the state of its generators."""
+    """Return how many processes wrote a checkpoint, each of which left the state of its
+    generators."""
     return len(list(folder.glob(random_name(0).replace("0", "*"))))
 
 
 def processes_at_start(run_folder: Path) -> int | None:
-    """Return how many processes a run began with, as its newest readable checkpoint says; None before the first."""
+    """Return how many processes a run began with, as its newest readable checkpoint says; None
+    before the first."""
     for folder in reversed(all_checkpoints(run_folder)):
         try:
-            return int(json.loads((folder / STATE).read_bytes()).get("processes", random_count(folder)))
+            return int(
+                json.loads((folder / STATE).read_bytes()).get("processes", random_count(folder))
+            )
         except (OSError, ValueError, AttributeError, TypeError, RecursionError):
             continue
     return None

@@ -1,7 +1,9 @@
-"""The frozen configuration of a run; free of torch, so that the command line can describe it without importing torch.
+"""The frozen configuration of a run; free of torch, so that the command line can describe it
+without importing torch.
 
-A run is identified by one `RunConfig`: which task with which options, which model, which penalty and how it is trained.
-A variant is a function from one `RunConfig` to another. Descriptions under the fields are the command line's help.
+A run is identified by one `RunConfig`: which task with which options, which model, which penalty
+and how it is trained. A variant is a function from one `RunConfig` to another. Descriptions under
+the fields are the command line's help.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class PenaltyOptions:
     form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
     """Which distance to orthogonality."""
     feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
-    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
+    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared
+    norms."""
     attention_mode: Literal["joint", "separate"] = "joint"
     """One Gram matrix for the four attention weights together, or one each."""
     estimator: Literal["exact", "probes"] = "exact"
@@ -65,7 +68,17 @@ class PenaltyOptions:
     @property
     def active(self) -> bool:
         """Whether any strength is non-zero."""
-        return any((self.affinity, self.attention, self.feedforward, self.query, self.key, self.value, self.embedding))
+        return any(
+            (
+                self.affinity,
+                self.attention,
+                self.feedforward,
+                self.query,
+                self.key,
+                self.value,
+                self.embedding,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -73,9 +86,11 @@ class ConstrainOptions:
     """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
 
     where: str = ""
-    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
+    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or
+    query,key."""
     embeddings: Literal["refuse", "fit"] = "refuse"
-    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
+    """fit: embeddings among them are held at the size they have, tall ones by their columns;
+    refuse: no tall ones."""
     to: Literal["orthogonal", "spectral", "columns"] = "orthogonal"
     """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
     bound: float = 1.0
@@ -107,7 +122,8 @@ class TrainOptions:
     schedule: Schedule = "cosine"
     """Learning-rate schedule."""
     warmup_steps: int = 0
-    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of inverse_sqrt_warmup."""
+    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of
+    inverse_sqrt_warmup."""
     warmup_share: float = 0.0
     """Share of the steps that warm up, in the place of warmup_steps."""
     decay_steps: int = 4000
@@ -115,7 +131,8 @@ class TrainOptions:
     gamma: float = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with momentum."""
+    """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with
+    momentum."""
     momentum: float | None = None
     """Of muon (0.95 where not given) and sgd (0.9)."""
     weight_decay: float = 0.01
@@ -131,20 +148,24 @@ class TrainOptions:
     label_smoothing: float = 0.0
     """Label smoothing of the training loss."""
     temperature: float = 1.0
-    """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
+    """Losses and metrics read this many times the logits; models whose slope is bounded have small
+    ones."""
     margin_radius: float = 0.0
-    """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
+    """Train on the logits that the other classes, or tokens, could reach when the input moves by
+    this much."""
     margin_loss: Literal["ce", "certified", "hinge"] | None = None
-    """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
+    """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how
+    far any is ahead."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
+    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight
+    (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
     num_workers: int = 0
-    """Processes that make batches ahead, for a task of your own that reads or decodes in collate; built-in tasks hold
-    their tokens in memory and gain nothing."""
+    """Processes that make batches ahead, for a task of your own that reads or decodes in collate;
+    built-in tasks hold their tokens in memory and gain nothing."""
     compile: bool = False
     """Train through torch.compile."""
     gradient_checkpointing: bool = False
@@ -154,13 +175,15 @@ class TrainOptions:
     eval_batches: int | None = None
     """At most this many validation batches; all where not given."""
     patience: int | None = None
-    """Stop after this many evaluations without a better validation result; never where not given."""
+    """Stop after this many evaluations without a better validation result; never where not
+    given."""
     checkpoint_every: int = 200
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 1
     """How many latest checkpoints stay (the best one always stays)."""
     average_checkpoints: int = 0
-    """Average the weights of this many last evaluations and use the mean where it is better on valid; 0: never."""
+    """Average the weights of this many last evaluations and use the mean where it is better on
+    valid; 0: never."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     seed: int = 0
@@ -172,18 +195,22 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class StartOptions:
-    """A Hugging Face model that the run begins with, in the place of an architecture of ours; none where empty."""
+    """A Hugging Face model that the run begins with, in the place of an architecture of ours; none
+    where empty."""
 
     model: str = ""
-    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random
+    weights)."""
     from_scratch: bool = False
     """Read the configuration of that model alone and draw every weight."""
     new_head: bool = False
     """Draw a new head although the saved one has other labels."""
     attention: Literal["own", "l2", "cosine"] = "own"
-    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot products."""
+    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot
+    products."""
     init: Literal["own", "t_fixup"] = "own"
-    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
+    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with
+    --from-scratch."""
 
     def __post_init__(self) -> None:
         refuse(start_problems(self))
@@ -211,23 +238,32 @@ class RunConfig:
         if self.start.model and self.model != ModelOptions():
             chosen = flat_options(dataclasses.asdict(self.model))
             usual = flat_options(dataclasses.asdict(ModelOptions()))
-            names = [f"model.{name} = {value!r}" for name, value in chosen.items() if value != usual[name]]
+            names = [
+                f"model.{name} = {value!r}"
+                for name, value in chosen.items()
+                if value != usual[name]
+            ]
             raise ConfigError(
-                f"{self.start.model}: a model to start from brings its own architecture; received besides: "
-                f"{', '.join(names)}; leave these options out, or the model"
+                f"{self.start.model}: a model to start from brings its own architecture; received"
+                f" besides: {', '.join(names)}; leave these options out, or the model"
             )
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
         values = {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
-        return values if self.imports else {name: value for name, value in values.items() if name != "imports"}
+        return (
+            values
+            if self.imports
+            else {name: value for name, value in values.items() if name != "imports"}
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
         """Build from nested plain values; every unknown option and wrong type is named at once.
 
         Raises:
-            ConfigError: an unknown option (with the nearest three), a value of the wrong type, another schema version.
+            ConfigError: an unknown option (with the nearest three), a value of the wrong type,
+            another schema version.
         """
         values = dict(values)
         version = values.pop("schema_version", SCHEMA_VERSION)

@@ -1,4 +1,5 @@
-"""Find the layer whose activation, or gradient, stopped being finite first, by running the batch again under hooks."""
+"""Find the layer whose activation, or gradient, stopped being finite first, by running the batch
+again under hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class Blame:
     reason: str
 
 
-NOT_REPEATED = Blame(ROOT, "running the batch again gave finite values, so the failure does not repeat")
+NOT_REPEATED = Blame(
+    ROOT, "running the batch again gave finite values, so the failure does not repeat"
+)
 
 
 class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a result before a user sees it)
@@ -31,22 +34,28 @@ class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a 
     def __init__(self, *, step: int, learning_rate: float, what: str, blame: Blame) -> None:
         self.step, self.learning_rate, self.what, self.blame = step, learning_rate, what, blame
         super().__init__(
-            f"step {step}, learning rate {learning_rate:.6g}: {what}; first at {blame.layer}: {blame.reason}; the "
-            "weights were not updated; lower the learning rate, add warm-up steps, or clip at a smaller max_grad_norm"
+            f"step {step}, learning rate {learning_rate:.6g}: {what}; first at {blame.layer}:"
+            f" {blame.reason}; the weights were not updated; lower the learning rate, add warm-up"
+            " steps, or clip at a smaller max_grad_norm"
         )
 
 
-def find_blame(model: nn.Module, compute_losses: Callable[[], Mapping[str, torch.Tensor]]) -> Blame | None:
-    """Run ``compute_losses`` once more and name the first layer that turned finite input into non-finite output.
+def find_blame(
+    model: nn.Module, compute_losses: Callable[[], Mapping[str, torch.Tensor]]
+) -> Blame | None:
+    """Run ``compute_losses`` once more and name the first layer that turned finite input into
+    non-finite output.
 
-    Status: exact for the batch given, when ``compute_losses`` repeats the run (same weights, same random state). A
-    layer that is fed non-finite values is not blamed; the block around it, which made them, is. When everything
-    forward is finite, the backward pass is searched the same way, and then the norm of all gradients. Only tensors
-    that carry gradients are looked at, since masks hold -inf by right.
+    Status: exact for the batch given, when ``compute_losses`` repeats the run (same weights, same
+    random state). A layer that is fed non-finite values is not blamed; the block around it, which
+    made them, is. When everything forward is finite, the backward pass is searched the same way,
+    and then the norm of all gradients. Only tensors that carry gradients are looked at, since masks
+    hold -inf by right.
 
     Args:
         model: the model, with the weights from before the failed step.
-        compute_losses: runs the forward pass of ``model`` and returns the terms of the loss by name.
+        compute_losses: runs the forward pass of ``model`` and returns the terms of the loss by
+        name.
 
     Returns:
         The layer and the reason; None when everything is finite.
@@ -57,7 +66,9 @@ def find_blame(model: nn.Module, compute_losses: Callable[[], Mapping[str, torch
     if weights:
         more = f" and {len(weights) - MAX_LISTED} more" if len(weights) > MAX_LISTED else ""
         owner = weights[0].rpartition(".")[0] or ROOT
-        return Blame(owner, f"weights hold NaN or infinite values: {', '.join(weights[:MAX_LISTED])}{more}")
+        return Blame(
+            owner, f"weights hold NaN or infinite values: {', '.join(weights[:MAX_LISTED])}{more}"
+        )
     watcher = _FiniteWatcher(model)
     try:
         model.zero_grad(set_to_none=True)
@@ -66,7 +77,9 @@ def find_blame(model: nn.Module, compute_losses: Callable[[], Mapping[str, torch
             return watcher.blame
         for name, loss in losses.items():
             if not _finite(loss):
-                return Blame(name, f"every activation is finite, but this term is {float(loss.detach())}")
+                return Blame(
+                    name, f"every activation is finite, but this term is {float(loss.detach())}"
+                )
         sum(losses.values(), torch.zeros((), device=next(model.parameters()).device)).backward()
         return watcher.backward_blame(model)
     finally:
@@ -75,7 +88,8 @@ def find_blame(model: nn.Module, compute_losses: Callable[[], Mapping[str, torch
 
 
 class _FiniteWatcher:
-    """Hooks on every module that note the first non-finite activation and the first non-finite gradient."""
+    """Hooks on every module that note the first non-finite activation and the first non-finite
+    gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self.blame: Blame | None = None
@@ -84,7 +98,9 @@ class _FiniteWatcher:
         self._gradient_blame: Blame | None = None
         self._handles: list[Any] = []
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._before(name or ROOT), with_kwargs=True))
+            self._handles.append(
+                module.register_forward_pre_hook(self._before(name or ROOT), with_kwargs=True)
+            )
             self._handles.append(module.register_forward_hook(self._after(name or ROOT)))
 
     def remove(self) -> None:
@@ -96,7 +112,9 @@ class _FiniteWatcher:
             return self._gradient_blame
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and not _finite(parameter.grad):
-                return Blame(name.rpartition(".")[0] or ROOT, f"the gradient of {name} is not finite")
+                return Blame(
+                    name.rpartition(".")[0] or ROOT, f"the gradient of {name} is not finite"
+                )
         return _overflow_of_norm(model)
 
     def _before(self, name: str) -> Callable[..., None]:
@@ -104,7 +122,9 @@ class _FiniteWatcher:
             inputs = [tensor for tensor in _activations((args, kwargs)) if not _finite(tensor)]
             if self.blame is None and inputs:
                 maker = self._running[-1] if self._running else ROOT
-                self.blame = Blame(maker, f"{_describe(inputs[0])} computed inside it, before {name}")
+                self.blame = Blame(
+                    maker, f"{_describe(inputs[0])} computed inside it, before {name}"
+                )
             self._running.append(name)
 
         return hook
@@ -115,7 +135,11 @@ class _FiniteWatcher:
             outputs = list(_activations(output))
             bad = [tensor for tensor in outputs if not _finite(tensor)]
             if self.blame is None and bad:
-                sizes = [float(tensor.detach().abs().max()) for tensor in _activations(args) if tensor.numel()]
+                sizes = [
+                    float(tensor.detach().abs().max())
+                    for tensor in _activations(args)
+                    if tensor.numel()
+                ]
                 fed = f" from an input of at most {max(sizes):.4g}" if sizes else ""
                 self.blame = Blame(name, f"{_describe(bad[0])} at its output{fed}")
             for tensor in outputs:
@@ -131,7 +155,10 @@ class _FiniteWatcher:
             if _finite(gradient):
                 self._last_finite_gradient = name
             else:
-                reason = f"its backward pass gave {_describe(gradient)} as the gradient of the output of {name}"
+                reason = (
+                    f"its backward pass gave {_describe(gradient)} as the gradient of the output of"
+                    f" {name}"
+                )
                 self._gradient_blame = Blame(self._last_finite_gradient, reason)
 
         return hook
@@ -139,13 +166,16 @@ class _FiniteWatcher:
 
 def _overflow_of_norm(model: nn.Module) -> Blame | None:
     """Blame the largest of finite gradients where the norm of all of them is infinite."""
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
     if not gradients or _finite(torch.nn.utils.get_total_norm(gradients.values())):
         return None
     name, gradient = max(gradients.items(), key=lambda pair: float(pair[1].abs().max()))
     reason = (
-        f"the gradient of {name} has an entry of size {float(gradient.abs().max()):.4g}: every gradient is finite, but "
-        f"the norm of all of them is more than {str(gradient.dtype).removeprefix('torch.')} can hold"
+        f"the gradient of {name} has an entry of size {float(gradient.abs().max()):.4g}: every"
+        " gradient is finite, but the norm of all of them is more than"
+        f" {str(gradient.dtype).removeprefix('torch.')} can hold"
     )
     return Blame(name.rpartition(".")[0] or ROOT, reason)
 
@@ -170,4 +200,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 def _describe(tensor: torch.Tensor) -> str:
     values = tensor.detach()
     nans, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
-    return f"{nans} NaN and {infinite} infinite of {values.numel()} values ({str(values.dtype).removeprefix('torch.')})"
+    return (
+        f"{nans} NaN and {infinite} infinite of {values.numel()} values"
+        f" ({str(values.dtype).removeprefix('torch.')})"
+    )

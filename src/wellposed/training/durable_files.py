@@ -16,7 +16,8 @@ OLD = f"{TEMPORARY}old-"
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` and wait until it is on the disk. Every file of a checkpoint passes here."""
+    """Write ``data`` to ``path`` and wait until it is on the disk. Every file of a checkpoint
+    passes here."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -65,7 +66,8 @@ def open_replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
-    """Yield a temporary folder, each of whose files replaces that of its name in ``folder`` in one step at the end.
+    """Yield a temporary folder, each of whose files replaces that of its name in ``folder`` in one
+    step at the end.
 
     Files with the suffix ``last`` come last: who finds one finds the others.
     """
@@ -85,7 +87,8 @@ def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a temporary name beside ``path`` that is this process's alone; what dead processes left is removed."""
+    """Return a temporary name beside ``path`` that is this process's alone; what dead processes
+    left is removed."""
     for left in path.parent.glob(f"{TEMPORARY}*-{escape(path.name)}"):
         number = left.name.removeprefix(TEMPORARY).removesuffix(f"-{path.name}")
         if number.isdigit() and not _lives(int(number)):
@@ -113,7 +116,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` in one rename when the block ends without an error."""
+    """Yield a temporary folder that becomes ``folder`` in one rename when the block ends without an
+    error."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     _remove(temporary)
     temporary.mkdir(parents=True)
@@ -121,7 +125,8 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         sync_folder(temporary)
         if folder.exists():
-            # A rename cannot replace a folder that holds files; `remove_litter` undoes a kill between the two renames.
+            # A rename cannot replace a folder that holds files; `remove_litter` undoes a kill
+            # between the two renames.
             old = folder.with_name(f"{OLD}{folder.name}")
             _remove(old)
             folder.rename(old)

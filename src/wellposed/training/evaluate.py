@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split (``loss`` among them), how many examples they are over, and a batch with a bad loss.
+    """Metrics of one split (``loss`` among them), how many examples they are over, and a batch with
+    a bad loss.
 
     ``notes`` are entries of ``result.json`` about how the metrics came about.
     """
@@ -46,9 +47,10 @@ def evaluate(
 ) -> Evaluation | None:
     """Return the metrics of ``model`` on ``split``, or None when ``stop()`` became true on the way.
 
-    Status: exact. Sums and counts are added up in float64 over batches and processes, so the result does not depend
-    on the batch size. Every process runs the model as often; what is run beyond the split is not counted. Dropout is
-    off; no random number is drawn; the mode of the model is put back.
+    Status: exact. Sums and counts are added up in float64 over batches and processes, so the result
+    does not depend on the batch size. Every process runs the model as often; what is run beyond the
+    split is not counted. Dropout is off; no random number is drawn; the mode of the model is put
+    back.
 
     Cost: one forward pass over the split, or over its first ``max_batches`` batches.
     """
@@ -60,7 +62,9 @@ def evaluate(
     model.eval()
     try:
         share = _share_of_process(order, accelerator.process_index, accelerator.num_processes)
-        batches = collated(task, split, [members for members, _ in share], workers=options.num_workers)
+        batches = collated(
+            task, split, [members for members, _ in share], workers=options.num_workers
+        )
         for batch, (_, counts) in zip(batches, share, strict=True):
             if stop():
                 return None
@@ -71,7 +75,10 @@ def evaluate(
             if bad_batch is None and not math.isfinite(sums["loss"][0]):
                 bad_batch = batch
             totals = {
-                name: (totals.get(name, (0.0, 0.0))[0] + sums[name][0], totals.get(name, (0.0, 0.0))[1] + sums[name][1])
+                name: (
+                    totals.get(name, (0.0, 0.0))[0] + sums[name][0],
+                    totals.get(name, (0.0, 0.0))[1] + sums[name][1],
+                )
                 for name in sums
             }
     finally:
@@ -82,10 +89,16 @@ def evaluate(
     return Evaluation(metrics, sum(map(len, order)), bad_batch)
 
 
-def _share_of_process(order: list[list[int]], rank: int, world: int) -> list[tuple[list[int], bool]]:
-    """Return as many batches to every process, as their calls wait for each other; the last may not count for some."""
+def _share_of_process(
+    order: list[list[int]], rank: int, world: int
+) -> list[tuple[list[int], bool]]:
+    """Return as many batches to every process, as their calls wait for each other; the last may not
+    count for some."""
     firsts = range(0, len(order), world)
-    return [(order[first + rank], True) if first + rank < len(order) else (order[first], False) for first in firsts]
+    return [
+        (order[first + rank], True) if first + rank < len(order) else (order[first], False)
+        for first in firsts
+    ]
 
 
 @torch.no_grad()
@@ -98,7 +111,9 @@ def _batch_sums(
     return {**task.metric_sums(logits, batch), "loss": (float(loss_sum), float(count))}
 
 
-def _over_processes(accelerator: Accelerator, totals: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def _over_processes(
+    accelerator: Accelerator, totals: dict[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
     if accelerator.num_processes == 1:
         return totals
     names = sorted(totals)

@@ -28,24 +28,29 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
         if error.errno not in DISK_PROBLEMS:
             raise
         raise CheckpointError(
-            f"{error.filename or out}: cannot be written: {error.strerror}; complete checkpoints are intact; "
-            "make room or give access, then continue with --resume auto"
+            f"{error.filename or out}: cannot be written: {error.strerror}; complete checkpoints"
+            " are intact; make room or give access, then continue with --resume auto"
         ) from error
     except (RuntimeError, MemoryError) as error:
         text = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+            words in text for words in OUT_OF_MEMORY
+        ):
             raise WellposedError(_out_of_memory(options, accelerator.device)) from error
         if LOST_WORKER in text:
             raise WellposedError(
-                f"a process that made batches has ended ({str(error).partition(chr(10))[0]}); train.num_workers = "
-                f"{options.num_workers}: fewer need less memory, 0 needs no process; continue with --resume auto"
+                f"a process that made batches has ended ({str(error).partition(chr(10))[0]});"
+                f" train.num_workers = {options.num_workers}: fewer need less memory, 0 needs no"
+                " process; continue with --resume auto"
             ) from error
-        lost = isinstance(error, torch.distributed.DistError) or any(words in text for words in LOST_PROCESS)
+        lost = isinstance(error, torch.distributed.DistError) or any(
+            words in text for words in LOST_PROCESS
+        )
         if accelerator.num_processes > 1 and lost:
             raise WellposedError(
-                f"process {accelerator.process_index} of {accelerator.num_processes}: another process of this run has "
-                "ended, so this one ends too; complete checkpoints are intact: start all of them again with "
-                "--resume auto"
+                f"process {accelerator.process_index} of {accelerator.num_processes}: another"
+                " process of this run has ended, so this one ends too; complete checkpoints are"
+                " intact: start all of them again with --resume auto"
             ) from error
         raise
 
@@ -55,12 +60,13 @@ def _out_of_memory(options: TrainOptions, device: torch.device) -> str:
     cheaper = "" if options.gradient_checkpointing else ", or give --gradient-checkpointing"
     parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
     smaller = (
-        f"the same gradients need less with --batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
+        f"the same gradients need less with --batch-size {size // parts} --gradient-accumulation"
+        f" {parts * accumulation}"
         if parts > 1
         else "a batch cannot be smaller: shorten the sequences or the model"
     )
     return (
-        f"out of memory on {device}: train.batch_size = {size}, gradient_accumulation = {accumulation}, "
-        f"gradient_checkpointing = {str(options.gradient_checkpointing).lower()}; {smaller}{cheaper}; "
-        "complete checkpoints are intact"
+        f"out of memory on {device}: train.batch_size = {size}, gradient_accumulation ="
+        f" {accumulation}, gradient_checkpointing = {str(options.gradient_checkpointing).lower()};"
+        f" {smaller}{cheaper}; complete checkpoints are intact"
     )

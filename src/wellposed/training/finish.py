@@ -1,4 +1,5 @@
-"""What follows the last step of a run, in order: final weights are chosen, scored and saved, and the result written."""
+"""What follows the last step of a run, in order: final weights are chosen, scored and saved, and
+the result written."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ GENERATE_BATCH = 64
 
 
 def finish(run: Run) -> RunResult:
-    """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them in ``final/``."""
+    """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them
+    in ``final/``."""
     lost = load_best_weights(run)
     notes = choose_mean_weights(run)
     test = evaluate_split(run, "test")
@@ -38,7 +40,9 @@ def finish(run: Run) -> RunResult:
     if test_scores and (described := run.task.describe_generation()):
         notes["generation"] = described
     test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
-    run.add_row({"step": run.state.best_step, "split": "test", **test.metrics, "seconds": run.elapsed()})
+    run.add_row(
+        {"step": run.state.best_step, "split": "test", **test.metrics, "seconds": run.elapsed()}
+    )
     valid = run.best_evaluation()["valid"]
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
@@ -78,7 +82,8 @@ def fail_before_start(
     command: list[str] | None,
     write: bool,
 ) -> RunResult:
-    """End a run whose model or constraint could not be made; one process of them writes the folder."""
+    """End a run whose model or constraint could not be made; one process of them writes the
+    folder."""
     environment = environment_of(task, command)
     values = describe_result(
         status="failed",
@@ -101,7 +106,8 @@ def fail_before_start(
 
 
 def load_best_weights(run: Run) -> str:
-    """Load the weights that were best on *valid*; where those are damaged, keep the last ones and return why."""
+    """Load the weights that were best on *valid*; where those are damaged, keep the last ones and
+    return why."""
     state = run.state
     if state.best_step == state.step:
         return ""
@@ -109,7 +115,10 @@ def load_best_weights(run: Run) -> str:
     try:
         checkpoints.load_weights(best, run.model)
     except CheckpointError as error:
-        lost = f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are used: {error}"
+        lost = (
+            f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are"
+            f" used: {error}"
+        )
         run.progress.say(lost, warn=True)
         state.best_value = None
         validate(run)
@@ -118,7 +127,8 @@ def load_best_weights(run: Run) -> str:
 
 
 def choose_mean_weights(run: Run) -> dict[str, Any]:
-    """Take the mean of the last evaluated weights where it is better on *valid*; return what was compared and used."""
+    """Take the mean of the last evaluated weights where it is better on *valid*; return what was
+    compared and used."""
     if run.history is None:
         return {}
     run.accelerator.wait_for_everyone()
@@ -135,12 +145,15 @@ def choose_mean_weights(run: Run) -> dict[str, Any]:
     if found is not None:
         state.best_metrics, state.best_examples = found.metrics, found.examples
     used, rule = report["used"], report["chosen_by"]
-    run.progress.say(f"final weights: {used} ({rule}: best {report['best']}, mean {report['average']})")
+    run.progress.say(
+        f"final weights: {used} ({rule}: best {report['best']}, mean {report['average']})"
+    )
     return {"weights": report}
 
 
 def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
-    """Return the scores of texts that the final weights generate for ``split``; none for a task without texts."""
+    """Return the scores of texts that the final weights generate for ``split``; none for a task
+    without texts."""
     if run.task.report_headline is not None and run.stop_requested():
         raise Cancelled
 
@@ -150,7 +163,9 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
         run.progress.part(f"generating the texts of {split}", done, count)
 
     batch_size = min(GENERATE_BATCH, run.options.batch_size)
-    scores = run.task.generate_metrics(run.whole().model, split, batch_size=batch_size, notify=notify)
+    scores = run.task.generate_metrics(
+        run.whole().model, split, batch_size=batch_size, notify=notify
+    )
     return {name: float(value) for name, value in scores.items()}
 
 

@@ -19,7 +19,9 @@ def _leave_to_parent() -> None:
         os.close(_held.pop())
 
 
-if hasattr(os, "register_at_fork"):  # else a worker that outlives its killed parent would hold the lock for it
+if hasattr(
+    os, "register_at_fork"
+):  # else a worker that outlives its killed parent would hold the lock for it
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
@@ -27,8 +29,9 @@ if hasattr(os, "register_at_fork"):  # else a worker that outlives its killed pa
 def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
     """Hold the lock of the folder ``out``, which is made where it is missing.
 
-    The system lets go of the lock with its process, so the file that a killed one leaves is taken over. Where the
-    system or its file system has no such locks (Windows, some network disks) nothing is held.
+    The system lets go of the lock with its process, so the file that a killed one leaves is taken
+    over. Where the system or its file system has no such locks (Windows, some network disks)
+    nothing is held.
 
     Raises:
         ConfigError: another process has it; the message has its number and host.
@@ -58,8 +61,8 @@ def _locked(path: Path) -> int:
             owner = os.read(handle, 200).decode(errors="replace").strip()
             os.close(handle)
             raise ConfigError(
-                f"{path.parent}: {owner or 'another process'} is writing this run (it holds {path.name}); wait for it, "
-                "stop it, or name another --out"
+                f"{path.parent}: {owner or 'another process'} is writing this run (it holds"
+                f" {path.name}); wait for it, stop it, or name another --out"
             )
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), path.stat()):

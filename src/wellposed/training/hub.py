@@ -22,18 +22,21 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConfigError(f"{name}: not the name of a repository ({error}); expected NAME or OWNER/NAME") from error
+        raise ConfigError(
+            f"{name}: not the name of a repository ({error}); expected NAME or OWNER/NAME"
+        ) from error
 
 
 def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
-    """Upload every file of ``folder``, a saved model, and its model card, in which ``FOLDER`` becomes the repository.
+    """Upload every file of ``folder``, a saved model, and its model card, in which ``FOLDER``
+    becomes the repository.
 
     Status: exact; the files are checked against their manifest first.
 
     Args:
         folder: ``final/`` of a run.
-        repository: ``NAME`` or ``OWNER/NAME``; made where it is missing, private unless ``public``. One that exists
-            stays as visible as it is.
+        repository: ``NAME`` or ``OWNER/NAME``; made where it is missing, private unless ``public``.
+            One that exists stays as visible as it is.
         public: make it for everyone to see.
 
     Returns:
@@ -45,12 +48,14 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
         CheckpointError: files that are missing, cut or altered.
         WellposedError: no token, no network, or a refusal of the hub; the folder stays as it is.
 
-    Cost: the upload. When not to use: for data that may not leave the house; weights can hold parts of it.
+    Cost: the upload. When not to use: for data that may not leave the house; weights can hold parts
+    of it.
 
     >>> push_to_hub(Path("no/such/folder"), "me/model")
     Traceback (most recent call last):
     ...
-    wellposed.errors.DataError: no/such/folder: no saved model there; name a finished run or its final/
+    wellposed.errors.DataError: no/such/folder: no saved model there; name a finished run or its
+    final/
     """
     check_repository(repository)
     if not (folder / "config.json").is_file():
@@ -63,13 +68,21 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=[CARD])
         if (folder / CARD).is_file():
-            card = (folder / CARD).read_text(encoding="utf-8").replace('"FOLDER"', f'"{address.repo_id}"')
-            api.upload_file(path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=address.repo_id)
+            card = (
+                (folder / CARD)
+                .read_text(encoding="utf-8")
+                .replace('"FOLDER"', f'"{address.repo_id}"')
+            )
+            api.upload_file(
+                path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=address.repo_id
+            )
     except Exception as error:  # of a client library: tokens, addresses, transport, refusals
         said = str(error).strip().partition("\n")[0]
-        again = shlex.join(["wellposed", "push", str(folder), repository, *(["--public"] if public else [])])
+        again = shlex.join(
+            ["wellposed", "push", str(folder), repository, *(["--public"] if public else [])]
+        )
         raise WellposedError(
-            f"{folder} is saved and was not uploaded to {repository}: {type(error).__name__}: {said}; log in with "
-            f"`hf auth login` or set HF_TOKEN, then try again with: {again}"
+            f"{folder} is saved and was not uploaded to {repository}: {type(error).__name__}:"
+            f" {said}; log in with `hf auth login` or set HF_TOKEN, then try again with: {again}"
         ) from error
     return str(address)

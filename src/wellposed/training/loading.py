@@ -1,4 +1,5 @@
-"""Batches made from their examples, in this process or ahead of it in workers; the same bits in either case."""
+"""Batches made from their examples, in this process or ahead of it in workers; the same bits in
+either case."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ Batch = dict[str, torch.Tensor]
 Members = Sequence[int]
 
 
-def collated(task: Task, split: Split, members: Iterable[Members], *, workers: int) -> Iterator[Batch]:
-    """Yield the batch of each list of examples, in order; ``workers`` processes are two batches each ahead.
+def collated(
+    task: Task, split: Split, members: Iterable[Members], *, workers: int
+) -> Iterator[Batch]:
+    """Yield the batch of each list of examples, in order; ``workers`` processes are two batches
+    each ahead.
 
     Nothing of the random state of this process is used, and the workers end with the iterator.
 

@@ -1,4 +1,5 @@
-"""The training loop: steps, evaluations and checkpoints, and what is said where the numbers stop being finite."""
+"""The training loop: steps, evaluations and checkpoints, and what is said where the numbers stop
+being finite."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def fit(run: Run) -> None:
-    """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top of the loop.
+    """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top
+    of the loop.
 
     Raises:
         Cancelled: the run was asked to stop.
@@ -36,8 +38,14 @@ def fit(run: Run) -> None:
         last = state.step >= options.steps
         if state.evaluated_step < state.step and (last or state.step % options.eval_every == 0):
             validate(run)
-        last = last or (options.patience is not None and state.evaluations_without_gain >= options.patience)
-        if last or state.step == state.best_step or (state.step and state.step % options.checkpoint_every == 0):
+        last = last or (
+            options.patience is not None and state.evaluations_without_gain >= options.patience
+        )
+        if (
+            last
+            or state.step == state.best_step
+            or (state.step and state.step % options.checkpoint_every == 0)
+        ):
             run.save()
         if last:
             return
@@ -86,13 +94,23 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
 
 
 def validate(run: Run) -> None:
-    """Evaluate on *valid*, note whether these weights are the best so far, and keep them where they may be averaged."""
+    """Evaluate on *valid*, note whether these weights are the best so far, and keep them where they
+    may be averaged."""
     state, task = run.state, run.task
     found = evaluate_split(run, "valid")
     better = state.record_evaluation(
-        found.metrics[task.headline], found.metrics, found.examples, higher_is_better=task.higher_is_better
+        found.metrics[task.headline],
+        found.metrics,
+        found.examples,
+        higher_is_better=task.higher_is_better,
     )
-    row = {"step": state.step, "split": "valid", **found.metrics, "best": better, "seconds": run.elapsed()}
+    row = {
+        "step": state.step,
+        "split": "valid",
+        **found.metrics,
+        "best": better,
+        "seconds": run.elapsed(),
+    }
     run.add_row(row)
     if run.history is not None:
         run.history.add(state.step, run.model, write=run.is_main)
@@ -118,7 +136,10 @@ def evaluate_split(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     if found is None:
         raise Cancelled
     if found.examples == 0:
-        raise DataError(f"{run.task.name}: the {split} split is empty; a run needs it to choose and report weights")
+        raise DataError(
+            f"{run.task.name}: the {split} split is empty; a run needs it to choose and report"
+            " weights"
+        )
     if not math.isfinite(found.metrics["loss"]):
         raise _bad_evaluation(run, split, found)
     return found
@@ -129,7 +150,8 @@ def _rate(run: Run, step: int) -> float:
 
 
 def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
-    """Return the penalty of this step; with ``every`` = k it is on at every k-th step and counts k-fold."""
+    """Return the penalty of this step; with ``every`` = k it is on at every k-th step and counts
+    k-fold."""
     every = run.config.penalty.every
     if penalty is None or run.state.step % every:
         return None
@@ -143,7 +165,11 @@ def _log(run: Run, rate: float, grad_norm: float) -> None:
         "split": "train",
         "loss": window.loss_sum / max(1, window.targets),
         "penalty": window.penalty_sum / window.steps,
-        **({} if window.auxiliary_sum is None else {"auxiliary_loss": window.auxiliary_sum / window.steps}),
+        **(
+            {}
+            if window.auxiliary_sum is None
+            else {"auxiliary_loss": window.auxiliary_sum / window.steps}
+        ),
         **run.constraint_error(),
         "grad_norm": grad_norm,
         "learning_rate": rate,
@@ -153,17 +179,23 @@ def _log(run: Run, rate: float, grad_norm: float) -> None:
     run.add_row(row)
 
 
-def _divergence(run: Run, numbers: StepNumbers, micro_batches: list[Batch], rate: float) -> Divergence:
+def _divergence(
+    run: Run, numbers: StepNumbers, micro_batches: list[Batch], rate: float
+) -> Divergence:
     run.optimizer.zero_grad(set_to_none=True)
     terms = {
         "loss": numbers.loss_sum, "penalty": numbers.penalty, "auxiliary loss": numbers.auxiliary or 0.0,
         "gradient norm": numbers.grad_norm,
     }  # fmt: skip
-    what = ", ".join(f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value))
+    what = ", ".join(
+        f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)
+    )
     found, whole = None, run.whole()
     for batch in micro_batches:
         found = found or find_blame(whole.model, lambda batch=batch: _losses(run, whole, batch))
-    return Divergence(step=run.state.step + 1, learning_rate=rate, what=what, blame=found or NOT_REPEATED)
+    return Divergence(
+        step=run.state.step + 1, learning_rate=rate, what=what, blame=found or NOT_REPEATED
+    )
 
 
 def _bad_evaluation(run: Run, split: str, evaluation: Evaluation) -> Divergence:
@@ -174,7 +206,9 @@ def _bad_evaluation(run: Run, split: str, evaluation: Evaluation) -> Divergence:
         whole.model.train()
     step = max(1, run.state.step)
     what = f"loss on {split} is {evaluation.metrics['loss']}"
-    return Divergence(step=step, learning_rate=_rate(run, step), what=what, blame=found or NOT_REPEATED)
+    return Divergence(
+        step=step, learning_rate=_rate(run, step), what=what, blame=found or NOT_REPEATED
+    )
 
 
 def _losses(run: Run, whole: Whole, batch: Batch) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one row per line, appended; cut back to the rows of the checkpoint on resume."""
+"""``metrics.jsonl``: one row per line, appended; cut back to the rows of the checkpoint on
+resume."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The rows of a run so far. Opening it with ``rows=n`` removes every row after the first n, and half a line.
+    """The rows of a run so far. Opening it with ``rows=n`` removes every row after the first n, and
+    half a line.
 
     Only one process of a run writes; on the others (``enabled=False``) rows are counted alone.
     """
@@ -39,13 +41,14 @@ class MetricsFile:
                 self._file.flush()
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: cannot add a row: {error.strerror or error}; checkpoints are intact; free space on the "
-                "disk, then continue with --resume auto"
+                f"{self.path}: cannot add a row: {error.strerror or error}; checkpoints are intact;"
+                " free space on the disk, then continue with --resume auto"
             ) from error
         self.rows += 1
 
     def sync(self) -> int:
-        """Wait until every row is on the disk and return their number; a checkpoint counts no row a crash can lose."""
+        """Wait until every row is on the disk and return their number; a checkpoint counts no row a
+        crash can lose."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         return self.rows
@@ -54,7 +57,10 @@ class MetricsFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
             self._file.close()
@@ -70,8 +76,8 @@ def _truncate(path: Path, rows: int) -> int:
     lines = _complete_lines(path)[:rows]
     if len(lines) < rows:
         raise CheckpointError(
-            f"{path}: {len(lines)} complete rows, but the checkpoint was written after {rows}; restore the file, "
-            "or train in another folder"
+            f"{path}: {len(lines)} complete rows, but the checkpoint was written after {rows};"
+            " restore the file, or train in another folder"
         )
     if path.exists():
         durable_files.replace_file(path, b"".join(lines))

@@ -1,4 +1,5 @@
-"""What a radius means in words: how far the most frequent words of some examples are from their neighbours."""
+"""What a radius means in words: how far the most frequent words of some examples are from their
+neighbours."""
 
 from __future__ import annotations
 
@@ -26,16 +27,23 @@ class NearestWord:
 
 @torch.no_grad()
 def nearest_words(
-    model: nn.Module, tokenizer: Any, batches: Iterable[Mapping[str, Tensor]], radius: float, *, count: int = 6
+    model: nn.Module,
+    tokenizer: Any,
+    batches: Iterable[Mapping[str, Tensor]],
+    radius: float,
+    *,
+    count: int = 6,
 ) -> list[NearestWord]:
-    """Return the ``count`` most frequent words of the batches, most frequent first, with their nearest neighbours.
+    """Return the ``count`` most frequent words of the batches, most frequent first, with their
+    nearest neighbours.
 
     Exact, float64; special tokens are neither words nor neighbours.
 
     Args:
         model: takes ``input_ids``.
         tokenizer: of the model.
-        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of the second texts.
+        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of
+        the second texts.
         radius: how near a word must be to count among `NearestWord.within`.
         count: of words.
 
@@ -47,7 +55,9 @@ def nearest_words(
     for batch in batches:
         for name in ("", "_pair"):
             if f"input_ids{name}" in batch:
-                seen.update(batch[f"input_ids{name}"][batch[f"attention_mask{name}"].bool()].tolist())
+                seen.update(
+                    batch[f"input_ids{name}"][batch[f"attention_mask{name}"].bool()].tolist()
+                )
     frequent = [number for number, _ in seen.most_common() if number not in special][:count]
     if len(known) < 2:
         return []
@@ -60,5 +70,7 @@ def nearest_words(
         distances[place] = torch.inf
         nearest = int(distances.argmin())
         word, other = tokenizer.convert_ids_to_tokens([number, known[nearest]])
-        found.append(NearestWord(word, other, float(distances[nearest]), int((distances <= radius).sum())))
+        found.append(
+            NearestWord(word, other, float(distances[nearest]), int((distances <= radius).sum()))
+        )
     return found

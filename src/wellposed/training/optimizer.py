@@ -33,7 +33,10 @@ def build_optimizer(
         ConfigError: Muon, of a model without hidden matrices.
     """
     device = next(model.parameters()).device.type
-    adam: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
+    adam: dict[str, Any] = {
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+    }
     if options.optimizer == "muon":
         return MuonAndAdamW(
             model,
@@ -48,9 +51,13 @@ def build_optimizer(
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
     if options.optimizer == "sgd":
         momentum = 0.9 if options.momentum is None else options.momentum
-        fused = device in FUSED_DEVICES and not any(map(is_sharded, model.parameters()))  # torch fuses no sharded SGD
+        fused = device in FUSED_DEVICES and not any(
+            map(is_sharded, model.parameters())
+        )  # torch fuses no sharded SGD
         return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=fused)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=device in FUSED_DEVICES, **adam)
+    return torch.optim.AdamW(
+        groups, lr=options.learning_rate, fused=device in FUSED_DEVICES, **adam
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -14,7 +14,8 @@ SHARDING_BY_LAUNCHER = {
 
 
 def is_first() -> bool:
-    """Whether this process writes files and prints results: the only one, or the first that a launcher started."""
+    """Whether this process writes files and prints results: the only one, or the first that a
+    launcher started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -24,16 +25,19 @@ def is_one_of_several() -> bool:
 
 
 def refuse_sharding() -> None:
-    """Refuse a configuration of Accelerate that shards weights: `TrainOptions.parallel` alone says so.
+    """Refuse a configuration of Accelerate that shards weights: `TrainOptions.parallel` alone says
+    so.
 
     Raises:
         ConfigError: it asks for FSDP, DeepSpeed or Megatron.
     """
     asked = [
-        name for name, variable in SHARDING_BY_LAUNCHER.items() if os.environ.get(variable, "").lower() in ("true", "1")
+        name
+        for name, variable in SHARDING_BY_LAUNCHER.items()
+        if os.environ.get(variable, "").lower() in ("true", "1")
     ]
     if asked:
         raise ConfigError(
-            f"accelerate launch is to shard the weights ({asked[0]}), which a run does by an option of its own: launch "
-            "with --multi_gpu or --cpu, and give --parallel fsdp"
+            f"accelerate launch is to shard the weights ({asked[0]}), which a run does by an option"
+            " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
         )

@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, nothing when switched off."""
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, nothing when
+switched off."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
 class Progress:
     """Progress of one run on standard error, so that standard output holds results alone.
 
-    ``NO_COLOR`` is respected, as rich reads it. Every message also goes to the logger ``wellposed.training``.
+    ``NO_COLOR`` is respected, as rich reads it. Every message also goes to the logger
+    ``wellposed.training``.
     """
 
     def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
@@ -46,12 +48,17 @@ class Progress:
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task(self._description, total=self._steps, loss="-", speed="-")
+            self._task = self._bar.add_task(
+                self._description, total=self._steps, loss="-", speed="-"
+            )
             self._bar.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -72,7 +79,8 @@ class Progress:
             self._bar.update(self._task, completed=step)
 
     def part(self, name: str, done: int, count: int) -> None:
-        """Show how far a part of the run is that has no steps: a bar of its own, or a line every ten seconds."""
+        """Show how far a part of the run is that has no steps: a bar of its own, or a line every
+        ten seconds."""
         began = name not in self._parts
         now = time.monotonic()
         if self._bar is not None:
@@ -88,14 +96,20 @@ class Progress:
         if row["split"] != "train":
             numbers = _numbers(row, skip=("step", "seconds"))
             self.say(
-                f"step {row['step']}/{self._steps} {row['split']}: {numbers}{' (best)' if row.get('best') else ''}"
+                f"step {row['step']}/{self._steps} {row['split']}:"
+                f" {numbers}{' (best)' if row.get('best') else ''}"
             )
         elif self._bar is not None:
             speed = f"{row['tokens_per_second']:,.0f}"
-            self._bar.update(self._task, completed=row["step"], loss=f"{row['loss']:.4f}", speed=speed)
+            self._bar.update(
+                self._task, completed=row["step"], loss=f"{row['loss']:.4f}", speed=speed
+            )
         elif self._enabled:
             shown = {name: row[name] for name in SHOWN if name in row}
-            self.say(f"step {row['step']}/{self._steps} {_numbers(shown)} eta {self._remaining(row['step'])}")
+            self.say(
+                f"step {row['step']}/{self._steps} {_numbers(shown)} eta"
+                f" {self._remaining(row['step'])}"
+            )
 
     def _remaining(self, step: int) -> str:
         done = step - (self._first_step or 0)

@@ -8,18 +8,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOptions, TrainOptions
+    from wellposed.training.config import (
+        ConstrainOptions,
+        PenaltyOptions,
+        StartOptions,
+        TrainOptions,
+    )
 
 Rule = tuple[str, Callable[[Any], bool]]
 
 AT_LEAST_ONE: Rule = ("at least 1", lambda value: value >= 1)
-NOT_NEGATIVE: Rule = ("a finite number, 0 or more", lambda value: math.isfinite(value) and value >= 0)
+NOT_NEGATIVE: Rule = (
+    "a finite number, 0 or more",
+    lambda value: math.isfinite(value) and value >= 0,
+)
 POSITIVE: Rule = ("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
 BELOW_ONE: Rule = ("0 <= value < 1", lambda value: 0 <= value < 1)
 SEED: Rule = ("0 <= seed < 2^32", lambda value: 0 <= value < 2**32)
 
 PENALTY_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("affinity", "attention", "feedforward", "query", "key", "value", "embedding"), NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("affinity", "attention", "feedforward", "query", "key", "value", "embedding"), NOT_NEGATIVE
+    ),
     "every": AT_LEAST_ONE,
 }
 TRAIN_RULES: dict[str, Rule] = {
@@ -66,14 +76,17 @@ def penalty_problems(options: PenaltyOptions) -> list[str]:
 
 
 def constrain_problems(options: ConstrainOptions) -> list[str]:
-    """Return a line for an empty pattern of ``options``, and for an option that nothing would read."""
+    """Return a line for an empty pattern of ``options``, and for an option that nothing would
+    read."""
     problems = []
     if options.where and not all(part.strip() for part in options.where.split(",")):
         problems.append(f"where = {options.where!r}, expected names or patterns between its commas")
     if options.embeddings not in ("refuse", "fit"):
         problems.append(f"embeddings = {options.embeddings!r}, expected refuse or fit")
     elif options.embeddings == "fit" and not options.where:
-        problems.append("embeddings = 'fit' without where, so no weight is held; name the embedding in where")
+        problems.append(
+            "embeddings = 'fit' without where, so no weight is held; name the embedding in where"
+        )
     if options.to not in ("orthogonal", "spectral", "columns"):
         problems.append(f"to = {options.to!r}, expected orthogonal, spectral or columns")
     elif options.to != "orthogonal" and options.embeddings == "fit":
@@ -86,37 +99,53 @@ def constrain_problems(options: ConstrainOptions) -> list[str]:
 
 
 def start_problems(options: StartOptions) -> list[str]:
-    """Return one line per option of a start that needs a model to start from, or another option, and has none."""
+    """Return one line per option of a start that needs a model to start from, or another option,
+    and has none."""
     problems = [
         f"{name} = {getattr(options, name)!r}, expected {' or '.join(known)}"
         for name, known in START_CHOICES.items()
         if getattr(options, name) not in known
     ]
     if not options.model:
-        given = [name for name in ("from_scratch", "new_head", *START_CHOICES) if getattr(options, name) not in UNSET]
-        return problems + [f"{name} needs a model to start from; name it with --from" for name in given]
+        given = [
+            name
+            for name in ("from_scratch", "new_head", *START_CHOICES)
+            if getattr(options, name) not in UNSET
+        ]
+        return problems + [
+            f"{name} needs a model to start from; name it with --from" for name in given
+        ]
     if options.from_scratch and options.new_head:
         problems.append("from_scratch draws a new head as well; leave new_head out")
     if options.init == "t_fixup" and not options.from_scratch:
         problems.append(
-            "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without which pretrained weights "
-            "are of no use; give --from-scratch, or another variant"
+            "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without which"
+            " pretrained weights are of no use; give --from-scratch, or another variant"
         )
     return problems
 
 
 def train_problems(options: TrainOptions) -> list[str]:
-    """Return one line per field of ``options`` that is out of range or does not fit the schedule."""
+    """Return one line per field of ``options`` that is out of range or does not fit the
+    schedule."""
     problems = _out_of_range(options, TRAIN_RULES)
     if not DEVICE.fullmatch(options.device):
         problems.append(f"device = {options.device!r}, expected auto, cpu, cuda, cuda:N or mps")
     if options.warmup_share and options.warmup_steps:
-        problems.append(f"warmup_share = {options.warmup_share} and warmup_steps = {options.warmup_steps}: give one")
+        problems.append(
+            f"warmup_share = {options.warmup_share} and warmup_steps = {options.warmup_steps}:"
+            " give one"
+        )
     if options.schedule in NEEDS_WARMUP and options.warmup_steps < 1 and not options.warmup_share:
         problems.append(
-            f"warmup_steps = {options.warmup_steps}, expected at least 1 for the schedule {options.schedule}"
+            f"warmup_steps = {options.warmup_steps}, expected at least 1 for the schedule"
+            f" {options.schedule}"
         )
-    if options.schedule in DECAYS_TO_ZERO and options.epochs is None and options.steps <= options.warmup_steps:
+    if (
+        options.schedule in DECAYS_TO_ZERO
+        and options.epochs is None
+        and options.steps <= options.warmup_steps
+    ):
         problems.append(
             f"warmup_steps = {options.warmup_steps}, expected fewer than steps = {options.steps} "
             f"for the schedule {options.schedule}"
@@ -124,7 +153,9 @@ def train_problems(options: TrainOptions) -> list[str]:
     if options.optimizer not in OPTIMIZERS:
         problems.append(f"optimizer = {options.optimizer!r}, expected {', '.join(OPTIMIZERS)}")
     elif options.momentum is not None and options.optimizer == "adamw":
-        problems.append(f"momentum = {options.momentum} with optimizer = adamw, which reads adam_beta1 instead")
+        problems.append(
+            f"momentum = {options.momentum} with optimizer = adamw, which reads adam_beta1 instead"
+        )
     return problems + _margin_problems(options) + _sharding_problems(options)
 
 
@@ -148,11 +179,16 @@ def _margin_problems(options: TrainOptions) -> list[str]:
         return [f"margin_loss = {loss!r}, expected {', '.join(MARGIN_LOSSES)}"]
     problems = []
     if loss == "ce" and radius:
-        problems.append(f"margin_radius = {radius} with margin_loss = ce, which has no margin; take certified or hinge")
+        problems.append(
+            f"margin_radius = {radius} with margin_loss = ce, which has no margin; take certified"
+            " or hinge"
+        )
     if loss != "ce" and not radius:
         problems.append(f"margin_loss = {loss} needs a margin_radius above 0")
     if loss == "hinge" and options.label_smoothing:
-        problems.append(f"label_smoothing = {options.label_smoothing} with margin_loss = hinge, expected 0")
+        problems.append(
+            f"label_smoothing = {options.label_smoothing} with margin_loss = hinge, expected 0"
+        )
     return problems
 
 

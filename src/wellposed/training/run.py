@@ -1,4 +1,5 @@
-"""The objects of one run, and where it stands; what its steps and its end do with them is in other files."""
+"""The objects of one run, and where it stands; what its steps and its end do with them is in other
+files."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from wellposed.training._save import measure_model
 from wellposed.training._started import start_line
 from wellposed.training.average import weight_history
 from wellposed.training.batches import MicroBatches, micro_batches_of_process
-from wellposed.training.build import build_constraint, build_penalty, constrained_weights, enable_gradient_checkpointing
+from wellposed.training.build import (
+    build_constraint,
+    build_penalty,
+    constrained_weights,
+    enable_gradient_checkpointing,
+)
 from wellposed.training.config import RunConfig
 from wellposed.training.evaluate import Evaluation
 from wellposed.training.metrics import MetricsFile
@@ -46,8 +52,9 @@ class Whole:
 class Run:
     """Model, optimizer, penalty, constraint, counters and files of one run.
 
-    `progress`, `stop`, `metrics` and `trackers` are open while it trains; `begin` makes `batches` and says how many
-    `micro_batches` a step takes. Of *test* so many `test_batches` are read, all for None.
+    `progress`, `stop`, `metrics` and `trackers` are open while it trains; `begin` makes `batches`
+    and says how many `micro_batches` a step takes. Of *test* so many `test_batches` are read, all
+    for None.
     """
 
     progress: Progress
@@ -58,7 +65,9 @@ class Run:
     micro_batches: int
     test_batches: int | None = None
 
-    def __init__(self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
+    def __init__(
+        self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator
+    ) -> None:
         self.config, self.options, self.out, self.task = config, config.train, out, task
         self.accelerator = accelerator
         self.history = weight_history(config, out)
@@ -73,9 +82,9 @@ class Run:
         self.optimizer = build_optimizer(
             self.model, config.train, constrained=constrained, where=config.constrain.patterns
         )
-        # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is saved and measured.
-        # The optimizer is used without Accelerate's wrapper: with no gradient scaler it adds nothing but a search for
-        # packages at every step (0.5 ms).
+        # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is
+        # saved and measured. The optimizer is used without Accelerate's wrapper: with no gradient
+        # scaler it adds nothing but a search for packages at every step (0.5 ms).
         compiled: Any = torch.compile(self.model) if config.train.compile else self.model
         self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
         self.constraint = build_constraint(config.constrain, self.model, self.optimizer)
@@ -108,7 +117,9 @@ class Run:
         if checkpoint is not None:
             # Processes that were not there when it was written draw from here on.
             torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}/{checkpoint.name}"))
-            self.state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, rank=rank)
+            self.state = checkpoints.load_checkpoint(
+                checkpoint, self.model, self.optimizer, rank=rank
+            )
             self._saved = self._moment
         else:
             if self.started:
@@ -116,7 +127,8 @@ class Run:
                 self.progress.say(start_line(self.started["started_from"], names))
             self.state.processes = world
             self.measure("measure-initial.json")
-            # Not the generator that drew the weights: dropout must not depend on how many numbers a variant drew.
+            # Not the generator that drew the weights: dropout must not depend on how many numbers a
+            # variant drew.
             torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}"))
         state, options = self.state, self.options
         self.micro_batches = micro_batches_of_process(
@@ -124,9 +136,9 @@ class Run:
         )
         if checkpoint is not None and world != checkpoints.random_count(checkpoint):
             self.progress.say(
-                f"{checkpoint}: written by {checkpoints.random_count(checkpoint)} processes, continued by {world}: a "
-                f"step still takes {world * self.micro_batches} micro-batches, {self.micro_batches} in each process; "
-                "dropout draws other numbers"
+                f"{checkpoint}: written by {checkpoints.random_count(checkpoint)} processes,"
+                f" continued by {world}: a step still takes {world * self.micro_batches}"
+                f" micro-batches, {self.micro_batches} in each process; dropout draws other numbers"
             )
         position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
         self.batches = MicroBatches(
@@ -136,7 +148,8 @@ class Run:
         self.progress.start(state.step)
 
     def close(self) -> None:
-        """End the workers, detach the penalty and the constraint and let go of the prepared objects."""
+        """End the workers, detach the penalty and the constraint and let go of the prepared
+        objects."""
         if hasattr(self, "batches"):
             self.batches.close()
         for attached in (self.penalty, self.constraint):
@@ -155,7 +168,8 @@ class Run:
         random_states = gather_bytes(self.accelerator, checkpoints.random_snapshot())
         if self.is_main:
             checkpoints.write_checkpoint(
-                self.out, checkpoints.take_snapshot(self.model, self.optimizer, state, random_states)
+                self.out,
+                checkpoints.take_snapshot(self.model, self.optimizer, state, random_states),
             )
             keep = self.options.keep_checkpoints
             checkpoints.prune(self.out, step=state.step, keep=keep, best_step=state.best_step)
@@ -172,7 +186,8 @@ class Run:
                 self.progress.say(problem)
 
     def whole(self) -> Whole:
-        """Return the model and its penalty, or of sharded weights copies that no gather is needed to run.
+        """Return the model and its penalty, or of sharded weights copies that no gather is needed
+        to run.
 
         Called by all processes alike.
         """
@@ -182,7 +197,8 @@ class Run:
         return Whole(model, build_penalty(self.config.penalty, model))
 
     def whole_to_save(self) -> nn.Module | None:
-        """Return the model with all of its weights in the process that writes files, None in the others."""
+        """Return the model with all of its weights in the process that writes files, None in the
+        others."""
         if self._shards is not None:
             return self._shards.whole(device="cpu") if self.is_main else self._shards.join_whole()
         return self.model if self.is_main else None
@@ -210,7 +226,8 @@ class Run:
         return time.monotonic() - self._began
 
     def stop_requested(self) -> bool:
-        """Return whether any process was asked to stop, so that all of them stop at the same step."""
+        """Return whether any process was asked to stop, so that all of them stop at the same
+        step."""
         if self.accelerator.num_processes == 1:
             return self.stop.requested
         return bool(sum_over_processes(self.accelerator, torch.tensor(int(self.stop.requested))))
@@ -218,7 +235,11 @@ class Run:
     def best_evaluation(self) -> dict[str, Evaluation]:
         """Return the best evaluation so far by its split, or nothing before the first."""
         state = self.state
-        return {} if state.best_step is None else {"valid": Evaluation(state.best_metrics, state.best_examples)}
+        return (
+            {}
+            if state.best_step is None
+            else {"valid": Evaluation(state.best_metrics, state.best_examples)}
+        )
 
     def constraint_error(self) -> dict[str, float]:
         """Return how far the worst constrained weight is from its set, where there are any."""

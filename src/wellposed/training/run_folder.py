@@ -26,7 +26,8 @@ CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
 RESULT = "result.json"
 PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
-"""What may change when a run is resumed: where it computes, where its batches are made, who holds its weights."""
+"""What may change when a run is resumed: where it computes, where its batches are made, who holds
+its weights."""
 LENGTH = ("train.steps:", "train.epochs:")
 """What may grow when a run is trained longer."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
@@ -42,14 +43,17 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def import_recorded(run_folder: Path) -> None:
-    """Import the Python files that a run was made with, see `wellposed.plugins.import_again`; most have none.
+    """Import the Python files that a run was made with, see `wellposed.plugins.import_again`; most
+    have none.
 
     Raises:
         ConfigError: there is no ``config.toml``, it cannot be read, or a file may not be imported.
     """
     files = _read_values(run_folder).get("imports", {})
     if not isinstance(files, Mapping):
-        raise ConfigError(f"{run_folder / CONFIG}: imports = {files!r}, expected a table of files and SHA-256")
+        raise ConfigError(
+            f"{run_folder / CONFIG}: imports = {files!r}, expected a table of files and SHA-256"
+        )
     import_again(files, where=str(run_folder))
 
 
@@ -68,8 +72,8 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
         data = tomli_w.dumps(config.to_dict()).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no text, so it "
-            "cannot be recorded; rename the file or folder"
+            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no"
+            " text, so it cannot be recorded; rename the file or folder"
         ) from error
     durable_files.replace_file(run_folder / CONFIG, data)
 
@@ -84,19 +88,23 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
         longer: more steps or epochs than before are no other configuration.
 
     Raises:
-        ConfigError: ``out`` is in use without resume, is not a run folder, was made by another configuration (every
-            differing field is listed), or ``resume`` names a checkpoint of another run or none at all.
+        ConfigError: ``out`` is in use without resume, is not a run folder, was made by another
+            configuration (every differing field is listed), or ``resume`` names a checkpoint of
+            another run or none at all.
     """
     if out.is_file():
-        raise ConfigError(f"{out}: there is a file of that name, expected a folder; name another --out")
+        raise ConfigError(
+            f"{out}: there is a file of that name, expected a folder; name another --out"
+        )
     if _is_used(out) and resume == "never":
         raise ConfigError(
-            f"{out}: already holds files; name another --out, or continue the run in it with --resume auto"
+            f"{out}: already holds files; name another --out, or continue the run in it with"
+            " --resume auto"
         )
     if resume not in ("never", "auto") and not checkpoints.NAME.match(Path(resume).name):
         raise ConfigError(
-            f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out) or the folder of a "
-            f"checkpoint, {out / 'checkpoint-STEP'}"
+            f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out) or"
+            f" the folder of a checkpoint, {out / 'checkpoint-STEP'}"
         )
     if resume not in ("never", "auto") and Path(resume).resolve().parent != out.resolve():
         raise ConfigError(
@@ -109,12 +117,18 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
     if not _is_used(out):
         return
     if not (out / CONFIG).is_file():
-        raise ConfigError(f"{out}: holds files but no {CONFIG}, so it is not a run to resume; name another --out")
+        raise ConfigError(
+            f"{out}: holds files but no {CONFIG}, so it is not a run to resume; name another --out"
+        )
     begun = read_config(out)
     difference = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
     grows = longer and config.train.steps > begun.train.steps
     if any(not (grows and line.startswith(LENGTH)) for line in difference):
-        shorter = "; a run can be trained longer, never shorter" if config.train.steps < begun.train.steps else ""
+        shorter = (
+            "; a run can be trained longer, never shorter"
+            if config.train.steps < begun.train.steps
+            else ""
+        )
         raise ConfigError(
             f"{out}: the run was started with another configuration:\n{listed(difference)}\n"
             f"resume with the same options, or train in another folder{shorter}"
@@ -122,7 +136,8 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
 
 
 def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
-    """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what to tell the user.
+    """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what
+    to tell the user.
 
     A run that is trained longer has no result until it ends again; its ``final/`` stays until then.
 
@@ -137,7 +152,9 @@ def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | 
     checkpoint, notes = find_checkpoint(out, resume)
     begun = read_config(out)
     if config.train.steps > begun.train.steps:
-        (out / RESULT).unlink(missing_ok=True)  # before the configuration: a kill between must not leave both
+        (out / RESULT).unlink(
+            missing_ok=True
+        )  # before the configuration: a kill between must not leave both
         notes.append(_longer(begun, config, checkpoints.step_of(checkpoint) if checkpoint else 0))
     if config != begun:
         write_config(out, config)
@@ -149,15 +166,19 @@ def _longer(begun: RunConfig, config: RunConfig, step: int) -> str:
     note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
     if name not in DECAYS_TO_ZERO:
         return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
-    before, after = (learning_rate(max(1, step), train, width) for train in (begun.train, config.train))
+    before, after = (
+        learning_rate(max(1, step), train, width) for train in (begun.train, config.train)
+    )
     return (
-        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from {before:.3g} to "
-        f"{after:.3g}, so this is not the run that {config.train.steps} steps from the start would have been"
+        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from"
+        f" {before:.3g} to {after:.3g}, so this is not the run that {config.train.steps} steps from"
+        " the start would have been"
     )
 
 
 def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """Return the verified checkpoint that ``resume`` means, and what to tell the user; nothing is written.
+    """Return the verified checkpoint that ``resume`` means, and what to tell the user; nothing is
+    written.
 
     Raises:
         CheckpointError: the checkpoint named is damaged, or every checkpoint is.
@@ -173,18 +194,26 @@ def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
     if checkpoint is None and damaged:
         raise CheckpointError(f"{out}: no checkpoint can be used:\n" + listed(damaged))
     notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
-    notes.append(f"resuming from {checkpoint}" if checkpoint else f"{out}: no checkpoint yet; starting from step 0")
+    notes.append(
+        f"resuming from {checkpoint}"
+        if checkpoint
+        else f"{out}: no checkpoint yet; starting from step 0"
+    )
     return checkpoint, notes
 
 
 def _is_used(out: Path) -> bool:
     if not out.is_dir():
         return out.exists()
-    return any(not durable_files.is_litter(path) and path.name != folder_lock.NAME for path in out.iterdir())
+    return any(
+        not durable_files.is_litter(path) and path.name != folder_lock.NAME
+        for path in out.iterdir()
+    )
 
 
 def environment(command: Sequence[str] | None) -> dict[str, Any]:
-    """Return what a reader needs to repeat the run: versions, hardware, threads, source and the exact command."""
+    """Return what a reader needs to repeat the run: versions, hardware, threads, source and the
+    exact command."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -210,7 +239,9 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
     """
     starts = read_environment(run_folder).get("starts", [])
     entry = {"from_step": step, "date": values["date"], "command": values["command"]}
-    durable_files.replace_file(run_folder / ENVIRONMENT, to_json({**values, "starts": [*starts, entry]}, indent=2))
+    durable_files.replace_file(
+        run_folder / ENVIRONMENT, to_json({**values, "starts": [*starts, entry]}, indent=2)
+    )
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:
@@ -227,8 +258,8 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
         return {**values, "starts": list(values.get("starts", []))}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore or remove it, "
-            "then continue with --resume auto"
+            f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore"
+            " or remove it, then continue with --resume auto"
         ) from error
 
 
@@ -258,7 +289,11 @@ def now() -> str:
 def _git(folder: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return None

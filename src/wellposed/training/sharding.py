@@ -1,4 +1,5 @@
-"""Weights cut over the processes of a run (FSDP2), one block at a time, and whole copies of the model they are of."""
+"""Weights cut over the processes of a run (FSDP2), one block at a time, and whole copies of the
+model they are of."""
 
 from __future__ import annotations
 
@@ -19,18 +20,22 @@ from wellposed.training.config import TrainOptions
 
 
 class ShardedModel:
-    """Cuts the weights of ``model`` in place, and makes whole copies of it with the weights of the moment.
+    """Cuts the weights of ``model`` in place, and makes whole copies of it with the weights of the
+    moment.
 
     Every method is called by all processes alike, as each gathers what the others hold.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self.model = model
-        hollow = {id(weight): nn.Parameter(torch.empty_like(weight, device="meta")) for weight in model.parameters()}
+        hollow = {
+            id(weight): nn.Parameter(torch.empty_like(weight, device="meta"))
+            for weight in model.parameters()
+        }
         self._hollow = copy.deepcopy(model, hollow)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        # Without resharding the weights of the root stay whole after a forward pass, which penalties and checkpoints
-        # would then find there.
+        # Without resharding the weights of the root stay whole after a forward pass, which
+        # penalties and checkpoints would then find there.
         for block in _blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -47,7 +52,8 @@ class ShardedModel:
         return found.to(device).train(self.model.training)
 
     def join_whole(self) -> None:
-        """Take part in the gathers of `whole`, which another process calls at this moment; keep nothing."""
+        """Take part in the gathers of `whole`, which another process calls at this moment; keep
+        nothing."""
         for name, _ in self._hollow.named_parameters():
             read(self.model.get_parameter(name))
 
@@ -58,15 +64,23 @@ def is_sharded_run(options: TrainOptions, accelerator: Accelerator) -> bool:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that hold an attention each, but those that share a weight with another part of the model."""
+    """Return the layers that hold an attention each, but those that share a weight with another
+    part of the model."""
     try:
         roles = find_roles(model)
     except RoleNotFoundError:
         return []
     paths = dict.fromkeys(split_path(role.path)[1] for role in roles.attention)
-    layers = {id(layer): layer for layer in (model.get_submodule(path) for path in paths if path)}.values()
+    layers = {
+        id(layer): layer for layer in (model.get_submodule(path) for path in paths if path)
+    }.values()
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    inside = [Counter(id(weight) for _, weight in layer.named_parameters(remove_duplicate=False)) for layer in layers]
+    inside = [
+        Counter(id(weight) for _, weight in layer.named_parameters(remove_duplicate=False))
+        for layer in layers
+    ]
     return [
-        layer for layer, own in zip(layers, inside, strict=True) if all(own[weight] == uses[weight] for weight in own)
+        layer
+        for layer, own in zip(layers, inside, strict=True)
+        if all(own[weight] == uses[weight] for weight in own)
     ]

@@ -1,4 +1,5 @@
-"""SIGINT, SIGTERM and SIGHUP (a closed terminal) ask the run to stop; a second one ends it at once."""
+"""SIGINT, SIGTERM and SIGHUP (a closed terminal) ask the run to stop; a second one ends it at
+once."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOPPING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
@@ -14,10 +17,12 @@ class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
 
 
 class StopRequest:
-    """A context in which the first signal of `STOPPING` sets `requested` and the second raises `KeyboardInterrupt`.
+    """A context in which the first signal of `STOPPING` sets `requested` and the second raises
+    `KeyboardInterrupt`.
 
-    Inside another such context both hear of it. A SIGHUP that is ignored, as under ``nohup``, stays ignored.
-    Outside the main thread Python delivers no signals, so there the context changes nothing.
+    Inside another such context both hear of it. A SIGHUP that is ignored, as under ``nohup``, stays
+    ignored. Outside the main thread Python delivers no signals, so there the context changes
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -35,7 +40,10 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

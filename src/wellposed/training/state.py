@@ -29,7 +29,8 @@ class Window:
 
 
 FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**24, 2000
-"""Of the loss in fp16 (Micikevicius et al. 2018, section 3.2), with the numbers of torch's scaler."""
+"""Of the loss in fp16 (Micikevicius et al. 2018, section 3.2), with the numbers of torch's
+scaler."""
 ADDED = {"loss_scale": FIRST_SCALE, "steps_at_scale": 0}
 """What checkpoints written before fp16 lack."""
 
@@ -55,7 +56,8 @@ class TrainerState:
     """By what the loss of the next step is multiplied in fp16; other precisions leave it alone."""
     steps_at_scale: int = 0
     processes: int = 1
-    """How many the run began with; `batch_size` and `gradient_accumulation` are per process of these."""
+    """How many the run began with; `batch_size` and `gradient_accumulation` are per process of
+    these."""
     window: Window = field(default_factory=Window)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,8 +71,8 @@ class TrainerState:
         values = {**ADDED, **values}
         if set(values) != known:
             raise CheckpointError(
-                f"{where}: fields {sorted(set(values) ^ known)} differ from what this version reads; "
-                "continue with the version of wellposed that wrote it"
+                f"{where}: fields {sorted(set(values) ^ known)} differ from what this version"
+                " reads; continue with the version of wellposed that wrote it"
             )
         try:
             return build_options(cls, values, where=where)
@@ -106,7 +108,9 @@ class TrainerState:
     ) -> bool:
         """Note a validation result at the present step; return whether it is the best so far."""
         self.evaluated_step = self.step
-        better = self.best_value is None or (value > self.best_value if higher_is_better else value < self.best_value)
+        better = self.best_value is None or (
+            value > self.best_value if higher_is_better else value < self.best_value
+        )
         if better:
             self.best_step, self.best_value, self.best_metrics = self.step, value, metrics
             self.best_examples, self.evaluations_without_gain = examples, 0

@@ -1,4 +1,5 @@
-"""One optimizer step: exact accumulation over micro-batches, clipping, and a guard before the weights move."""
+"""One optimizer step: exact accumulation over micro-batches, clipping, and a guard before the
+weights move."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 Penalty = Callable[[], torch.Tensor]
-# torch can clip gradients that are whole, or sharded by FSDP2; Accelerate's own clipping, for those of its plugins,
-# searches the disk for optional packages at every call (0.5 ms).
+# torch can clip gradients that are whole, or sharded by FSDP2; Accelerate's own clipping, for those
+# of its plugins, searches the disk for optional packages at every call (0.5 ms).
 WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -66,7 +67,9 @@ def autocast(device: torch.device, options: TrainOptions) -> AbstractContextMana
     """Return the context of a forward pass: autocast where asked, nothing otherwise."""
     if options.precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16 if options.precision == "bf16" else torch.float16)
+    return torch.autocast(
+        device.type, dtype=torch.bfloat16 if options.precision == "bf16" else torch.float16
+    )
 
 
 def compute_gradients(
@@ -80,17 +83,19 @@ def compute_gradients(
     check_targets: bool = False,
     loss_scale: float = 1.0,
 ) -> StepNumbers:
-    """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over all micro-batches.
+    """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over
+    all micro-batches.
 
-    Status: exact to rounding. The number of targets is that of all micro-batches of all processes, so that k
-    micro-batches give the gradient of their concatenation, however unevenly the targets are spread. The penalty of a
-    micro-batch, and the loss a model has of its own (``output.auxiliary_loss``), weigh as its share of the sequences.
-    Gradients are computed of ``loss_scale`` times the loss, a power of two, and divided by it: fp16 holds smaller ones.
-    The global norm is clipped to ``max_grad_norm``. Losses, penalty and norm come to the host in a single transfer,
-    which the guard before the optimizer needs.
+    Status: exact to rounding. The number of targets is that of all micro-batches of all processes,
+    so that k micro-batches give the gradient of their concatenation, however unevenly the targets
+    are spread. The penalty of a micro-batch, and the loss a model has of its own
+    (``output.auxiliary_loss``), weigh as its share of the sequences. Gradients are computed of
+    ``loss_scale`` times the loss, a power of two, and divided by it: fp16 holds smaller ones. The
+    global norm is clipped to ``max_grad_norm``. Losses, penalty and norm come to the host in a
+    single transfer, which the guard before the optimizer needs.
 
-    Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three integers when there are
-    several processes.
+    Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
+    integers when there are several processes.
     """
     mine = _totals(task, micro_batches)
     world = accelerator.num_processes
@@ -106,7 +111,8 @@ def compute_gradients(
         share = sequence_count(batch) / sequences
         batch = to_device(batch, device)
         last = number == len(micro_batches) - 1
-        # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for the last micro-batch.
+        # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
+        # the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
                 logits, auxiliary = forward_with_auxiliary(model, batch)
@@ -119,7 +125,9 @@ def compute_gradients(
                 if rows is not None and options.margin_loss == "hinge":
                     batch_sum, count = hinge_sum(logits, rows)
                 else:
-                    batch_sum, count = task.loss_sum(logits, batch, label_smoothing=options.label_smoothing)
+                    batch_sum, count = task.loss_sum(
+                        logits, batch, label_smoothing=options.label_smoothing
+                    )
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share
@@ -136,10 +144,14 @@ def compute_gradients(
     if check_targets:
         check_target_count(task, int(mine[0]), counted)
     if loss_scale != 1:
-        torch._foreach_div_([weight.grad for weight in model.parameters() if weight.grad is not None], loss_scale)
+        torch._foreach_div_(
+            [weight.grad for weight in model.parameters() if weight.grad is not None], loss_scale
+        )
     norm = _clip(accelerator, model, options.max_grad_norm)
     sums = sum_over_processes(accelerator, torch.stack([loss_sum, penalty_value, auxiliary_value]))
-    loss_number, penalty_number, auxiliary_number, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
+    loss_number, penalty_number, auxiliary_number, norm_number = torch.cat(
+        [sums, norm.reshape(1)]
+    ).tolist()
     own = auxiliary_number if has_auxiliary else None
     return StepNumbers(loss_number, targets, penalty_number, norm_number, tokens, own)
 
@@ -164,7 +176,8 @@ def _totals(task: Task, micro_batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def _clip(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the global gradient norm to ``max_norm`` (0: leave it) and return the norm before clipping."""
+    """Clip the global gradient norm to ``max_norm`` (0: leave it) and return the norm before
+    clipping."""
     limit = max_norm or math.inf
     if accelerator.distributed_type in WHOLE_GRADIENTS:
         return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))

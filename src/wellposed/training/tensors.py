@@ -19,9 +19,9 @@ Tensors = dict[str, torch.Tensor]
 def model_tensors(model: nn.Module, *, keep: bool = True) -> tuple[Tensors, dict[str, str]]:
     """Return the state of ``model`` with every storage once, and the other names of shared tensors.
 
-    safetensors refuses tensors that share memory, as tied embeddings do. The first name in the state is kept, which is
-    the one Hugging Face reloads tied weights from. Sharded tensors are gathered, so every process calls this; one that
-    does not ``keep`` them returns none.
+    safetensors refuses tensors that share memory, as tied embeddings do. The first name in the
+    state is kept, which is the one Hugging Face reloads tied weights from. Sharded tensors are
+    gathered, so every process calls this; one that does not ``keep`` them returns none.
     """
     kept: Tensors = {}
     names = _first_names(model)
@@ -41,7 +41,13 @@ def _first_names(model: nn.Module) -> dict[str, str]:
         if is_sharded(tensor) or not tensor.numel():
             identity: object = id(tensor)
         else:
-            identity = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            identity = (
+                tensor.device,
+                tensor.data_ptr(),
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+            )
         names[name] = firsts.setdefault(identity, name)
     return names
 
@@ -51,14 +57,22 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
     first, own = _first_names(model), model.state_dict()
     state = {**tensors, **{name: tensors[first[name]] for name in own if first[name] in tensors}}
     model.load_state_dict(
-        {name: cut_like(own[name], value) if name in own else value for name, value in state.items()}, strict=True
+        {
+            name: cut_like(own[name], value) if name in own else value
+            for name, value in state.items()
+        },
+        strict=True,
     )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as plain values.
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, *, keep: bool = True
+) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as
+    plain values.
 
-    Sharded tensors are gathered, as in `model_tensors`, in one order: a loaded state has another in every process.
+    Sharded tensors are gathered, as in `model_tensors`, in one order: a loaded state has another in
+    every process.
     """
     state = optimizer.state_dict()
     tensors: Tensors = {}
@@ -77,17 +91,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, *, keep: bool = True) ->
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Give ``optimizer`` the state `optimizer_tensors` returned; states of a sharded weight are cut like it."""
+    """Give ``optimizer`` the state `optimizer_tensors` returned; states of a sharded weight are cut
+    like it."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
         number, _, name = key.partition(".")
         weight = weights[int(number)]
-        state.setdefault(int(number), {})[name] = cut_like(weight, value) if value.shape == weight.shape else value
+        state.setdefault(int(number), {})[name] = (
+            cut_like(weight, value) if value.shape == weight.shape else value
+        )
     for parameter, entries in plain["scalars"].items():
         state.setdefault(int(parameter), {}).update(entries)
     groups = [
-        {name: tuple(value) if name == "betas" else value for name, value in group.items()} for group in plain["groups"]
+        {name: tuple(value) if name == "betas" else value for name, value in group.items()}
+        for group in plain["groups"]
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -97,7 +115,10 @@ def random_tensors() -> tuple[Tensors, dict[str, Any]]:
     import numpy
 
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    tensors: Tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy.asarray(keys).astype("int64"))}
+    tensors: Tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(numpy.asarray(keys).astype("int64")),
+    }
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
     version, words, next_gauss = random.getstate()
@@ -116,7 +137,9 @@ def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str,
     if torch.cuda.is_available() and "cuda" in tensors:
         torch.cuda.set_rng_state(tensors["cuda"])
     position, has_gauss, gauss = plain["numpy"]
-    numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype("uint32"), position, has_gauss, gauss))
+    numpy.random.set_state(
+        ("MT19937", tensors["numpy"].numpy().astype("uint32"), position, has_gauss, gauss)
+    )
     version, words, next_gauss = plain["python"]
     random.setstate((version, tuple(words), next_gauss))
 
@@ -146,7 +169,8 @@ def gather_bytes(accelerator: Any, data: bytes) -> list[bytes]:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None = None) -> bytes:
-    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header; equal input, equal bytes.
+    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header; equal input,
+    equal bytes.
 
     safetensors writes several entries of its header in no fixed order, so there is only ever one.
     """

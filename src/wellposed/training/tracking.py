@@ -1,4 +1,5 @@
-"""What a run writes, sent on while it trains to trackers of Accelerate: TensorBoard, Trackio, Weights & Biases, ..."""
+"""What a run writes, sent on while it trains to trackers of Accelerate: TensorBoard, Trackio,
+Weights & Biases, ..."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Images = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where runs are reported to while they train: names of trackers, and what draws the figures of a finished run."""
+    """Where runs are reported to while they train: names of trackers, and what draws the figures of
+    a finished run."""
 
     names: tuple[str, ...] = ()
     figures: Callable[[Path], Images] | None = None
@@ -55,17 +57,17 @@ def check_trackers(names: Iterable[str]) -> None:
         if name in LoggerType.list() and name not in map(str, get_available_trackers()):
             package = name.replace("_", "-")
             raise ConfigError(
-                f"--track {name} needs the package {package!r}, which is not installed; nothing was trained; "
-                f"run: pip install {package}"
+                f"--track {name} needs the package {package!r}, which is not installed; nothing was"
+                f" trained; run: pip install {package}"
             )
 
 
 class Trackers:
     """The open records of one run, one for each tracker; closed at the end of a ``with``.
 
-    A tracker that raises never ends the run: its first error is told at once, how often it failed at the end, and the
-    files of the run hold everything. A folder that was tracked before continues its records in TensorBoard, Trackio and
-    Weights & Biases; other trackers begin a new one.
+    A tracker that raises never ends the run: its first error is told at once, how often it failed
+    at the end, and the files of the run hold everything. A folder that was tracked before continues
+    its records in TensorBoard, Trackio and Weights & Biases; other trackers begin a new one.
 
     Args:
         tracking: names as `check_trackers` accepts them.
@@ -98,19 +100,29 @@ class Trackers:
             tracker = _build(name, folder, title=title, identity=identity, step=step)
             tracker.start()
             self._open[name] = tracker
-            if not (name == "tensorboard" and name in begun):  # which would make a second record of it
+            if not (
+                name == "tensorboard" and name in begun
+            ):  # which would make a second record of it
                 tracker.store_init_configuration(plain)
 
         self._each(dict.fromkeys(tracking.names), start)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Send one row of ``metrics.jsonl``, as ``train/loss`` and so on."""
-        self._step = max(self._step, int(row["step"]))  # that of a test row may be past, and records only grow
-        self._log({f"{row['split']}/{name}": value for name, value in row.items() if name != "step"})
+        self._step = max(
+            self._step, int(row["step"])
+        )  # that of a test row may be past, and records only grow
+        self._log(
+            {f"{row['split']}/{name}": value for name, value in row.items() if name != "step"}
+        )
 
     def end(self, results: Mapping[str, float], *, succeeded: bool) -> None:
-        """Send ``metric,split`` of the results as ``final/split/metric``, and the figures of a run that succeeded."""
-        named = {"/".join(["final", *reversed(name.split(","))]): value for name, value in results.items()}
+        """Send ``metric,split`` of the results as ``final/split/metric``, and the figures of a run
+        that succeeded."""
+        named = {
+            "/".join(["final", *reversed(name.split(","))]): value
+            for name, value in results.items()
+        }
         self._log({"final/succeeded": int(succeeded), **named})
         able = [name for name, tracker in self._open.items() if hasattr(tracker, "log_images")]
         if not (able and succeeded and self._figures):
@@ -120,7 +132,12 @@ class Trackers:
         except Exception as error:
             self._warn(f"no figures for {', '.join(able)}: {type(error).__name__}: {error}")
             return
-        self._each(able, lambda name: self._open[name].log_images(images, step=self._step, **_image_options(name)))
+        self._each(
+            able,
+            lambda name: self._open[name].log_images(
+                images, step=self._step, **_image_options(name)
+            ),
+        )
 
     def _log(self, values: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in values.items() if _is_number(value)}
@@ -130,12 +147,18 @@ class Trackers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._each(self._open, lambda name: self._open[name].finish())
         for name, count in self._lost.items():
             if count > 1:
-                self._warn(f"tracker {name}: {count} records did not arrive; the files of the run have them")
+                self._warn(
+                    f"tracker {name}: {count} records did not arrive; the files of the run have"
+                    " them"
+                )
 
     def _each(self, names: Iterable[str], act: Callable[[str], None]) -> None:
         for name in names:
@@ -159,7 +182,11 @@ def _build(name: str, folder: Path, *, title: str, identity: str, step: int) -> 
         "wandb": {"id": identity, "name": title, "resume": "allow"},
     }.get(name, {})
     project = name if name == "tensorboard" else PROJECT
-    return kind(project, folder, **options) if kind.requires_logging_directory else kind(project, **options)
+    return (
+        kind(project, folder, **options)
+        if kind.requires_logging_directory
+        else kind(project, **options)
+    )
 
 
 def _image_options(name: str) -> dict[str, str]:
@@ -167,7 +194,8 @@ def _image_options(name: str) -> dict[str, str]:
 
 
 def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what names the records of ``folder``, made at its first start, and the trackers that have one already."""
+    """Return what names the records of ``folder``, made at its first start, and the trackers that
+    have one already."""
     path = folder / NAME
     try:
         known = json.loads(path.read_bytes())

@@ -20,11 +20,13 @@ Found = Callable[[AttentionRole, Sequence[tuple[AttentionCall, Tensor]]], None]
 
 
 class AttentionWatcher:
-    """Hooks that tell ``found``, whenever one of the attention modules returns, by which calls it attended.
+    """Hooks that tell ``found``, whenever one of the attention modules returns, by which calls it
+    attended.
 
-    Recognised are `scaled_dot_product_attention`, `multi_head_attention_forward` and a softmax over matrices, which
-    counts only where a module made none of the other two. A `TorchFunctionMode` is active only while a module runs, and
-    the results of the model do not change. Inside ``found`` the mode is off. Nested tensors are not looked at.
+    Recognised are `scaled_dot_product_attention`, `multi_head_attention_forward` and a softmax over
+    matrices, which counts only where a module made none of the other two. A `TorchFunctionMode` is
+    active only while a module runs, and the results of the model do not change. Inside ``found``
+    the mode is off. Nested tensors are not looked at.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class AttentionWatcher:
         self._running.clear()
 
     def _enter(self, role: AttentionRole, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        nested = any(isinstance(item, Tensor) and item.is_nested for item in inputs)  # torch's evaluation fast path
+        nested = any(
+            isinstance(item, Tensor) and item.is_nested for item in inputs
+        )  # torch's evaluation fast path
         if not nested and self._wanted(role):
             mode = _CallsOfModule(role, module)
             self._running.append(mode)
@@ -84,7 +88,11 @@ class _CallsOfModule(TorchFunctionMode):
         self.active = True
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
         kwargs = kwargs or {}
@@ -95,7 +103,9 @@ class _CallsOfModule(TorchFunctionMode):
                 self.calls.append((call, output[0] if isinstance(output, tuple) else output))
         return output
 
-    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
+    def _read(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AttentionCall | None:
         if func is F.scaled_dot_product_attention:
             return ScaledDotProductCall.read(self.role, *args, **kwargs)
         if func is F.multi_head_attention_forward:

@@ -18,7 +18,8 @@ class AttentionCall(Protocol):
 
     @property
     def attends_to_itself(self) -> bool:
-        """Whether there are as many keys as queries, as where a sequence attends to its own tokens."""
+        """Whether there are as many keys as queries, as where a sequence attends to its own
+        tokens."""
         ...
 
     def weights(self) -> Tensor:
@@ -28,7 +29,8 @@ class AttentionCall(Protocol):
 
 @dataclass(frozen=True)
 class ScaledDotProductCall:
-    """Query and key (batch, heads, tokens, width) as `scaled_dot_product_attention` received them."""
+    """Query and key (batch, heads, tokens, width) as `scaled_dot_product_attention` received
+    them."""
 
     query: Tensor
     key: Tensor
@@ -40,9 +42,19 @@ class ScaledDotProductCall:
     def read(
         cls, role: AttentionRole, query: Tensor, key: Tensor, value: Any, *rest: Any, **named: Any
     ) -> ScaledDotProductCall | None:
-        """Read the arguments of a call; None where they cannot be divided into the heads of ``role``."""
+        """Read the arguments of a call; None where they cannot be divided into the heads of
+        ``role``."""
         del value
-        named = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), rest, strict=False)) | named
+        named = (
+            dict(
+                zip(
+                    ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+                    rest,
+                    strict=False,
+                )
+            )
+            | named
+        )
         mask = named.get("attn_mask")
         if query.ndim != 4:
             if any(math.prod(item.shape[:-2]) % role.num_heads for item in (query, key)):
@@ -57,22 +69,30 @@ class ScaledDotProductCall:
         return self.query.shape[-2] == self.key.shape[-2]
 
     def weights(self) -> Tensor:
-        query, key = (t.detach().to(torch.promote_types(t.dtype, torch.float32)) for t in (self.query, self.key))
+        query, key = (
+            t.detach().to(torch.promote_types(t.dtype, torch.float32))
+            for t in (self.query, self.key)
+        )
         if key.shape[-3] != query.shape[-3]:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        logits = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale)
+        logits = (
+            query @ key.mT * (1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale)
+        )
         if self.is_causal:
             ahead = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
             logits = logits.masked_fill(ahead, -math.inf)
         if self.attn_mask is not None:
             mask = self.attn_mask
-            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+            logits = (
+                logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+            )
         return logits.softmax(-1)
 
 
 @dataclass(frozen=True)
 class SoftmaxCall:
-    """Logits (batch, heads, queries, keys) on their way into a softmax: attention written out by hand, or eager."""
+    """Logits (batch, heads, queries, keys) on their way into a softmax: attention written out by
+    hand, or eager."""
 
     logits: Tensor
 
@@ -102,7 +122,8 @@ class SoftmaxCall:
 class MultiheadCall:
     """The arguments of `multi_head_attention_forward`.
 
-    Nothing is computed during the model's own forward pass, so gradient checkpointing sees the same graph twice.
+    Nothing is computed during the model's own forward pass, so gradient checkpointing sees the same
+    graph twice.
     """
 
     module: nn.Module
@@ -122,7 +143,12 @@ class MultiheadCall:
         return self.arguments[0] is self.arguments[1]
 
     def weights(self) -> Tensor:
-        named = {**self.named, "training": False, "need_weights": True, "average_attn_weights": False}
+        named = {
+            **self.named,
+            "training": False,
+            "need_weights": True,
+            "average_attn_weights": False,
+        }
         with torch.no_grad():
             weights = F.multi_head_attention_forward(*self.arguments, **named)[1]
         assert weights is not None

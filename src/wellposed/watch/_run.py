@@ -21,7 +21,8 @@ _PADDING = {
 
 @contextmanager
 def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
-    """Without gradients; training flags, buffers and random states are put back, and hooks see every module.
+    """Without gradients; training flags, buffers and random states are put back, and hooks see
+    every module.
 
     ``evaluate=False`` runs each module in the mode it is in.
     """
@@ -46,7 +47,8 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model as ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, tensors moved to its device.
+    """Call the model as ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, tensors moved to
+    its device.
 
     Raises:
         ConfigError: the batch is none of the three.
@@ -63,21 +65,29 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return model(*(moved(value) for value in batch))
     raise ConfigError(
-        f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword arguments or a sequence of "
-        "positional ones"
+        f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword arguments"
+        " or a sequence of positional ones"
     )
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return the first floating tensor with at least two dimensions, looking into mappings and sequences."""
+    """Return the first floating tensor with at least two dimensions, looking into mappings and
+    sequences."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() and value.ndim >= 2 else None
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
 def real_tokens(batch: Any, stack: str | None, roles: Roles) -> Tensor | None:
-    """Return the bool mask (batch, tokens) of a stack's real tokens; None where the batch holds none."""
+    """Return the bool mask (batch, tokens) of a stack's real tokens; None where the batch holds
+    none."""
     if not isinstance(batch, Mapping):
         return None
     translating = any(role.kind == "cross" for role in roles.attention)
@@ -85,5 +95,9 @@ def real_tokens(batch: Any, stack: str | None, roles: Roles) -> Tensor | None:
     mask = batch.get(wanted)
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.bool()
-    padding = [batch[name] for name, of in _PADDING.items() if of == wanted and isinstance(batch.get(name), Tensor)]
+    padding = [
+        batch[name]
+        for name, of in _PADDING.items()
+        if of == wanted and isinstance(batch.get(name), Tensor)
+    ]
     return ~padding[0].bool() if padding else None

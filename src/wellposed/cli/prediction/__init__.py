@@ -1,1 +1,2 @@
-"""What `wellposed predict` does with a model, one file for each kind of model, and lines read and written."""
+"""What `wellposed predict` does with a model, one file for each kind of model, and lines read and
+written."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def find_images(path: Path) -> list[Path]:
-    """Return the images that ``path`` names: itself, those in it at any depth, or those on the lines of a list.
+    """Return the images that ``path`` names: itself, those in it at any depth, or those on the
+    lines of a list.
 
     Raises:
         DataError: there is none, or a line of the list is no file.
@@ -26,24 +27,29 @@ def find_images(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
         if not found:
-            raise DataError(f"{path}: no image in the folder; expected files named {', '.join(IMAGE_SUFFIXES)}")
+            raise DataError(
+                f"{path}: no image in the folder; expected files named {', '.join(IMAGE_SUFFIXES)}"
+            )
         return found
     if path.suffix.lower() in IMAGE_SUFFIXES:
         return [path]
     with LineSource(text=None, path=path) as source:
         named = [(number, Path(line)) for number, line in enumerate(source, 1) if line.strip()]
         name = source.name
-    problems = [f"{name}:{number}: {image}: no such file" for number, image in named if not image.is_file()]
+    problems = [
+        f"{name}:{number}: {image}: no such file" for number, image in named if not image.is_file()
+    ]
     if problems or not named:
         raise DataError(
-            f"{name}: expected an image ({', '.join(IMAGE_SUFFIXES)}), a folder, or the path of an image on each "
-            "line:\n" + listed(problems or ["it is empty"])
+            f"{name}: expected an image ({', '.join(IMAGE_SUFFIXES)}), a folder, or the path of an"
+            " image on each line:\n" + listed(problems or ["it is empty"])
         )
     return [image for _, image in named]
 
 
 def read_pixel_values(processor: Any, images: Sequence[Path]) -> Tensor:
-    """Return (images, channels, height, width) of image files, as the model of ``processor`` reads them."""
+    """Return (images, channels, height, width) of image files, as the model of ``processor`` reads
+    them."""
     return stack_images([pixel_values(processor, read_image_file(path)) for path in images])
 
 
@@ -61,8 +67,11 @@ def image_batch(model: PreTrainedModel, name: str, image: Path) -> dict[str, Ten
     return {"pixel_values": read_pixel_values(load_image_processor(name), [image])}
 
 
-def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int) -> Iterator[str]:
-    """Yield the most probable label of every image, its probability and the path, with tabs between.
+def label_images(
+    model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int
+) -> Iterator[str]:
+    """Yield the most probable label of every image, its probability and the path, with tabs
+    between.
 
     Raises:
         ConfigError: the model gives no label of an image.
@@ -73,11 +82,13 @@ def label_images(model: PreTrainedModel, processor: Any, images: Sequence[Path],
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
         with torch.inference_mode():
-            logits = getattr(model(pixel_values=read_pixel_values(processor, paths)), "logits", None)
+            logits = getattr(
+                model(pixel_values=read_pixel_values(processor, paths)), "logits", None
+            )
         if logits is None or logits.dim() != 2:
             raise ConfigError(
-                f"wellposed predict: a {type(model).__name__} gives no label of an image; train a classifier with "
-                "`wellposed train image_classification --from`"
+                f"wellposed predict: a {type(model).__name__} gives no label of an image; train a"
+                " classifier with `wellposed train image_classification --from`"
             )
         for path, label in zip(paths, label_and_probability(model, logits), strict=True):
             yield f"{label}\t{path}"

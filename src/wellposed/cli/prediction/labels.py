@@ -17,11 +17,15 @@ SHOWN = 10
 
 
 def label_lines(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Sequence[str],
+    batch_size: int,
 ) -> Iterator[str]:
     """Yield the most probable label of every line and its probability, with a tab between.
 
-    A text that is longer than those the model was trained on is cut as they were; standard error says which lines.
+    A text that is longer than those the model was trained on is cut as they were; standard error
+    says which lines.
 
     Raises:
         ConfigError: the model gives no label of a text.
@@ -37,15 +41,17 @@ def label_lines(
             logits = getattr(model(**given), "logits", None)
         if logits is None or logits.dim() != 2:
             raise ConfigError(
-                f"wellposed predict: a {type(model).__name__} gives no label of a text; expected a classifier, a "
-                "language model or an encoder-decoder: train one with `wellposed train text_classification --from`"
+                f"wellposed predict: a {type(model).__name__} gives no label of a text; expected a"
+                " classifier, a language model or an encoder-decoder: train one with `wellposed"
+                " train text_classification --from`"
             )
         yield from label_and_probability(model, logits)
     inputs.report()
 
 
 def label_and_probability(model: PreTrainedModel, logits: Tensor) -> Iterator[str]:
-    """Yield the most probable label of every row of logits and its probability, with a tab between."""
+    """Yield the most probable label of every row of logits and its probability, with a tab
+    between."""
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for probabilities in logits.float().softmax(-1):
         best = int(probabilities.argmax())
@@ -66,7 +72,9 @@ class _Inputs:
         """Most tokens of a text."""
         from wellposed.models import text_positions
 
-        return min(text_positions(self.model.config) or sys.maxsize, int(self.tokenizer.model_max_length))
+        return min(
+            text_positions(self.model.config) or sys.maxsize, int(self.tokenizer.model_max_length)
+        )
 
     def encode(self, rows: Sequence[str], start: int) -> dict[str, Tensor]:
         """Return the tensors of lines whose numbers begin behind ``start``."""
@@ -75,7 +83,12 @@ class _Inputs:
         two_inputs = type(self.model).__name__.endswith("PairClassification")
         if not (two_inputs or self.tokenizer.init_kwargs.get(PAIRS)):
             return self._encoded(start, list(rows))
-        sides = list(map(list, zip(*(_both_texts(row, start + i) for i, row in enumerate(rows, 1)), strict=True)))
+        sides = list(
+            map(
+                list,
+                zip(*(_both_texts(row, start + i) for i, row in enumerate(rows, 1)), strict=True),
+            )
+        )
         if not two_inputs:
             return self._encoded(start, *sides)
         first, second = (self._encoded(start, side) for side in sides)
@@ -85,13 +98,18 @@ class _Inputs:
         from wellposed.training.batches import TOKEN_TYPES, model_inputs
 
         lengths = [len(ids) for ids in self.tokenizer(*sides, verbose=False)["input_ids"]]
-        self.cut += [start + number for number, length in enumerate(lengths, 1) if length > self.limit]
+        self.cut += [
+            start + number for number, length in enumerate(lengths, 1) if length > self.limit
+        ]
         if 0 in lengths:
-            raise ShapeError(f"line {start + lengths.index(0) + 1}: no token, expected a text of 1 token or more")
+            raise ShapeError(
+                f"line {start + lengths.index(0) + 1}: no token, expected a text of 1 token or more"
+            )
         if self.tokenizer.pad_token is None:
             raise CheckpointError(
-                f"{self.tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different lengths "
-                "make no batch; name one as pad_token in its tokenizer_config.json"
+                f"{self.tokenizer.name_or_path}: the tokenizer has no padding token, so lines of"
+                " different lengths make no batch; name one as pad_token in its"
+                " tokenizer_config.json"
             )
         cut = {"truncation": True, "max_length": self.limit}
         found = self.tokenizer(*sides, padding=True, return_tensors="pt", **cut)
@@ -105,7 +123,9 @@ class _Inputs:
         numbers = sorted(set(self.cut))
         shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
         print(
-            f"{len(numbers)} lines of more than {self.limit} tokens were cut to their start: {shown}", file=sys.stderr
+            f"{len(numbers)} lines of more than {self.limit} tokens were cut to their start:"
+            f" {shown}",
+            file=sys.stderr,
         )
 
 
@@ -114,6 +134,7 @@ def _both_texts(line: str, number: int) -> list[str]:
     texts = line.split("\t")
     if len(texts) != 2:
         raise DataError(
-            f"line {number}: {len(texts)} texts, expected two with a tab between: the model compares a pair"
+            f"line {number}: {len(texts)} texts, expected two with a tab between: the model"
+            " compares a pair"
         )
     return texts

@@ -1,4 +1,5 @@
-"""Lines read and written back: numbered, strict UTF-8, streamed, complete under the final name or absent."""
+"""Lines read and written back: numbered, strict UTF-8, streamed, complete under the final name or
+absent."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class LineSource:
-    """Lines of a text, of a file (gzip too) or of standard input (``-``), to be read more than once.
+    """Lines of a text, of a file (gzip too) or of standard input (``-``), to be read more than
+    once.
 
-    Only a line feed, with or without a carriage return before it, ends a line. Standard input is spooled to disk.
+    Only a line feed, with or without a carriage return before it, ends a line. Standard input is
+    spooled to disk.
     """
 
     def __init__(self, *, text: str | None, path: Path | None) -> None:
@@ -43,7 +46,9 @@ class LineSource:
                 if path.parent.is_dir()
                 else []
             )
-            raise DataError(f"{path}: no such file" + (f"; nearest: {', '.join(near)}" if near else ""))
+            raise DataError(
+                f"{path}: no such file" + (f"; nearest: {', '.join(near)}" if near else "")
+            )
 
     def __enter__(self) -> LineSource:
         return self
@@ -60,8 +65,9 @@ class LineSource:
                     yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{self.name}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1} of "
-                        "the line; convert the file, for example with: iconv -f LATIN1 -t UTF-8"
+                        f"{self.name}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at byte"
+                        f" {error.start + 1} of the line; convert the file, for example with: iconv"
+                        " -f LATIN1 -t UTF-8"
                     ) from None
 
     @contextmanager
@@ -81,13 +87,15 @@ class LineSource:
                         yield lines
                     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                         raise DataError(
-                            f"{self.name}: the gzip data is damaged or cut short ({error}); copy the file again"
+                            f"{self.name}: the gzip data is damaged or cut short ({error}); copy"
+                            " the file again"
                         ) from None
 
 
 @contextmanager
 def line_writer(output: Path | None) -> Iterator[IO[str]]:
-    """Yield a file that becomes ``output`` in one rename when the block ends well; standard output where not given."""
+    """Yield a file that becomes ``output`` in one rename when the block ends well; standard output
+    where not given."""
     if output is None:
         yield sys.stdout
         return
@@ -111,9 +119,20 @@ class LineProgress:
     def __enter__(self) -> LineProgress:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (TextColumn(self._what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn(self._what),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task(self._what, total=self._total)
             self._bar.start()
@@ -132,4 +151,8 @@ class LineProgress:
         elif now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
             speed = self._done / (now - self._began)
-            print(f"{self._done}/{self._total} {self._what}, {speed:.3g} per second", file=sys.stderr, flush=True)
+            print(
+                f"{self._done}/{self._total} {self._what}, {speed:.3g} per second",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,4 +1,5 @@
-"""``wellposed predict`` for an encoder-decoder: one output line per input line, in order, whatever the lines hold."""
+"""``wellposed predict`` for an encoder-decoder: one output line per input line, in order, whatever
+the lines hold."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ class Translator:
         return int(getattr(self.model.config, "max_position_embeddings", 0) or 0) or None
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of lines, ends included, with no truncation and no warning about length."""
+        """Return the ids of lines, ends included, with no truncation and no warning about
+        length."""
         return self.tokenizer(list(lines), verbose=False)["input_ids"] if lines else []  # type: ignore[return-value]
 
     def pieces(self, line: str, ids: list[int]) -> list[list[int]]:
-        """Return what is generated from for one line: nothing if it is blank, its cut or its parts if it is long."""
+        """Return what is generated from for one line: nothing if it is blank, its cut or its parts
+        if it is long."""
         if not line.strip():
             return []
         if self.limit is None or len(ids) <= self.limit:
@@ -55,12 +58,19 @@ class Translator:
         return self.encode(parts)
 
     def translate(self, lines: Sequence[str]) -> list[list[Hypothesis]]:
-        """Return the hypotheses of every line, best first; parts of a line are joined by a space."""
+        """Return the hypotheses of every line, best first; parts of a line are joined by a
+        space."""
         from wellposed.tasks.kinds.generate import Hypothesis, generate_texts
 
-        parts = [self.pieces(line, ids) for line, ids in zip(lines, self.encode(lines), strict=True)]
+        parts = [
+            self.pieces(line, ids) for line, ids in zip(lines, self.encode(lines), strict=True)
+        ]
         rows = [row for pieces in parts for row in pieces]
-        found = dict(generate_texts(self.model, self.tokenizer, rows, self.decoding, batch_size=self.batch_size))
+        found = dict(
+            generate_texts(
+                self.model, self.tokenizer, rows, self.decoding, batch_size=self.batch_size
+            )
+        )
         numbers = itertools.count()
         answers = []
         for pieces in parts:
@@ -70,19 +80,25 @@ class Translator:
         return answers
 
 
-def translate_lines(source: LineSource, output: Path | None, translator: Translator, *, n_best: int) -> None:
-    """Translate every line of ``source`` to ``output`` or standard output, which holds as many lines in their order.
+def translate_lines(
+    source: LineSource, output: Path | None, translator: Translator, *, n_best: int
+) -> None:
+    """Translate every line of ``source`` to ``output`` or standard output, which holds as many
+    lines in their order.
 
-    With ``n_best`` above 1 a line of the output is ``line number, rank, score, text``, separated by tabs.
+    With ``n_best`` above 1 a line of the output is ``line number, rank, score, text``, separated by
+    tabs.
 
     Raises:
-        DataError: lines longer than the positions where they are refused, all of them named; text that is not UTF-8.
+        DataError: lines longer than the positions where they are refused, all of them named; text
+        that is not UTF-8.
     """
     total, long_lines = _survey(source, translator)
     if long_lines and translator.long == "refuse":
         raise DataError(
-            f"{len(long_lines)} lines have more tokens than the positions of the model, {translator.limit}; give "
-            "--long truncate to keep their start, or --long split to translate them in parts:\n"
+            f"{len(long_lines)} lines have more tokens than the positions of the model,"
+            f" {translator.limit}; give --long truncate to keep their start, or --long split to"
+            " translate them in parts:\n"
             + listed([f"{source.name}:{number}: {count} tokens" for number, count in long_lines])
         )
     number = itertools.count(1)
@@ -94,8 +110,13 @@ def translate_lines(source: LineSource, output: Path | None, translator: Transla
             progress.advance(len(chunk))
     if long_lines:
         what = "cut to their start" if translator.long == "truncate" else "translated in parts"
-        shown = ", ".join(str(line) for line, _ in long_lines[:10]) + (", ..." if len(long_lines) > 10 else "")
-        print(f"{len(long_lines)} lines of more than {translator.limit} tokens were {what}: {shown}", file=sys.stderr)
+        shown = ", ".join(str(line) for line, _ in long_lines[:10]) + (
+            ", ..." if len(long_lines) > 10 else ""
+        )
+        print(
+            f"{len(long_lines)} lines of more than {translator.limit} tokens were {what}: {shown}",
+            file=sys.stderr,
+        )
     print(f"{total} lines translated" + (f", written: {output}" if output else ""), file=sys.stderr)
 
 
@@ -104,11 +125,16 @@ def _survey(source: LineSource, translator: Translator) -> tuple[int, list[tuple
     total, long_lines = 0, []
     for chunk in _chunks(source, 1024):
         if translator.limit is not None:
-            # A token is at least a character, but for the end token: short lines need not be cut into tokens.
-            suspects = [i for i, line in enumerate(chunk) if len(line.encode()) >= translator.limit - 2]
+            # A token is at least a character, but for the end token: short lines need not be cut
+            # into tokens.
+            suspects = [
+                i for i, line in enumerate(chunk) if len(line.encode()) >= translator.limit - 2
+            ]
             rows = translator.encode([chunk[i] for i in suspects])
             long_lines += [
-                (total + i + 1, len(row)) for i, row in zip(suspects, rows, strict=True) if len(row) > translator.limit
+                (total + i + 1, len(row))
+                for i, row in zip(suspects, rows, strict=True)
+                if len(row) > translator.limit
             ]
         total += len(chunk)
     if not total:
@@ -124,16 +150,21 @@ def _chunks(source: LineSource, size: int) -> Iterator[list[str]]:
 
 def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
     # A line feed inside an output would shift every line after it.
-    texts = [" ".join(re.split("[\r\n]+", hypothesis.text.strip("\r\n"))) for hypothesis in hypotheses]
+    texts = [
+        " ".join(re.split("[\r\n]+", hypothesis.text.strip("\r\n"))) for hypothesis in hypotheses
+    ]
     if n_best == 1:
         return texts[0] + "\n"
     scores = ["" if h.score is None else f"{h.score:.6f}" for h in hypotheses]
     rows = zip(itertools.count(1), scores, texts)
-    return "".join(f"{number}\t{rank}\t{score}\t{text.replace(chr(9), ' ')}\n" for rank, score, text in rows)
+    return "".join(
+        f"{number}\t{rank}\t{score}\t{text.replace(chr(9), ' ')}\n" for rank, score, text in rows
+    )
 
 
 def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Return parts of ``text`` that each fit, cut near the middle after a sentence, else a clause, else a word.
+    """Return parts of ``text`` that each fit, cut near the middle after a sentence, else a clause,
+    else a word.
 
     >>> split_text("one two. three four", lambda part: len(part) <= 10)
     ['one two.', 'three four']
@@ -141,7 +172,11 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
     if fits(text) or len(text) < 2:
         return [text]
     for pattern in CUTS:
-        places = [match.span() for match in pattern.finditer(text) if match.start() and match.end() < len(text)]
+        places = [
+            match.span()
+            for match in pattern.finditer(text)
+            if match.start() and match.end() < len(text)
+        ]
         if places:
             left, right = min(places, key=lambda place: abs(place[0] - len(text) // 2))
             break
@@ -150,7 +185,9 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
     return split_text(text[:left], fits) + split_text(text[right:], fits)
 
 
-def build_decoding(*, beams: int, length_penalty: float, gnmt: bool, n_best: int, max_new_tokens: int | None) -> Any:
+def build_decoding(
+    *, beams: int, length_penalty: float, gnmt: bool, n_best: int, max_new_tokens: int | None
+) -> Any:
     """Return the search that the options of the command describe.
 
     Raises:
@@ -164,7 +201,10 @@ def build_decoding(*, beams: int, length_penalty: float, gnmt: bool, n_best: int
     if n_best > beams:
         problems.append(f"--n-best {n_best}: expected at most --beams {beams}; raise --beams")
     if beams == 1 and (gnmt or length_penalty != 1.0):
-        problems.append("--length-penalty and --gnmt: greedy search (--beams 1) compares no lengths; raise --beams")
+        problems.append(
+            "--length-penalty and --gnmt: greedy search (--beams 1) compares no lengths; raise"
+            " --beams"
+        )
     if problems:
         raise ConfigError("wellposed predict:\n" + listed(problems))
     penalty = length_penalty

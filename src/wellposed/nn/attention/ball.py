@@ -1,4 +1,5 @@
-"""Dot-product attention on the unit ball: Lipschitz everywhere, with a constant that no length changes."""
+"""Dot-product attention on the unit ball: Lipschitz everywhere, with a constant that no length
+changes."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class _BallAttention(HeadProjections):
         super().__init__(embed_dim, num_heads, bias=bias)
         if not 0 < temperature < max_temperature < math.inf:
             raise ConfigError(
-                f"{type(self).__name__}: temperature={temperature} and max_temperature={max_temperature}; expected "
-                "0 < temperature < max_temperature, both finite: the constant grows with 1 + 2 max_temperature"
+                f"{type(self).__name__}: temperature={temperature} and"
+                f" max_temperature={max_temperature}; expected 0 < temperature < max_temperature,"
+                " both finite: the constant grows with 1 + 2 max_temperature"
             )
         self.max_temperature = float(max_temperature)
         self.unit_lipschitz = unit_lipschitz
@@ -43,12 +45,14 @@ class _BallAttention(HeadProjections):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set every temperature to its start value and mix heads evenly; projections have their own."""
+        """Set every temperature to its start value and mix heads evenly; projections have their
+        own."""
         nn.init.constant_(self.temperature_logit, self._start)
         nn.init.zeros_(self.mix_logit)
 
     def head_scales(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return the temperature t of each head and what its output is multiplied by, (heads,) each.
+        """Return the temperature t of each head and what its output is multiplied by, (heads,)
+        each.
 
         Args:
             dtype: computed in this one, or in a wider one that the parameters have.
@@ -56,13 +60,21 @@ class _BallAttention(HeadProjections):
         dtype = torch.promote_types(self.mix_logit.dtype, dtype)
         temperature = self.max_temperature * torch.sigmoid(self.temperature_logit.to(dtype))
         mix = self.mix_logit.to(dtype).softmax(0)
-        return temperature, mix / (mix * (1 + 2 * temperature)).sum() if self.unit_lipschitz else mix
+        return temperature, (
+            mix / (mix * (1 + 2 * temperature)).sum() if self.unit_lipschitz else mix
+        )
 
     def _tokens(self, x: Tensor) -> Tensor:
         return project_to_ball(x)
 
     def _weighted(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        is_causal: bool = False,
     ) -> Tensor:
         temperature, scale = (part.to(query.dtype)[:, None, None] for part in self.head_scales())
         heads = F.scaled_dot_product_attention(
@@ -79,29 +91,36 @@ class _BallAttention(HeadProjections):
 
 
 class BallAttention(SelfAttention, _BallAttention):
-    r"""`sum_h w_h W_o,h f_h`, `f_h(X)_i = sum_j p_ij W_v,h u_j`, `p_i = softmax_j(t_h <W_q,h u_i, W_k,h u_j>)`.
+    r"""`sum_h w_h W_o,h f_h`, `f_h(X)_i = sum_j p_ij W_v,h u_j`,
+    `p_i = softmax_j(t_h <W_q,h u_i, W_k,h u_j>)`.
 
-    `u_j = pi(x_j)`, pi the projection onto the unit ball. Globally Lipschitz for every mask that leaves no row empty
+    `u_j = pi(x_j)`, pi the projection onto the unit ball. Globally Lipschitz for every mask that
+    leaves no row empty
     and every length: `|F(X) - F(Y)|_tok <= sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h|) |X - Y|_tok`, and no
-    output token is longer than `sum_h w_h |W_o,h W_v,h|` (theory note B12, proved; with a query bias b add
-    `t_h |W_k,h^T b_h|` in the bracket). Weights w lie in the simplex, temperatures below a bound; both are learnt.
-    `wellposed.certify` measures the weights: nothing is taken for orthogonal.
+    output token is longer than `sum_h w_h |W_o,h W_v,h|` (theory note B12, proved; with a query
+    bias b add `t_h |W_k,h^T b_h|` in the bracket). Weights w lie in the simplex, temperatures below
+    a bound; both are learnt. `wellposed.certify` measures the weights: nothing is taken for
+    orthogonal.
 
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads; divides D; d = D / num_heads.
         temperature: t of every head at the start, between 0 and `max_temperature`.
         max_temperature: no head's t is above it; `t = max_temperature sigmoid(s)`.
-        unit_lipschitz: divide the layer by `sum_h w_h (1 + 2 t_h)`, as it is at each call: then its constant is 1
-            in norm tok where no projection has a norm above 1 and queries have no bias.
-        bias: whether projections have a bias. Those of keys, values and the output are free in the bound.
+        unit_lipschitz: divide the layer by `sum_h w_h (1 + 2 t_h)`, as it is at each call: then its
+            constant is 1 in norm tok where no projection has a norm above 1 and queries have no
+            bias.
+        bias: whether projections have a bias. Those of keys, values and the output are free in the
+        bound.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
         ConfigError: `temperature` or `max_temperature` is out of its range.
 
-    Cost: as `DotProductAttention` and three passes over the tokens; one fused kernel, no N x N tensor.
-    When not to use: where the length of a token beyond 1 should count; the projection keeps its direction only.
+    Cost: as `DotProductAttention` and three passes over the tokens; one fused kernel, no N x N
+    tensor.
+    When not to use: where the length of a token beyond 1 should count; the projection keeps its
+    direction only.
 
     >>> attention = BallAttention(8, 2)
     >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
@@ -112,15 +131,16 @@ class BallAttention(SelfAttention, _BallAttention):
 class BallCrossAttention(MemoryAttention, _BallAttention):
     r"""`BallAttention` from tokens `x` to a memory `y`: globally Lipschitz in both.
 
-    In norm tok, without `unit_lipschitz`: `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with respect to x and
-    `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y (theory note B12, proved);
-    `wellposed.certification.ball_cross_attention_bounds` measures both.
+    In norm tok, without `unit_lipschitz`: `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with
+    respect to x and `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y (theory
+    note B12, proved); `wellposed.certification.ball_cross_attention_bounds` measures both.
 
     Args:
         embed_dim: width D of a token of `x`.
         num_heads: number of heads; divides D.
         memory_dim: width of a token of the memory; D where not given.
-        temperature, max_temperature, unit_lipschitz, bias: see `BallAttention`; the divisor is of moving both inputs.
+        temperature, max_temperature, unit_lipschitz, bias: see `BallAttention`; the divisor is of
+        moving both inputs.
 
     Raises:
         ShapeError, ConfigError: as `BallAttention`.
@@ -135,11 +155,13 @@ def _options(config: Any) -> dict[str, Any]:
     name = "attention 'ball'"
     if config.attention_dropout:
         raise ConfigError(
-            f"{name} with attention_dropout={config.attention_dropout}: it drops no weights, which would leave the "
-            "bound; leave it 0, and give dropout, which acts on whole branches"
+            f"{name} with attention_dropout={config.attention_dropout}: it drops no weights, which"
+            " would leave the bound; leave it 0, and give dropout, which acts on whole branches"
         )
     if config.qk_norm:
-        raise ConfigError(f"{name} with qk_norm=True: LayerNorm has no useful Lipschitz bound; set qk_norm=False")
+        raise ConfigError(
+            f"{name} with qk_norm=True: LayerNorm has no useful Lipschitz bound; set qk_norm=False"
+        )
     given = BallOptions.of(config)
     return {"temperature": given.ball_temperature, "max_temperature": given.ball_max_temperature}
 

@@ -55,7 +55,13 @@ class _CosineAttention(HeadProjections):
         return self.log_tau.exp()
 
     def _weighted(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        is_causal: bool = False,
     ) -> Tensor:
         return cosine_attention(
             query,
@@ -75,22 +81,27 @@ class _CosineAttention(HeadProjections):
 
 
 class CosineSelfAttention(SelfAttention, _CosineAttention):
-    r"""Per head, `nu softmax_j(tau n(q_i) . n(k_j)) n(v)` with `n(a) = a / sqrt(|a|^2 + eps)`; joined by `W_o`.
+    r"""Per head, `nu softmax_j(tau n(q_i) . n(k_j)) n(v)` with `n(a) = a / sqrt(|a|^2 + eps)`;
+    joined by `W_o`.
 
-    Globally Lipschitz in exact arithmetic for every mask that leaves no row empty, diagonal or not: one head has
-    `|F(X) - F(Y)|_tok <= nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|) |X - Y|_tok`, whatever the length (theory note B6;
-    Qi et al. 2023, "LipsFormer"). `wellposed.certify` computes the bound of the layer. eps is a real knob: small eps
-    means a steep map near zero queries. Rotations of queries and keys by position keep the bound.
+    Globally Lipschitz in exact arithmetic for every mask that leaves no row empty, diagonal or not:
+    one head has `|F(X) - F(Y)|_tok <= nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|) |X - Y|_tok`,
+    whatever the length (theory note B6; Qi et al. 2023, "LipsFormer"). `wellposed.certify` computes
+    the bound of the layer. eps is a real knob: small eps means a steep map near zero queries.
+    Rotations of queries and keys by position keep the bound.
 
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads; divides D; d = D / num_heads.
         eps: > 0.
-        tau: temperature at the start, one per head; `sqrt(d)` where not given, so that random directions give logits of
-            variance one.
-        nu: output scale at the start, one per head: no head output is longer. The bound is proportional to it.
-        learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are buffers.
-        dropout: probability of dropping an attention weight in training, in [0, 1); the bound is for none dropped.
+        tau: temperature at the start, one per head; `sqrt(d)` where not given, so that random
+            directions give logits of variance one.
+        nu: output scale at the start, one per head: no head output is longer. The bound is
+        proportional to it.
+        learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are
+        buffers.
+        dropout: probability of dropping an attention weight in training, in [0, 1); the bound is
+        for none dropped.
         bias: whether projections have a bias. Biases inside `n` cost nothing in the bound.
 
     Raises:
@@ -107,10 +118,12 @@ class CosineSelfAttention(SelfAttention, _CosineAttention):
 
 
 class CosineCrossAttention(MemoryAttention, _CosineAttention):
-    r"""Cosine attention from tokens `x` to a memory `y`: globally Lipschitz in both, which L2 cross-attention is not.
+    r"""Cosine attention from tokens `x` to a memory `y`: globally Lipschitz in both, which L2
+    cross-attention is not.
 
-    Per head, in the tok norm: `nu eps^-1/2 tau |W_Q|` with respect to x and `nu eps^-1/2 (|W_V| + tau |W_K|)` with
-    respect to y (theory note B6). Formula and arguments as `CosineSelfAttention`.
+    Per head, in the tok norm: `nu eps^-1/2 tau |W_Q|` with respect to x and
+    `nu eps^-1/2 (|W_V| + tau |W_K|)` with respect to y (theory note B6). Formula and arguments as
+    `CosineSelfAttention`.
 
     Args:
         embed_dim: width D of a token of `x`.
@@ -130,7 +143,9 @@ class CosineCrossAttention(MemoryAttention, _CosineAttention):
 def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
     problems: list[str] = []
     if not eps > 0:
-        problems.append(f"eps={eps}: expected > 0; the Lipschitz constant is proportional to eps^-1/2")
+        problems.append(
+            f"eps={eps}: expected > 0; the Lipschitz constant is proportional to eps^-1/2"
+        )
     if not tau > 0:
         problems.append(f"tau={tau}: expected a positive temperature")
     if not 0 <= dropout < 1:
@@ -148,13 +163,14 @@ def build_cosine(config: Any) -> CosineSelfAttention:
     """Build cosine attention."""
     if getattr(config, "qk_norm", False):
         raise ConfigError(
-            "attention 'cosine' with qk_norm=True: queries and keys are normalised already, and LayerNorm has no "
-            "useful Lipschitz bound; set qk_norm=False"
+            "attention 'cosine' with qk_norm=True: queries and keys are normalised already, and"
+            " LayerNorm has no useful Lipschitz bound; set qk_norm=False"
         )
     return CosineSelfAttention(config.hidden_size, config.num_attention_heads, **_options(config))
 
 
 @CROSS_ATTENTIONS.register("cosine")
 def build_cosine_cross(config: Any) -> CosineCrossAttention:
-    """Build cosine attention to a memory; ``qk_norm`` is for self-attentions, as queries are normalised here anyway."""
+    """Build cosine attention to a memory; ``qk_norm`` is for self-attentions, as queries are
+    normalised here anyway."""
     return CosineCrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))

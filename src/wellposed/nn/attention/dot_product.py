@@ -12,7 +12,8 @@ from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfA
 
 
 class SoftmaxHeads(HeadProjections):
-    """`softmax(q k^T / sqrt(d)) v` per head, of one sequence or two; with ``qk_norm``, q and k pass a LayerNorm."""
+    """`softmax(q k^T / sqrt(d)) v` per head, of one sequence or two; with ``qk_norm``, q and k pass
+    a LayerNorm."""
 
     def __init__(
         self,
@@ -37,21 +38,31 @@ class SoftmaxHeads(HeadProjections):
         return (key if self.k_norm is None else self.k_norm(key).to(key.dtype)), value
 
     def _weighted(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        is_causal: bool = False,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=dropout)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
+        )
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
 
 class DotProductAttention(SelfAttention, SoftmaxHeads):
-    """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q, k = x W_k, v = x W_v`; the heads are joined by `W_o`.
+    """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q, k = x W_k, v = x W_v`; the heads are
+    joined by `W_o`.
 
-    Exact up to rounding. Vaswani et al. (2017), eq. 1, computed by `scaled_dot_product_attention`. With `qk_norm`,
-    queries and keys pass a LayerNorm over the head dimension with a learnt scale and no bias (Dehghani et al. 2023,
-    "Scaling Vision Transformers to 22 Billion Parameters", sec. 2), so that |logit| <= sqrt(d) max|scale|^2.
+    Exact up to rounding. Vaswani et al. (2017), eq. 1, computed by `scaled_dot_product_attention`.
+    With `qk_norm`, queries and keys pass a LayerNorm over the head dimension with a learnt scale
+    and no bias (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters", sec.
+    2), so that |logit| <= sqrt(d) max|scale|^2.
 
     Args:
         embed_dim: width D of a token.
@@ -64,7 +75,8 @@ class DotProductAttention(SelfAttention, SoftmaxHeads):
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
 
-    Cost: 4 N D^2 + 2 N^2 D multiply-adds for N tokens; memory O(N D), no N x N tensor with the fused kernels.
+    Cost: 4 N D^2 + 2 N^2 D multiply-adds for N tokens; memory O(N D), no N x N tensor with the
+    fused kernels.
     Not Lipschitz on an unbounded domain: use an L2 attention where a certificate is wanted.
 
     >>> import torch
@@ -75,10 +87,11 @@ class DotProductAttention(SelfAttention, SoftmaxHeads):
 
 
 class CrossAttention(MemoryAttention, SoftmaxHeads):
-    """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q`, and `k = y W_k`, `v = y W_v` of a memory y.
+    """Per head, `softmax(q k^T / sqrt(d)) v` with `q = x W_q`, and `k = y W_k`, `v = y W_v` of a
+    memory y.
 
-    Exact up to rounding. Vaswani et al. (2017), sec. 3.2.3, computed by `scaled_dot_product_attention`. ``qk_norm`` as
-    in `DotProductAttention`.
+    Exact up to rounding. Vaswani et al. (2017), sec. 3.2.3, computed by
+    `scaled_dot_product_attention`. ``qk_norm`` as in `DotProductAttention`.
 
     Args:
         embed_dim: width D of a token of `x`.
@@ -92,7 +105,8 @@ class CrossAttention(MemoryAttention, SoftmaxHeads):
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
 
-    Cost: 2 (N + M) D^2 + 2 N M D multiply-adds for N tokens and M of the memory; the part in M D^2 once with a cache.
+    Cost: 2 (N + M) D^2 + 2 N M D multiply-adds for N tokens and M of the memory; the part in M D^2
+    once with a cache.
     Not Lipschitz on an unbounded domain: use `CosineCrossAttention` where a certificate is wanted.
 
     >>> import torch
@@ -103,7 +117,11 @@ class CrossAttention(MemoryAttention, SoftmaxHeads):
 
 
 def _options(config: Any) -> dict[str, Any]:
-    return {"qk_norm": config.qk_norm, "dropout": config.attention_dropout, "eps": config.layer_norm_eps}
+    return {
+        "qk_norm": config.qk_norm,
+        "dropout": config.attention_dropout,
+        "eps": config.layer_norm_eps,
+    }
 
 
 @ATTENTIONS.register("dot_product")

@@ -1,4 +1,5 @@
-"""What every multi-head attention does alike: heads cut and joined, projections, one sequence or two."""
+"""What every multi-head attention does alike: heads cut and joined, projections, one sequence or
+two."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def head_width(where: str, embed_dim: int, num_heads: int) -> int:
     """
     if num_heads < 1 or embed_dim % num_heads:
         raise ShapeError(
-            f"{where}: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number of heads that "
-            "divides the width; change one of them"
+            f"{where}: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number"
+            " of heads that divides the width; change one of them"
         )
     return embed_dim // num_heads
 
@@ -45,7 +46,8 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def join_heads(heads: Tensor) -> Tensor:
-    """Put (batch, heads, tokens, d) side by side: (batch, tokens, heads d), the inverse of `split_heads`.
+    """Put (batch, heads, tokens, d) side by side: (batch, tokens, heads d), the inverse of
+    `split_heads`.
 
     >>> import torch
     >>> x = torch.randn(3, 5, 8)
@@ -56,10 +58,11 @@ def join_heads(heads: Tensor) -> Tensor:
 
 
 class HeadProjections(nn.Module, ABC):
-    """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a memory, ``W_o``.
+    """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a
+    memory, ``W_o``.
 
-    A subclass says in ``_weighted`` how queries and keys make weights of the values, and in ``_tokens`` what it does
-    with tokens before that.
+    A subclass says in ``_weighted`` how queries and keys make weights of the values, and in
+    ``_tokens`` what it does with tokens before that.
 
     Args:
         embed_dim: width D of a token.
@@ -74,7 +77,9 @@ class HeadProjections(nn.Module, ABC):
     memory_dim: int | None = None
     """Width of what keys and values are made of; D where None."""
 
-    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
+    ) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
         self.embed_dim = embed_dim
@@ -93,11 +98,19 @@ class HeadProjections(nn.Module, ABC):
         return split_heads(self.q_proj(x), self.num_heads)
 
     def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return split_heads(self.k_proj(memory), self.num_heads), split_heads(self.v_proj(memory), self.num_heads)
+        return split_heads(self.k_proj(memory), self.num_heads), split_heads(
+            self.v_proj(memory), self.num_heads
+        )
 
     @abstractmethod
     def _weighted(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        is_causal: bool = False,
     ) -> Tensor:
         """Means of the values, (batch, heads, tokens, d); ``mask`` as in `AttentionMask`."""
 
@@ -117,7 +130,8 @@ class SelfAttention(HeadProjections):
 
         Args:
             x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask.
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
+            finished mask.
             is_causal: whether a token is kept from later tokens.
             cache: earlier keys and values of this layer; the new ones are appended.
 
@@ -131,30 +145,43 @@ class SelfAttention(HeadProjections):
         query, (key, value) = self._query(x), self._key_value(x)
         if cache is not None:
             key, value = cache.update(key, value)
-        allowed = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
-        return self.o_proj(join_heads(self._weighted(query, key, value, allowed.mask, is_causal=allowed.is_causal)))
+        allowed = attention_mask(
+            key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device
+        )
+        return self.o_proj(
+            join_heads(self._weighted(query, key, value, allowed.mask, is_causal=allowed.is_causal))
+        )
 
 
 class MemoryAttention(HeadProjections):
-    """Attention of the tokens of a sequence to those of another, a memory whose keys and values are made once.
+    """Attention of the tokens of a sequence to those of another, a memory whose keys and values are
+    made once.
 
-    ``memory_dim`` is the width of a token of the memory, D where not given; ``options`` are those of the heads.
+    ``memory_dim`` is the width of a token of the memory, D where not given; ``options`` are those
+    of the heads.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any
+    ) -> None:
         self.memory_dim = memory_dim
         super().__init__(embed_dim, num_heads, **options)
 
     def forward(
-        self, x: Tensor, memory: Tensor, *, key_padding_mask: PaddingMask = None, cache: MemoryCache | None = None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        cache: MemoryCache | None = None,
     ) -> Tensor:
         """Attend from every token of `x` to the real tokens of the memory.
 
         Args:
             x: (batch, tokens, embed_dim).
             memory: (batch, memory tokens, memory_dim).
-            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A memory that is all
-                padding gives the bias of `W_o` alone.
+            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A
+                memory that is all padding gives the bias of `W_o` alone.
             cache: keys and values of this memory, made at the first call.
 
         Returns:
@@ -169,4 +196,8 @@ class MemoryAttention(HeadProjections):
 
         key, value = project() if cache is None else cache.once(project)
         query = self._query(self._tokens(x))
-        return self.o_proj(join_heads(self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask)))
+        return self.o_proj(
+            join_heads(
+                self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask)
+            )
+        )

@@ -12,11 +12,25 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError
 from wellposed.functional import l2_attention
-from wellposed.linalg import MASK_KINDS, L2Layer, MaskKind, Norm, SpectralMethod, check_norm, l2_constants
+from wellposed.linalg import (
+    MASK_KINDS,
+    L2Layer,
+    MaskKind,
+    Norm,
+    SpectralMethod,
+    check_norm,
+    l2_constants,
+)
 from wellposed.model_options import ContractiveOptions, L2Options
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 from wellposed.nn.attention.heads import join_heads, split_heads
-from wellposed.nn.attention.l2_division import UnitWeights, division_factor, is_stale, kim2021_divisor, uncompiled
+from wellposed.nn.attention.l2_division import (
+    UnitWeights,
+    division_factor,
+    is_stale,
+    kim2021_divisor,
+    uncompiled,
+)
 from wellposed.nn.attention.l2_refusal import (
     check_cache,
     check_covered,
@@ -25,52 +39,71 @@ from wellposed.nn.attention.l2_refusal import (
     refuse_unbounded,
 )
 from wellposed.nn.attention.l2_weights import L2Weights
-from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_mask, known_pattern, most_visible
+from wellposed.nn.attention.masks import (
+    AttentionMask,
+    PaddingMask,
+    attention_mask,
+    known_pattern,
+    most_visible,
+)
 
 
 class L2SelfAttention(L2Weights):
-    r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by `W_o`.
+    r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by
+    `W_o`.
 
-    Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where `lipschitz_bound`
-    computes a certified L from the weights. With `contractive=c` the output is divided by that bound at every call, so
-    that `L <= c`, in training as well, with gradients through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and
-    Theorem 3.2; bounds in the sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration),
-    never from power iteration. The division holds for weights of any size: a bound that would overflow or vanish is
-    never formed, and products of weights are bounded as they are rounded, in full precision whatever float32 products
-    are set to. Rounding of the forward pass is not covered: it is about `2^-24` (float32), `2^-9` (bfloat16) of the
-    largest value, and its root where logits exceed its inverse, since near tokens then swap places. Weights under which
-    a token of norm 1 overflows or is a denormal number have no certificate (`certificate_refusal`).
+    Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where
+    `lipschitz_bound` computes a certified L from the weights. With `contractive=c` the output is
+    divided by that bound at every call, so that `L <= c`, in training as well, with gradients
+    through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and Theorem 3.2; bounds in the
+    sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration), never
+    from power iteration. The division holds for weights of any size: a bound that would overflow or
+    vanish is never formed, and products of weights are bounded as they are rounded, in full
+    precision whatever float32 products are set to. Rounding of the forward pass is not covered: it
+    is about `2^-24` (float32), `2^-9` (bfloat16) of the largest value, and its root where logits
+    exceed its inverse, since near tokens then swap places. Weights under which a token of norm 1
+    overflows or is a denormal number have no certificate (`certificate_refusal`).
 
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads H; divides D; d = D / H.
-        tied: one projection makes queries and keys. `False` is for comparison only: it has no Lipschitz constant.
-        contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz constant is at most c.
-        norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2` (Frobenius).
-        bound: what `contractive` divides by: `"sharp"`, or `"kim2021"`, Theorem 3.2 as the paper has it, which is never
-            smaller (1,250 times at D = 512, H = 8, 288 tokens in norm `"inf"`), so that the output is scaled down
-            further; for norms `"inf"` and `2`, paper values and query_width 1.
-        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"free"`: `R_h` is a free matrix (same bound); `"plain"`:
-            values are `x W_V`, which is not Lipschitz and for comparison only. Default `"paper"` where tied, else
-            `"plain"`.
-        query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an untied one; Kim et
-            al., app. M).
-        max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not given, each sequence is
-            divided by the bound for its own number of real tokens: then the scale of a causal layer moves with the
-            length, so that a cache needs `max_tokens`.
-        dropout: probability of dropping an attention weight in training, in [0, 1). Excludes `contractive`.
-        bias: whether projections have a bias. Queries and keys share theirs; no bias changes the bound.
-        init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of Glorot's.
+        tied: one projection makes queries and keys. `False` is for comparison only: it has no
+        Lipschitz constant.
+        contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz
+        constant is at most c.
+        norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or
+        `2` (Frobenius).
+        bound: what `contractive` divides by: `"sharp"`, or `"kim2021"`, Theorem 3.2 as the paper
+            has it, which is never smaller (1,250 times at D = 512, H = 8, 288 tokens in norm
+            `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2`, paper
+            values and query_width 1.
+        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"free"`: `R_h` is a free matrix (same
+            bound); `"plain"`: values are `x W_V`, which is not Lipschitz and for comparison only.
+            Default `"paper"` where tied, else `"plain"`.
+        query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an
+            untied one; Kim et al., app. M).
+        max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not
+            given, each sequence is
+            divided by the bound for its own number of real tokens: then the scale of a causal layer
+            moves with the length, so that a cache needs `max_tokens`.
+        dropout: probability of dropping an attention weight in training, in [0, 1). Excludes
+        `contractive`.
+        bias: whether projections have a bias. Queries and keys share theirs; no bias changes the
+        bound.
+        init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of
+        Glorot's.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
         ConfigError: an option is out of range, or two do not go together.
         NotContractiveError: `contractive` is not inside (0, 1).
-        NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason is named.
+        NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason
+        is named.
 
-    Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D). `contractive` adds
-    Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and no graph without breaks in
-    `torch.compile`. Not for use where attention to a far token must be possible while near ones exist.
+    Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D).
+    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and no
+    graph without breaks in `torch.compile`. Not for use where attention to a far token must be
+    possible while near ones exist.
 
     >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
     >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
@@ -94,8 +127,8 @@ class L2SelfAttention(L2Weights):
 
         Args:
             x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a finished mask from
-                `attention_mask`. A padded token sees itself alone.
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
+                finished mask from `attention_mask`. A padded token sees itself alone.
             is_causal: whether a token is kept from later tokens.
             cache: earlier `z` of this layer, stored as key and as value; the new ones are appended.
 
@@ -107,14 +140,18 @@ class L2SelfAttention(L2Weights):
             ConfigError: a cache in a contractive layer without `max_tokens`.
             NotLipschitzError: a finished mask drops the diagonal of a contractive layer.
 
-        A finished mask that `attention_mask` did not make is taken to be any that keeps the diagonal; in norm 2 its
-        bound is larger, so that a contractive layer's output is smaller than under a full or causal one.
+        A finished mask that `attention_mask` did not make is taken to be any that keeps the
+        diagonal; in norm 2 its bound is larger, so that a contractive layer's output is smaller
+        than under a full or causal one.
         """
         query = split_heads(self.q_proj(x), self.num_heads)
         key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
-        # The value that attention averages: z itself, mixed by R_h afterwards, or a plain projection.
+        # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
+        # projection.
         value = (
-            split_heads(self.v_proj(x), self.num_heads) if self.v_proj is not None and self.values == "plain" else key
+            split_heads(self.v_proj(x), self.num_heads)
+            if self.v_proj is not None and self.values == "plain"
+            else key
         )
         if cache is not None:
             check_cache(self.contractive, self.max_tokens)
@@ -123,7 +160,9 @@ class L2SelfAttention(L2Weights):
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
             weights = self._unit_weights()
-            factor = self._contraction(weights, key_padding_mask, is_causal, query.shape[-2], key.shape[-2])
+            factor = self._contraction(
+                weights, key_padding_mask, is_causal, query.shape[-2], key.shape[-2]
+            )
             heads = (heads / weights.read).to(heads.dtype) @ weights.mixing
             heads = (heads * factor).to(heads.dtype)
         elif self.values != "plain":
@@ -133,7 +172,8 @@ class L2SelfAttention(L2Weights):
         return self.o_proj(join_heads(heads))
 
     def certificate_refusal(self, layers: tuple[L2Layer, L2Layer] | None = None) -> str | None:
-        """Return why this layer has no certificate in its present mode and with its weights; None where it has one.
+        """Return why this layer has no certificate in its present mode and with its weights; None
+        where it has one.
 
         `layers` are those of `bound_layers`, made here where not given and needed.
         """
@@ -142,7 +182,11 @@ class L2SelfAttention(L2Weights):
             plain_values=self.values == "plain",
             drops_weights=self.dropout > 0 and self.training,
         )
-        return self._division_refusal(layers) if reason is None and self.contractive is not None else reason
+        return (
+            self._division_refusal(layers)
+            if reason is None and self.contractive is not None
+            else reason
+        )
 
     def lipschitz_bound(
         self,
@@ -155,15 +199,17 @@ class L2SelfAttention(L2Weights):
     ) -> Tensor:
         """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
 
-        Certified, for exact arithmetic with the weights as stored (`wellposed.linalg.l2_attention_bound`). A
-        contractive layer's division is included. Differentiable for `method="gram"`.
+        Certified, for exact arithmetic with the weights as stored
+        (`wellposed.linalg.l2_attention_bound`). A contractive layer's division is included.
+        Differentiable for `method="gram"`.
 
         Args:
             num_tokens: most keys that a query sees.
             norm: `"tok"`, `"inf"` or `2`; the layer's own where not given.
             mask: which masks the bound covers; matters for norm 2 only.
             method: how spectral norms are bounded.
-            layers: from `bound_layers`, so that several bounds share their spectral norms; made here where not given.
+            layers: from `bound_layers`, so that several bounds share their spectral norms; made
+            here where not given.
 
         Returns:
             0-dim tensor.
@@ -171,7 +217,8 @@ class L2SelfAttention(L2Weights):
         Raises:
             NotLipschitzError: no bound exists; the message holds `certificate_refusal()`.
             ShapeError: `num_tokens` is above the certified length.
-            ConfigError: a contractive layer without `max_tokens` is asked for another norm than its own.
+            ConfigError: a contractive layer without `max_tokens` is asked for another norm than its
+            own.
         """
         # Spectral norms that the refusal computes first would be kept without their gradient.
         refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))
@@ -182,10 +229,13 @@ class L2SelfAttention(L2Weights):
         if self.max_tokens is None:
             if norm != self.norm:
                 raise ConfigError(
-                    f"L2SelfAttention: contractive in norm {self.norm!r} at each sequence's own length, so no one "
-                    f"scale holds for a bound in norm {norm!r}; build the layer with max_tokens"
+                    f"L2SelfAttention: contractive in norm {self.norm!r} at each sequence's own"
+                    f" length, so no one scale holds for a bound in norm {norm!r}; build the layer"
+                    " with max_tokens"
                 )
-            return torch.tensor(float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device)
+            return torch.tensor(
+                float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device
+            )
         check_covered(num_tokens, self.max_tokens)
         bounds: list[Tensor] = []
         for kind in MASK_KINDS if mask == "any" else (mask,):
@@ -199,13 +249,18 @@ class L2SelfAttention(L2Weights):
     def bound_layers(
         self, method: SpectralMethod = "svd", weights: UnitWeights | None = None
     ) -> tuple[L2Layer, L2Layer]:
-        """Return the weights as the division of a contractive layer sees them at each call, and for ``method``."""
+        """Return the weights as the division of a contractive layer sees them at each call, and for
+        ``method``."""
         if self.contractive is not None:
             weights = weights or self._unit_weights()
             by_call = weights.layer("gram")
             return by_call, by_call if method == "gram" else weights.layer(method)
-        # R_h is a product of weights: in their own precision it would be rounded before it is bounded.
-        exact = L2Layer(*self.head_weights(torch.promote_types(self.q_proj.weight.dtype, torch.float64)), method=method)
+        # R_h is a product of weights: in their own precision it would be rounded before it is
+        # bounded.
+        exact = L2Layer(
+            *self.head_weights(torch.promote_types(self.q_proj.weight.dtype, torch.float64)),
+            method=method,
+        )
         return exact, exact
 
     @torch.no_grad()
@@ -220,23 +275,34 @@ class L2SelfAttention(L2Weights):
         if layers is None and self.contractive is not None:
             layers = self.bound_layers("gram")
         refuse_unbounded(self.certificate_refusal(layers))
-        bias = self.q_proj.weight.new_zeros(self.q_proj.out_features) if self.q_proj.bias is None else self.q_proj.bias
+        bias = (
+            self.q_proj.weight.new_zeros(self.q_proj.out_features)
+            if self.q_proj.bias is None
+            else self.q_proj.bias
+        )
         heads = bias.double().unflatten(0, (self.num_heads, 1, -1))
         if self.contractive is None:
             heads = heads @ self._mixing(torch.float64)
         else:
             weights = self._unit_weights()
             layer = None if layers is None else layers[0]
-            factor = self._factor(weights, self.max_tokens or num_tokens, "any", layer=layer, kept=False)
+            factor = self._factor(
+                weights, self.max_tokens or num_tokens, "any", layer=layer, kept=False
+            )
             heads = (heads / weights.read) @ weights.mixing.double() * factor
-        heads = heads.flatten() + (0 if self.v_proj is None or self.v_proj.bias is None else self.v_proj.bias)
-        return self.o_proj.weight.double() @ heads + (0 if self.o_proj.bias is None else self.o_proj.bias)
+        heads = heads.flatten() + (
+            0 if self.v_proj is None or self.v_proj.bias is None else self.v_proj.bias
+        )
+        return self.o_proj.weight.double() @ heads + (
+            0 if self.o_proj.bias is None else self.o_proj.bias
+        )
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Promise that no weight changes inside: a contractive layer then computes its bound once.
 
-        For generation and for fixed-point iterations; no effect where gradients of the weights are recorded.
+        For generation and for fixed-point iterations; no effect where gradients of the weights are
+        recorded.
 
         >>> layer = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
         >>> with layer.frozen(), torch.no_grad():
@@ -249,7 +315,12 @@ class L2SelfAttention(L2Weights):
             self._frozen_scales = outer
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: PaddingMask, is_causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: PaddingMask,
+        is_causal: bool,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         scale = 1 / math.sqrt(self.head_dim)
@@ -258,7 +329,8 @@ class L2SelfAttention(L2Weights):
             allowed = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
             flags = {"attn_mask": allowed.mask, "is_causal": allowed.is_causal}
             return l2_attention(query, key, value, **flags, dropout_p=dropout, scale=scale)
-        # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by hand.
+        # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
+        # hand.
         heads = l2_attention(
             query,
             key,
@@ -281,10 +353,18 @@ class L2SelfAttention(L2Weights):
             return sharp
         assert self.v_proj is not None
         weights = (self.q_proj.weight, self.v_proj.weight, self.o_proj.weight)
-        return torch.maximum(sharp, kim2021_divisor(layer, weights, num_tokens, self.norm).to(sharp.dtype))
+        return torch.maximum(
+            sharp, kim2021_divisor(layer, weights, num_tokens, self.norm).to(sharp.dtype)
+        )
 
     def _factor(
-        self, weights: UnitWeights, num_tokens: int, mask: MaskKind, *, layer: L2Layer | None = None, kept: bool = True
+        self,
+        weights: UnitWeights,
+        num_tokens: int,
+        mask: MaskKind,
+        *,
+        layer: L2Layer | None = None,
+        kept: bool = True,
     ) -> Tensor:
         """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
         assert self.contractive is not None
@@ -293,7 +373,9 @@ class L2SelfAttention(L2Weights):
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             layer = layer or self.bound_layers("gram", weights)[0]
-            factor = division_factor(layer, self.contractive, self._divisor(layer, num_tokens, mask))
+            factor = division_factor(
+                layer, self.contractive, self._divisor(layer, num_tokens, mask)
+            )
         if frozen is not None:
             frozen[num_tokens, mask] = factor
         return factor
@@ -304,15 +386,24 @@ class L2SelfAttention(L2Weights):
         layer = weights.layer("gram") if layers is None else layers[0]
         for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
             if is_stale(kept, self._factor(weights, num_tokens, mask, layer=layer, kept=False)):
-                return "its weights were edited inside frozen(), which divides by the bound they had before"
+                return (
+                    "its weights were edited inside frozen(), which divides by the bound they had"
+                    " before"
+                )
         factor = self._factor(weights, self.max_tokens or 1, "any", layer=layer, kept=False)
         return weights.range_refusal(factor, self.q_proj.bias)
 
     @uncompiled
     def _contraction(
-        self, weights: UnitWeights, key_padding_mask: PaddingMask, is_causal: bool, queries: int, keys: int
+        self,
+        weights: UnitWeights,
+        key_padding_mask: PaddingMask,
+        is_causal: bool,
+        queries: int,
+        keys: int,
     ) -> Tensor:
-        """The factor of the heads: (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length."""
+        """The factor of the heads: (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own
+        length."""
         mask = known_pattern(key_padding_mask, is_causal)
         if isinstance(key_padding_mask, AttentionMask):
             check_diagonal(key_padding_mask, queries, keys)
@@ -320,20 +411,25 @@ class L2SelfAttention(L2Weights):
             return self._factor(weights, self.max_tokens, mask)
         counts = most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
-            check_covered(int(counts.max()) if isinstance(counts, Tensor) else counts, self.max_tokens)
+            check_covered(
+                int(counts.max()) if isinstance(counts, Tensor) else counts, self.max_tokens
+            )
             return self._factor(weights, self.max_tokens, mask)
         if not isinstance(counts, Tensor):
             return self._factor(weights, counts, mask)
         lengths, index = counts.unique(return_inverse=True)
         layer = weights.layer("gram")
-        return torch.stack([self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()])[index]
+        return torch.stack(
+            [self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()]
+        )[index]
 
 
 def _build(config: Any, **options: Any) -> L2SelfAttention:
     if getattr(config, "qk_norm", False):
         raise ConfigError(
-            f"attention {config.attention!r} with qk_norm=True: normalised queries and keys are no longer z, of which "
-            "the values are made; set qk_norm=False, or take attention='cosine'"
+            f"attention {config.attention!r} with qk_norm=True: normalised queries and keys are no"
+            " longer z, of which the values are made; set qk_norm=False, or take"
+            " attention='cosine'"
         )
     given = L2Options.of(config)
     return L2SelfAttention(

@@ -1,4 +1,5 @@
-"""The weights of a contractive L2 layer as its division sees them, at a size where no product is out of range."""
+"""The weights of a contractive L2 layer as its division sees them, at a size where no product is
+out of range."""
 
 from __future__ import annotations
 
@@ -11,33 +12,45 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.linalg import L2Layer, Norm, SpectralMethod, full_precision, kim2021_bound, power_of_two
+from wellposed.linalg import (
+    L2Layer,
+    Norm,
+    SpectralMethod,
+    full_precision,
+    kim2021_bound,
+    power_of_two,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Tokens up to this norm must not overflow; float16 has no room for more than 1, and ends at this norm of a key.
+# Tokens up to this norm must not overflow; float16 has no room for more than 1, and ends at this
+# norm of a key.
 _LARGEST_TOKEN = 1000.0
 _LARGEST_FLOAT16_KEY = 5790.0
 
 
 def uncompiled(function: Function) -> Function:
-    """Run a function outside `torch.compile`, whose kernels choose the precision of products for themselves."""
+    """Run a function outside `torch.compile`, whose kernels choose the precision of products for
+    themselves."""
     return cast(Function, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True)
 class UnitWeights:
-    """The maps `W_h R_h = 2^exponents projection mixing` of all heads, with `W_h = read projection`.
+    """The maps `W_h R_h = 2^exponents projection mixing` of all heads, with
+    `W_h = read projection`.
 
-    Exact, since only powers of two are taken out. A layer that is divided by its bound does not change when its weights
-    are multiplied by a number, so that a head is `P z / read`, times `mixing`, times `factor`, and none of the three
-    overflows or vanishes where their product does not.
+    Exact, since only powers of two are taken out. A layer that is divided by its bound does not
+    change when its weights are multiplied by a number, so that a head is `P z / read`, times
+    `mixing`, times `factor`, and none of the three overflows or vanishes where their product does
+    not.
     """
 
     projection: Tensor
     """(H, D, w), largest entry in [1, 2), in float32 at least."""
     mixing: Tensor
-    """(H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used, and bounded as it is used."""
+    """(H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used, and
+    bounded as it is used."""
     output: Tensor
     """`W_O,h`, (H, d, D), as stored."""
     read: Tensor
@@ -47,7 +60,13 @@ class UnitWeights:
 
     @classmethod
     def of(
-        cls, query: Tensor, output: Tensor, *, value: Tensor | None, mix: Tensor | None, num_heads: int
+        cls,
+        query: Tensor,
+        output: Tensor,
+        *,
+        value: Tensor | None,
+        mix: Tensor | None,
+        num_heads: int,
     ) -> UnitWeights:
         """Take the weights of `q_proj` and `o_proj`, and that of `v_proj` or `mix`."""
         projection, read = _unit(query.unflatten(0, (num_heads, -1)).mT)
@@ -71,7 +90,8 @@ class UnitWeights:
         return L2Layer(self.projection, mixing, output, method=method, exponents=self.exponents)
 
     def range_refusal(self, factor: Tensor, bias: Tensor | None) -> str | None:
-        """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way; None if they do not.
+        """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way;
+        None if they do not.
 
         Args:
             factor: (H, 1, 1), the division's.
@@ -81,10 +101,16 @@ class UnitWeights:
         info = torch.finfo(dtype)
         heard = factor.flatten() > 0
         read = self.projection.double().square().sum((-2, -1)).sqrt() * self.read.flatten().double()
-        shift = torch.zeros_like(read) if bias is None else bias.double().unflatten(0, (len(read), -1)).norm(dim=-1)
+        shift = (
+            torch.zeros_like(read)
+            if bias is None
+            else bias.double().unflatten(0, (len(read), -1)).norm(dim=-1)
+        )
         strength = factor.flatten().double() * self.output.double().abs().amax((-2, -1))
         strongest = float(factor.flatten()[strength.argmax()])
-        largest = _LARGEST_FLOAT16_KEY if dtype is torch.float16 else math.sqrt(info.max) / _LARGEST_TOKEN
+        largest = (
+            _LARGEST_FLOAT16_KEY if dtype is torch.float16 else math.sqrt(info.max) / _LARGEST_TOKEN
+        )
         reasons = {
             f"its query weights, down to {float(self.read.min()):.3g}, are denormal numbers in {dtype}": bool(
                 (self.read.flatten() < info.smallest_normal)[heard].any()
@@ -92,20 +118,23 @@ class UnitWeights:
             f"squares of distances overflow {dtype} under its query weights, of norm {float(read.max()):.3g}": bool(
                 (read > largest).any()
             ),
-            f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in rounding to {dtype}, since "
-            f"its query weights have norms down to {float(read.min()):.3g}": bool(
-                (shift * info.eps > read)[heard].any()
+            f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in "
+            f"rounding to {dtype}, since its query weights have norms down to "
+            f"{float(read.min()):.3g}": bool((shift * info.eps > read)[heard].any()),
+            f"its division by the bound leaves {dtype}: times {float(factor.max()):.3g}, and "
+            f"{strongest:.3g} for its strongest head, under output weights up to "
+            f"{float(self.output.abs().max()):.3g}": (
+                bool(heard.any())
+                and not (info.smallest_normal <= strongest and float(factor.max()) <= info.max)
             ),
-            f"its division by the bound leaves {dtype}: times {float(factor.max()):.3g}, and {strongest:.3g} for its "
-            f"strongest head, under output weights up to {float(self.output.abs().max()):.3g}": bool(heard.any())
-            and not (info.smallest_normal <= strongest and float(factor.max()) <= info.max),
         }
         found = "; ".join(reason for reason, applies in reasons.items() if applies)
         return f"{found}; rescale the weights, or take a wider dtype" if found else None
 
 
 def division_factor(layer: L2Layer, contractive: float, bound: Tensor) -> Tensor:
-    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a silent head.
+    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a
+    silent head.
 
     Args:
         layer: the weights.
@@ -115,7 +144,9 @@ def division_factor(layer: L2Layer, contractive: float, bound: Tensor) -> Tensor
     return contractive / torch.where(bound > 0, bound, 1.0) * layer.shares[:, None, None]
 
 
-def kim2021_divisor(layer: L2Layer, weights: tuple[Tensor, Tensor, Tensor], num_tokens: int, norm: Norm) -> Tensor:
+def kim2021_divisor(
+    layer: L2Layer, weights: tuple[Tensor, Tensor, Tensor], num_tokens: int, norm: Norm
+) -> Tensor:
     """Return the bound of Kim et al. (2021), Theorem 3.2, in the units of ``layer.unit_bound``.
 
     Args:
@@ -134,12 +165,15 @@ def kim2021_divisor(layer: L2Layer, weights: tuple[Tensor, Tensor, Tensor], num_
         norm="inf" if norm == "inf" else 2,
         method="gram",
     )
-    exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit) - layer.exponent
+    exponent = (
+        2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit) - layer.exponent
+    )
     return bound * torch.exp2(exponent.double()).squeeze()
 
 
 def is_stale(kept: Tensor, now: Tensor) -> bool:
-    """Whether a kept factor is above the present one by more than a last digit, which the bound's margin covers."""
+    """Whether a kept factor is above the present one by more than a last digit, which the bound's
+    margin covers."""
     return not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all())
 
 

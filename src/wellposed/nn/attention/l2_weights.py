@@ -1,4 +1,5 @@
-"""The weights of an L2 attention: projections, the mixing of heads that they stand for, and their initial values."""
+"""The weights of an L2 attention: projections, the mixing of heads that they stand for, and their
+initial values."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from wellposed.errors import NotLipschitzError
 from wellposed.linalg import Norm, check_norm
 from wellposed.nn.attention.heads import head_width
 from wellposed.nn.attention.l2_division import UnitWeights, uncompiled
-from wellposed.nn.attention.l2_refusal import DivisionBound, Values, check_options, l2_attention_refusal
+from wellposed.nn.attention.l2_refusal import (
+    DivisionBound,
+    Values,
+    check_options,
+    l2_attention_refusal,
+)
 
 
 class L2Weights(nn.Module):
@@ -71,7 +77,8 @@ class L2Weights(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s; biases are zero."""
+        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
+        biases are zero."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             if projection is None:
                 continue
@@ -82,14 +89,17 @@ class L2Weights(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         if self.mix is not None:
-            # Glorot's bound of each head by itself; the paper's R_h has entries of that order divided by sqrt(d).
+            # Glorot's bound of each head by itself; the paper's R_h has entries of that order
+            # divided by sqrt(d).
             _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
 
     def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and W_O zero-padded.
+        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and
+        W_O zero-padded.
 
         Args:
-            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not given.
+            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not
+            given.
 
         Raises:
             NotLipschitzError: the values are plain, so there is no `R_h`.
@@ -100,7 +110,11 @@ class L2Weights(nn.Module):
         projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
         missing = projection.shape[-1] - self.head_dim
         output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
-        return projection, F.pad(self._mixing(dtype), (0, missing)), F.pad(output, (0, 0, 0, missing))
+        return (
+            projection,
+            F.pad(self._mixing(dtype), (0, missing)),
+            F.pad(output, (0, 0, 0, missing)),
+        )
 
     def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
         """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
@@ -118,14 +132,20 @@ class L2Weights(nn.Module):
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             value = None if self.v_proj is None else self.v_proj.weight
             return UnitWeights.of(
-                self.q_proj.weight, self.o_proj.weight, value=value, mix=self.mix, num_heads=self.num_heads
+                self.q_proj.weight,
+                self.o_proj.weight,
+                value=value,
+                mix=self.mix,
+                num_heads=self.num_heads,
             )
 
     def extra_repr(self) -> str:
         """Everything that is not seen from the projections."""
         parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
         if self.contractive is not None:
-            parts.append(f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}")
+            parts.append(
+                f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}"
+            )
             if self.bound != "sharp":
                 parts.append(f"bound={self.bound!r}")
         return ", ".join([*parts, f"dropout={self.dropout}"])

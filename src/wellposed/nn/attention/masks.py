@@ -1,4 +1,5 @@
-"""Attention masks: which key each query may see, made once per forward pass and only when a mask is needed."""
+"""Attention masks: which key each query may see, made once per forward pass and only when a mask is
+needed."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ from wellposed.linalg import MaskKind
 
 
 class AttentionMask(NamedTuple):
-    """A finished mask: `mask` is bool (batch | 1, 1, queries, keys), True = may attend, or None when all may.
+    """A finished mask: `mask` is bool (batch | 1, 1, queries, keys), True = may attend, or None
+    when all may.
 
-    `is_causal` is the flag for `scaled_dot_product_attention`; it is True only when `mask` is None. A stack makes one
-    `AttentionMask` and hands it to every layer in place of the `key_padding_mask`, so that layers do not rebuild it.
+    `is_causal` is the flag for `scaled_dot_product_attention`; it is True only when `mask` is None.
+    A stack makes one `AttentionMask` and hands it to every layer in place of the
+    `key_padding_mask`, so that layers do not rebuild it.
 
-    `kind` is what is known of the pattern, for Lipschitz bounds: `"full"` (real tokens see each other, padding sees
-    itself), `"causal"` (the same, earlier tokens only), or `"any"` (nothing but that each token may see itself), which
-    is right for every mask and is what a mask made by hand has.
+    `kind` is what is known of the pattern, for Lipschitz bounds: `"full"` (real tokens see each
+    other, padding sees itself), `"causal"` (the same, earlier tokens only), or `"any"` (nothing but
+    that each token may see itself), which is right for every mask and is what a mask made by hand
+    has.
     """
 
     mask: Tensor | None
@@ -28,27 +32,35 @@ class AttentionMask(NamedTuple):
 
 
 PaddingMask = Tensor | AttentionMask | None
-"""What an attention module takes as `key_padding_mask`; pass it to `attention_mask` and use what comes back."""
+"""What an attention module takes as `key_padding_mask`; pass it to `attention_mask` and use what
+comes back."""
 
 
 def attention_mask(
-    key_padding_mask: PaddingMask, is_causal: bool, num_queries: int, num_keys: int, device: torch.device
+    key_padding_mask: PaddingMask,
+    is_causal: bool,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
 ) -> AttentionMask:
-    """Query i may see key j when both are real tokens and, if causal, `j <= i + num_keys - num_queries`; or `j` is `i`.
+    """Query i may see key j when both are real tokens and, if causal,
+    `j <= i + num_keys - num_queries`; or `j` is `i`.
 
-    Exact. The queries are the last `num_queries` of the `num_keys` positions (a cache holds the earlier ones). A padded
-    query sees itself alone, so no row is empty and no softmax is 0/0. Without padding no mask is made unless several
-    queries stand behind a cache.
+    Exact. The queries are the last `num_queries` of the `num_keys` positions (a cache holds the
+    earlier ones). A padded query sees itself alone, so no row is empty and no softmax is 0/0.
+    Without padding no mask is made unless several queries stand behind a cache.
 
     Args:
-        key_padding_mask: bool (batch, keys), True = padding; or None; or an `AttentionMask`, returned as it is.
+        key_padding_mask: bool (batch, keys), True = padding; or None; or an `AttentionMask`,
+        returned as it is.
         is_causal: whether a query is kept from later keys.
         num_queries: tokens of this call.
         num_keys: tokens of this call and of the cache.
         device: where the mask is made.
 
     Returns:
-        `mask` and `is_causal` for `scaled_dot_product_attention`; `mask` broadcasts to (batch, heads, queries, keys).
+        `mask` and `is_causal` for `scaled_dot_product_attention`; `mask` broadcasts to (batch,
+        heads, queries, keys).
 
     Raises:
         ShapeError: the padding mask is not bool (batch, keys), or there are more queries than keys.
@@ -65,8 +77,9 @@ def attention_mask(
         return key_padding_mask
     if num_queries > num_keys:
         raise ShapeError(
-            f"attention: received {num_queries} queries and {num_keys} keys; expected the queries to be the last of "
-            "the keys, so at most as many; pass a cache that returns the earlier keys and the new ones together"
+            f"attention: received {num_queries} queries and {num_keys} keys; expected the queries"
+            " to be the last of the keys, so at most as many; pass a cache that returns the"
+            " earlier keys and the new ones together"
         )
     kind: MaskKind = "causal" if is_causal else "full"
     if key_padding_mask is None:
@@ -88,7 +101,8 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
     """Return the mask with which every query sees every real token of the memory.
 
     Args:
-        key_padding_mask: bool (batch, memory tokens), True = padding; or None; or a finished mask, returned as it is.
+        key_padding_mask: bool (batch, memory tokens), True = padding; or None; or a finished mask,
+        returned as it is.
         memory: (batch, memory tokens, width).
 
     Raises:
@@ -103,15 +117,17 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
         return AttentionMask(None, False)
     if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != memory.shape[:2]:
         raise ShapeError(
-            f"cross-attention: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
-            f"torch.bool {tuple(memory.shape[:2])}, True = padding; from a Hugging Face attention_mask (1 = real "
-            "token) pass attention_mask == 0"
+            f"cross-attention: key_padding_mask is {key_padding_mask.dtype}"
+            f" {tuple(key_padding_mask.shape)}; expected torch.bool {tuple(memory.shape[:2])}, True"
+            " = padding; from a Hugging Face attention_mask (1 = real token) pass attention_mask"
+            " == 0"
         )
     return AttentionMask(~key_padding_mask[:, None, None, :], False)
 
 
 def known_pattern(mask: PaddingMask, is_causal: bool) -> MaskKind:
-    """What may be assumed of the mask in a bound: of a mask made by hand, only that it keeps the diagonal."""
+    """What may be assumed of the mask in a bound: of a mask made by hand, only that it keeps the
+    diagonal."""
     if not isinstance(mask, AttentionMask):
         return "causal" if is_causal else "full"
     if mask.mask is None and mask.kind == "any":
@@ -120,9 +136,11 @@ def known_pattern(mask: PaddingMask, is_causal: bool) -> MaskKind:
 
 
 def most_visible(mask: PaddingMask, keys: int) -> Tensor | int:
-    """The N of the bound, (batch,) or one number for all: most keys that a query sees or queries that see a key.
+    """The N of the bound, (batch,) or one number for all: most keys that a query sees or queries
+    that see a key.
 
-    The two are equal for padding with or without a causal mask; a hub that all see makes the second larger.
+    The two are equal for padding with or without a causal mask; a hub that all see makes the second
+    larger.
     """
     if isinstance(mask, Tensor):
         return (~mask).sum(-1).clamp_min(1)
@@ -132,7 +150,9 @@ def most_visible(mask: PaddingMask, keys: int) -> Tensor | int:
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(
+        num_keys - num_queries
+    )
 
 
 def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
@@ -143,11 +163,12 @@ def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
 def _check_padding(key_padding_mask: Tensor, num_keys: int) -> None:
     if key_padding_mask.dtype is not torch.bool:
         raise ShapeError(
-            f"attention: key_padding_mask has dtype {key_padding_mask.dtype}; expected torch.bool with True = padding; "
-            "from a Hugging Face attention_mask (1 = real token) pass attention_mask == 0"
+            f"attention: key_padding_mask has dtype {key_padding_mask.dtype}; expected torch.bool"
+            " with True = padding; from a Hugging Face attention_mask (1 = real token) pass"
+            " attention_mask == 0"
         )
     if key_padding_mask.dim() != 2 or key_padding_mask.shape[1] != num_keys:
         raise ShapeError(
-            f"attention: key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected (batch, {num_keys}), one "
-            "entry for every key, those in the cache included"
+            f"attention: key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected"
+            f" (batch, {num_keys}), one entry for every key, those in the cache included"
         )

@@ -30,32 +30,42 @@ def unmeasured() -> Iterator[None]:
         _WANTED.reset(token)
 
 
-def with_error_bound(report: Inversion, f: nn.Module, x: Tensor, y: Tensor, options: dict[str, Any]) -> Inversion:
-    r"""Return the report with `|x - x*| <= error_bound`, where `x* + f(x*) = y` in exact arithmetic.
+def with_error_bound(
+    report: Inversion, f: nn.Module, x: Tensor, y: Tensor, options: dict[str, Any]
+) -> Inversion:
+    r"""Return the report with `|x - x*| <= error_bound`, where `x* + f(x*) = y` in exact
+    arithmetic.
 
     With the residual `r = y - f(x) - x` of the x that is returned, `x* - x = r + f(x) - f(x*)`, so
-    `|x - x*| <= |r| / (1 - c)`. Here x is what was stored, so r holds all that was lost on the way: the rounding of
-    `y - f(x)`, of f and of the result in the working dtype. What remains is how exactly r is known. It is evaluated in
-    float64 (x, y and the weights fit exactly) as `(y - x) - f(x)`, which rounds by at most `eps (|y - x| + |r|)`; and f
-    itself is allowed an error of `(sqrt(D) + 8) eps (c |x| + |f(x)|)` there, D the width. Every map of this library
-    loses less than a tenth of that (measured up to D = 512), so long as it does not cancel numbers far larger than
-    `c |x|` and `|f(x)|`; the worst case of Higham (2002, sec. 3.5), D in place of sqrt D for each product, is not met.
-    Logits are larger than that, being quadratic in the tokens: a times `c |x - mean x|` is added for what their
-    rounding does to softmaxes, with the a that `LogitRounding` derives and measures while f is evaluated. Last, c is
-    often computed from weights in the working dtype, of unit `eps_w`, and is taken to be `c' = c (1 + 2 eps_w)`.
-    Together `error_bound = (|r| + eps (|y - x| + |r|) + (sqrt(D) + 8) eps (c |x| + |f(x)|) + a c |x - mean x|) /
-    (1 - c')`. It is infinite, and `reason` says why, where rounding leaves the weights of a softmax undetermined.
+    `|x - x*| <= |r| / (1 - c)`. Here x is what was stored, so r holds all that was lost on the way:
+    the rounding of `y - f(x)`, of f and of the result in the working dtype. What remains is how
+    exactly r is known. It is evaluated in float64 (x, y and the weights fit exactly) as
+    `(y - x) - f(x)`, which rounds by at most `eps (|y - x| + |r|)`; and f itself is allowed an
+    error of `(sqrt(D) + 8) eps (c |x| + |f(x)|)` there, D the width. Every map of this library
+    loses less than a tenth of that (measured up to D = 512), so long as it does not cancel numbers
+    far larger than `c |x|` and `|f(x)|`; the worst case of Higham (2002, sec. 3.5), D in place of
+    sqrt D for each product, is not met.
+    Logits are larger than that, being quadratic in the tokens: a times `c |x - mean x|` is added
+    for what their rounding does to softmaxes, with the a that `LogitRounding` derives and measures
+    while f is evaluated. Last, c is often computed from weights in the working dtype, of unit
+    `eps_w`, and is taken to be `c' = c (1 + 2 eps_w)`. Together
+    `error_bound = (|r| + eps (|y - x| + |r|) + (sqrt(D) + 8) eps (c |x| + |f(x)|) + a c |x - mean
+    x|) / (1 - c')`. It is infinite, and `reason` says why, where rounding leaves the weights of a
+    softmax undetermined.
 
-    Where f does not run in float64 (it holds tensors that are neither parameters nor buffers; the device has none) it
-    is evaluated as it stands, and eps in the allowance for f is that of its dtype. The divisor of a contractive layer
-    is that of its forward pass, computed in the weights' own dtype: as in `certify`, it is part of the map. Not
-    covered: an f that cancels as above (or in logits that it forms by hand), or that rounds to a coarser dtype inside.
+    Where f does not run in float64 (it holds tensors that are neither parameters nor buffers; the
+    device has none) it is evaluated as it stands, and eps in the allowance for f is that of its
+    dtype. The divisor of a contractive layer is that of its forward pass, computed in the weights'
+    own dtype: as in `certify`, it is part of the map. Not
+    covered: an f that cancels as above (or in logits that it forms by hand), or that rounds to a
+    coarser dtype inside.
 
     Args:
         report: of the solver. f, options: the branch, and what it is called with besides x.
         x: what the solver returned, shape of y. y: what was inverted.
 
-    Cost: one evaluation of f in float64, with three attentions in place of each; none inside `unmeasured`.
+    Cost: one evaluation of f in float64, with three attentions in place of each; none inside
+    `unmeasured`.
     """
     if not _WANTED.get():
         return report
@@ -69,12 +79,21 @@ def with_error_bound(report: Inversion, f: nn.Module, x: Tensor, y: Tensor, opti
         sample_norms(part, report.norm) for part in (held, gap, image, gap - image, spread)
     )
     width = x.shape[-1] if x.dim() else 1
-    rounding = torch.finfo(wide).eps * (moved + residual) + logits.amplification * report.contraction * apart
-    rounding = rounding + (math.sqrt(width) + 8) * torch.finfo(measured_in).eps * (report.contraction * size + branch)
+    rounding = (
+        torch.finfo(wide).eps * (moved + residual)
+        + logits.amplification * report.contraction * apart
+    )
+    rounding = rounding + (math.sqrt(width) + 8) * torch.finfo(measured_in).eps * (
+        report.contraction * size + branch
+    )
     # The norms are rounded as well, by far less than this.
     error = math.inf if logits.refusal else (1 + 1e-9) * _largest(residual + rounding)
     bound = carried(error, report.contraction, f, y)
-    flat = "" if bound < math.inf or error == math.inf else f"the slope {report.contraction} is 1 to rounding"
+    flat = (
+        ""
+        if bound < math.inf or error == math.inf
+        else f"the slope {report.contraction} is 1 to rounding"
+    )
     return replace(
         report,
         residual=_largest(residual),
@@ -85,8 +104,12 @@ def with_error_bound(report: Inversion, f: nn.Module, x: Tensor, y: Tensor, opti
 
 
 def carried(error: float, contraction: float, block: nn.Module, y: Tensor) -> float:
-    """Return `error / (1 - c')`, what an error of y or of its equation is in x; see `with_error_bound`."""
-    dtypes = {y.dtype, *(parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())}
+    """Return `error / (1 - c')`, what an error of y or of its equation is in x; see
+    `with_error_bound`."""
+    dtypes = {
+        y.dtype,
+        *(parameter.dtype for parameter in block.parameters() if parameter.is_floating_point()),
+    }
     slope = contraction * (1 + 2 * max(torch.finfo(dtype).eps for dtype in dtypes))
     if slope >= 1:
         return math.inf if error else 0.0
@@ -105,18 +128,24 @@ def _widest(x: Tensor) -> torch.dtype:
 def evaluated(
     f: nn.Module, x: Tensor, options: dict[str, Any], norm: Norm
 ) -> tuple[Tensor, torch.dtype, LogitRounding]:
-    """Return f(x) in the widest dtype in which f runs, that dtype, and what was seen of the logits."""
+    """Return f(x) in the widest dtype in which f runs, that dtype, and what was seen of the
+    logits."""
     wide = _widest(x)
 
     def widened(value: Any) -> Any:
         return value.to(wide) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     try:
-        with _weights_in(wide, f), torch.autocast(x.device.type, enabled=False), LogitRounding(norm) as seen:
+        with (
+            _weights_in(wide, f),
+            torch.autocast(x.device.type, enabled=False),
+            LogitRounding(norm) as seen,
+        ):
             image = f(widened(x), **pytree.tree_map(widened, options))
         return image, image.dtype, seen
     except (RuntimeError, TypeError):
-        # Dtypes that do not meet, or a kernel that float64 lacks. f ran in its own dtype a moment ago.
+        # Dtypes that do not meet, or a kernel that float64 lacks. f ran in its own dtype a moment
+        # ago.
         with LogitRounding(norm) as seen:
             image = f(x, **options)
         return image, computed_in(image), seen
@@ -124,9 +153,11 @@ def evaluated(
 
 @contextmanager
 def _weights_in(dtype: torch.dtype, module: nn.Module) -> Iterator[None]:
-    """Exchange every floating weight and buffer for a cast copy inside, and put the very tensors back.
+    """Exchange every floating weight and buffer for a cast copy inside, and put the very tensors
+    back.
 
-    `torch.func.functional_call` would leave the copies in a part that is registered under two names (torch 2.13).
+    `torch.func.functional_call` would leave the copies in a part that is registered under two names
+    (torch 2.13).
     """
     tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     held = [
@@ -147,5 +178,7 @@ def _weights_in(dtype: torch.dtype, module: nn.Module) -> Iterator[None]:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (
-        nn.Parameter(tensor.to(dtype), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else tensor.to(dtype)
+        nn.Parameter(tensor.to(dtype), tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.to(dtype)
     )

@@ -25,27 +25,33 @@ class _Bounded(Protocol):
 
 
 class InvertibleResidual(nn.Module):
-    r"""`y = x + f(x)` with `|f(x) - f(x')| <= c |x - x'|`, c < 1: a bijection whose inverse is `x = lim y - f(x_k)`.
+    r"""`y = x + f(x)` with `|f(x) - f(x')| <= c |x - x'|`, c < 1: a bijection whose inverse is
+    `x = lim y - f(x_k)`.
 
-    Exact inverse up to rounding, with an a-posteriori error bound: `|x - x*| <= |r| / (1 - c)`, r the residual of the x
-    that is returned, evaluated in float64 and so with all that was rounded away in the working dtype (`Inversion`).
-    `1 - c <= |g(x) - g(x')| / |x - x'| <= 1 + c`. Behrmann et al. (2019), "Invertible Residual Networks", Theorem 1
-    and Algorithm 1; Kim, Papamakarios, Mnih (2021), sec. 4.1, for attention as f.
+    Exact inverse up to rounding, with an a-posteriori error bound: `|x - x*| <= |r| / (1 - c)`, r
+    the residual of the x that is returned, evaluated in float64 and so with all that was rounded
+    away in the working dtype (`Inversion`). `1 - c <= |g(x) - g(x')| / |x - x'| <= 1 + c`. Behrmann
+    et al. (2019), "Invertible Residual Networks", Theorem 1 and Algorithm 1; Kim, Papamakarios,
+    Mnih (2021), sec. 4.1, for attention as f.
 
     Args:
-        f: any module that keeps the shape. Its bound is read from `f.contractive` (`L2SelfAttention`), else from
-            `f.lipschitz_bound(num_tokens)`, unless `lipschitz` is given.
-        lipschitz: a bound c of f in `norm` that you vouch for, for modules that do not know their own (`wellposed.
-            certify` finds one for most).
-        norm: of `lipschitz`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`; otherwise f's own norm counts.
+        f: any module that keeps the shape. Its bound is read from `f.contractive`
+            (`L2SelfAttention`), else from `f.lipschitz_bound(num_tokens)`, unless `lipschitz` is
+            given.
+        lipschitz: a bound c of f in `norm` that you vouch for, for modules that do not know their
+            own (`wellposed. certify` finds one for most).
+        norm: of `lipschitz`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`; otherwise f's
+        own norm counts.
 
     Raises:
-        NotContractiveError: `lipschitz` is not in [0, 1). A bound that depends on the weights is checked in `inverse`.
+        NotContractiveError: `lipschitz` is not in [0, 1). A bound that depends on the weights is
+        checked in `inverse`.
 
-    Cost: forward that of f; the inverse evaluates f `ln(1e-7) / ln(c')` times in float32 with Picard's iteration, c'
-    the slope at hand (often far below c); Anderson's acceleration halves that or better for attention, where it is 20
-    or more, at the memory of twelve copies of x. The error bound takes one evaluation of f in float64, with two more
-    attentions for each fused attention in it.
+    Cost: forward that of f; the inverse evaluates f `ln(1e-7) / ln(c')` times in float32 with
+    Picard's iteration, c' the slope at hand (often far below c); Anderson's acceleration halves
+    that or better for attention, where it is 20 or more, at the memory of twelve copies of x. The
+    error bound takes one evaluation of f in float64, with two more attentions for each fused
+    attention in it.
 
     >>> from wellposed.nn import L2SelfAttention
     >>> block = InvertibleResidual(L2SelfAttention(8, 2, contractive=0.9, max_tokens=16))
@@ -68,7 +74,11 @@ class InvertibleResidual(nn.Module):
         """The norm in which f is a contraction, and in which errors are reported."""
         own = getattr(self.f, "norm", None)
         # Other modules may call a submodule "norm".
-        return check_norm(own) if self.lipschitz is None and isinstance(own, str | int) else self._given_norm
+        return (
+            check_norm(own)
+            if self.lipschitz is None and isinstance(own, str | int)
+            else self._given_norm
+        )
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Return `x + f(x, **options)`."""
@@ -78,7 +88,8 @@ class InvertibleResidual(nn.Module):
         """Return the bound c < 1 of f for sequences of `num_tokens`.
 
         Raises:
-            NotContractiveError: no bound below 1 is known; the message holds the bound found, or what is missing.
+            NotContractiveError: no bound below 1 is known; the message holds the bound found, or
+            what is missing.
         """
         if self.lipschitz is not None:
             return _checked(self.lipschitz, self.norm, "the bound given as lipschitz=", self.f)
@@ -87,13 +98,16 @@ class InvertibleResidual(nn.Module):
             return _checked(float(contractive), self.norm, "contractive=", self.f)
         if not isinstance(self.f, _Bounded):
             raise NotContractiveError(
-                f"InvertibleResidual: no Lipschitz bound of {type(self.f).__name__} is known; expected f.contractive, "
-                "f.lipschitz_bound(num_tokens) or lipschitz=; find a bound with wellposed.certify and pass it"
+                f"InvertibleResidual: no Lipschitz bound of {type(self.f).__name__} is known;"
+                " expected f.contractive, f.lipschitz_bound(num_tokens) or lipschitz=; find a"
+                " bound with wellposed.certify and pass it"
             )
         try:
             bound = float(self.f.lipschitz_bound(num_tokens).detach())
         except NotLipschitzError as error:
-            raise NotContractiveError(f"InvertibleResidual: no bound below 1 exists: {error}") from error
+            raise NotContractiveError(
+                f"InvertibleResidual: no bound below 1 exists: {error}"
+            ) from error
         return _checked(bound, self.norm, f"the bound for {num_tokens} tokens is", self.f)
 
     @torch.no_grad()
@@ -108,16 +122,18 @@ class InvertibleResidual(nn.Module):
     ) -> tuple[Tensor, Inversion]:
         r"""Return x with `x + f(x) = y`, and how well.
 
-        Picard's iteration `x <- y - f(x)` multiplies the residual by c or less. `"anderson"` mixes the last six
-        iterates by least squares, each sample by itself; an iterate that did worse than Picard must is replaced, so it
-        never needs more than twice Picard's worst case. No gradient is recorded: see `ReversibleSequential`.
+        Picard's iteration `x <- y - f(x)` multiplies the residual by c or less. `"anderson"` mixes
+        the last six iterates by least squares, each sample by itself; an iterate that did worse
+        than Picard must is replaced, so it never needs more than twice Picard's worst case. No
+        gradient is recorded: see `ReversibleSequential`.
 
         Args:
             y: (batch, tokens, width), or any shape f takes with the batch first.
-            tol: error `|x - x*|`, relative to the size of y and x in the norm of the contraction, at which the
-                iteration ends; what the working dtype rounds comes on top, and the report's `error_bound` holds both.
-                Default: as far as rounding allows (a residual of one unit of rounding, or one that stalls within
-                `2 + sqrt(D) / 2` units).
+            tol: error `|x - x*|`, relative to the size of y and x in the norm of the contraction,
+                at which the iteration ends; what the working dtype rounds comes on top, and the
+                report's `error_bound` holds both.
+                Default: as far as rounding allows (a residual of one unit of rounding, or one that
+                stalls within `2 + sqrt(D) / 2` units).
             max_iter: evaluations of f before giving up.
             accelerate: `"anderson"` or None for Picard.
             options: passed to f, as they were to `forward` (`key_padding_mask`, `is_causal`).
@@ -128,8 +144,8 @@ class InvertibleResidual(nn.Module):
         Raises:
             NotContractiveError: no bound of f below 1 is known.
             ConvergenceError: y is not finite, f returns NaN, or `max_iter` is reached.
-            ConfigError: f draws random numbers in its present mode (dropout in training), or `accelerate` or `tol` is
-                not usable.
+            ConfigError: f draws random numbers in its present mode (dropout in training), or
+                `accelerate` or `tol` is not usable.
         """
         if accelerate not in (None, "anderson"):
             raise ConfigError(f"inverse: accelerate is {accelerate!r}; expected 'anderson' or None")
@@ -157,7 +173,8 @@ class InvertibleResidual(nn.Module):
 
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """Promise that no weight changes inside: layers that normalise by their weights then do so once."""
+    """Promise that no weight changes inside: layers that normalise by their weights then do so
+    once."""
     with ExitStack() as stack:
         for part in module.modules():
             freeze = getattr(part, "frozen", None)
@@ -167,7 +184,8 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_randomness(module: nn.Module, what: str) -> None:
-    """Raise `ConfigError` where a part draws random numbers now: evaluated twice it would be two maps."""
+    """Raise `ConfigError` where a part draws random numbers now: evaluated twice it would be two
+    maps."""
     drawn = [
         f"{path or type(part).__name__}: dropout {rate}"
         for path, part in module.named_modules()
@@ -175,20 +193,23 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
     ]
     if drawn:
         raise ConfigError(
-            f"{what} needs the same map at every evaluation, but these parts drop at random in training:\n"
-            f"{listed(drawn)}\nset their dropout to 0, or call eval()"
+            f"{what} needs the same map at every evaluation, but these parts drop at random in"
+            f" training:\n{listed(drawn)}\nset their dropout to 0, or call eval()"
         )
 
 
 def _dropout_of(part: nn.Module) -> float:
-    rate = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
+    rate = (
+        part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
+    )
     return float(rate) if isinstance(rate, int | float) else 0.0
 
 
 def _checked(bound: float, norm: Norm, source: str, f: nn.Module) -> float:
     if not 0 <= bound < 1:
         raise NotContractiveError(
-            f"InvertibleResidual: {source} {bound:.6g} (norm {norm!r}, f = {type(f).__name__}); expected a bound in "
-            "[0, 1), without which x + f(x) need not have an inverse; scale f down, or build it with contractive="
+            f"InvertibleResidual: {source} {bound:.6g} (norm {norm!r}, f = {type(f).__name__});"
+            " expected a bound in [0, 1), without which x + f(x) need not have an inverse; scale f"
+            " down, or build it with contractive="
         )
     return bound

@@ -16,31 +16,38 @@ from wellposed.nn.invertible.solver import Inversion, sample_norms
 
 
 class ReversibleSequential(nn.Module):
-    r"""`y = g_L(... g_1(x))` for invertible blocks, trained with activation memory that does not depend on L.
+    r"""`y = g_L(... g_1(x))` for invertible blocks, trained with activation memory that does not
+    depend on L.
 
-    Forward stores x and y alone. Backward goes down the stack: it rebuilds the input of each block by `inverse`, runs
-    that block once more with gradients, and moves on. Gradients equal ordinary backpropagation up to the error of the
-    rebuilt activations: for contractive attention blocks measured 8e-7 relative in float32 and 2e-15 in float64 at 32
-    blocks, while an error is multiplied by `1 / (1 - c')` or less on its way down (c' the slope at hand). Nothing is
-    taken on trust: at the bottom the rebuilt input is compared with the true one. Behrmann et al. (2019), sec. 3;
-    Gomez et al. (2017), Algorithm 1.
+    Forward stores x and y alone. Backward goes down the stack: it rebuilds the input of each block
+    by `inverse`, runs that block once more with gradients, and moves on. Gradients equal ordinary
+    backpropagation up to the error of the
+    rebuilt activations: for contractive attention blocks measured 8e-7 relative in float32 and
+    2e-15 in float64 at 32 blocks, while an error is multiplied by `1 / (1 - c')` or less on its way
+    down (c' the slope at hand). Nothing is
+    taken on trust: at the bottom the rebuilt input is compared with the true one. Behrmann et al.
+    (2019), sec. 3; Gomez et al. (2017), Algorithm 1.
 
     Args:
-        blocks: modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`, such as
-            `InvertibleResidual` and `AdditiveCoupling`, all of one shape.
-        drift: largest relative error of the rebuilt input (in the 2-norm of a sample) that backward accepts.
+        blocks: modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`,
+            such as `InvertibleResidual` and `AdditiveCoupling`, all of one shape.
+        drift: largest relative error of the rebuilt input (in the 2-norm of a sample) that backward
+        accepts.
         tol, max_iter: passed to each `inverse`.
 
     Raises:
-        ConfigError: a block has no inverse, or there is none at all; in `forward`, dropout is active in a block.
+        ConfigError: a block has no inverse, or there is none at all; in `forward`, dropout is
+        active in a block.
 
-    Cost: activation memory of one block plus three activations, whatever L: at most as many bytes of tensors are alive
-    at once with 64 blocks as with 8 (ratio 1.00 measured, 7.6 by ordinary backward), the gradients of the parameters
-    set aside, of which L blocks have L times as many by any method. The resident memory of a process may grow more, by
-    what its allocator keeps. Time of the forward pass twice, of the inverses (their iterations
-    times a forward pass) and of backward. Under autocast the stack runs in the dtype of x: rounding f to bfloat16 would
-    make its inverse that coarse. No second derivatives.
-    When not to use: in inference nothing is stored anyway; and where memory suffices, plain backward is faster.
+    Cost: activation memory of one block plus three activations, whatever L: at most as many bytes
+    of tensors are alive at once with 64 blocks as with 8 (ratio 1.00 measured, 7.6 by ordinary
+    backward), the gradients of the parameters set aside, of which L blocks have L times as many by
+    any method. The resident memory of a process may grow more, by what its allocator keeps. Time of
+    the forward pass twice, of the inverses (their iterations times a forward pass) and of backward.
+    Under autocast the stack runs in the dtype of x: rounding f to bfloat16 would make its inverse
+    that coarse. No second derivatives.
+    When not to use: in inference nothing is stored anyway; and where memory suffices, plain
+    backward is faster.
 
     >>> from wellposed.nn import InvertibleResidual, L2SelfAttention
     >>> stack = ReversibleSequential(
@@ -60,15 +67,22 @@ class ReversibleSequential(nn.Module):
         max_iter: int = 1000,
     ) -> None:
         super().__init__()
-        lacking = [f"{i}: {type(block).__name__}" for i, block in enumerate(blocks) if not hasattr(block, "inverse")]
+        lacking = [
+            f"{i}: {type(block).__name__}"
+            for i, block in enumerate(blocks)
+            if not hasattr(block, "inverse")
+        ]
         if lacking or not len(blocks):
             raise ConfigError(
-                "ReversibleSequential: every block needs inverse(y, **options) -> (x, Inversion), and there must be a "
-                f"block; received {len(blocks)} blocks, without inverse:\n{listed(lacking)}\n"
-                "wrap a contractive map in InvertibleResidual, or two maps in AdditiveCoupling"
+                "ReversibleSequential: every block needs inverse(y, **options) -> (x, Inversion),"
+                f" and there must be a block; received {len(blocks)} blocks, without"
+                f" inverse:\n{listed(lacking)}\nwrap a contractive map in InvertibleResidual, or"
+                " two maps in AdditiveCoupling"
             )
         if not drift > 0:
-            raise ConfigError(f"ReversibleSequential: drift is {drift}; expected a positive relative error")
+            raise ConfigError(
+                f"ReversibleSequential: drift is {drift}; expected a positive relative error"
+            )
         self.blocks = nn.ModuleList(blocks)
         self.drift = drift
         self.tol = tol
@@ -78,24 +92,32 @@ class ReversibleSequential(nn.Module):
         """Map x through all blocks; `options` go to each of them and carry no gradient.
 
         Raises:
-            ConfigError: a block draws random numbers in its present mode, or an option requires gradient.
+            ConfigError: a block draws random numbers in its present mode, or an option requires
+            gradient.
         """
         refuse_randomness(self, "ReversibleSequential")
-        carrying = [name for name, value in options.items() if isinstance(value, Tensor) and value.requires_grad]
+        carrying = [
+            name
+            for name, value in options.items()
+            if isinstance(value, Tensor) and value.requires_grad
+        ]
         if carrying:
             raise ConfigError(
-                f"ReversibleSequential: options {', '.join(carrying)} require gradient and would get none"
+                f"ReversibleSequential: options {', '.join(carrying)} require gradient and would"
+                " get none"
             )
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
 
     @torch.no_grad()
-    def inverse(self, y: Tensor, *, tol: float | None = None, **options: Any) -> tuple[Tensor, Inversion]:
+    def inverse(
+        self, y: Tensor, *, tol: float | None = None, **options: Any
+    ) -> tuple[Tensor, Inversion]:
         """Return x with `forward(x) = y`, and a report whose error bound holds for the whole stack.
 
-        An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it, r the residual of what was
-        stored; where blocks speak of different norms, or one has no bound (`AdditiveCoupling`), it is infinite. See
-        `Inversion` for what the bound covers.
+        An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it, r the
+        residual of what was stored; where blocks speak of different norms, or one has no bound
+        (`AdditiveCoupling`), it is infinite. See `Inversion` for what the bound covers.
 
         Raises:
             NotContractiveError, ConvergenceError, ConfigError: as the blocks' own `inverse`.
@@ -122,14 +144,18 @@ class _Rebuild(torch.autograd.Function):
     """Forward through all blocks without a graph; backward by inversion, one block at a time."""
 
     @staticmethod
-    def forward(ctx: Any, stack: ReversibleSequential, options: dict[str, Any], x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, stack: ReversibleSequential, options: dict[str, Any], x: Tensor, *weights: Tensor
+    ) -> Tensor:
         ctx.stack, ctx.options, ctx.parameters = stack, options, weights
         y = x
         with torch.autocast(x.device.type, enabled=False):
             for block in stack.blocks:
                 y = block(y, **options)
         if y.shape != x.shape:
-            raise ShapeError(f"ReversibleSequential: blocks turned shape {tuple(x.shape)} into {tuple(y.shape)}")
+            raise ShapeError(
+                f"ReversibleSequential: blocks turned shape {tuple(x.shape)} into {tuple(y.shape)}"
+            )
         ctx.save_for_backward(x, y)
         return y
 
@@ -177,7 +203,8 @@ def _check_drift(x: Tensor, rebuilt: Tensor, drift: float) -> None:
     worst = float((error / size.clamp_min(torch.finfo(x.dtype).tiny)).max()) if x.numel() else 0.0
     if not worst <= drift:
         raise ConvergenceError(
-            f"ReversibleSequential: the rebuilt input is off by {worst:.3g} of its size; accepted is drift={drift:g}, "
-            "so the gradients of the first blocks would be wrong; use a smaller contraction, fewer blocks, float64, or "
-            "a larger drift if you accept that error"
+            f"ReversibleSequential: the rebuilt input is off by {worst:.3g} of its size; accepted"
+            f" is drift={drift:g}, so the gradients of the first blocks would be wrong; use a"
+            " smaller contraction, fewer blocks, float64, or a larger drift if you accept that"
+            " error"
         )

@@ -1,4 +1,5 @@
-"""Fixed points of `x = y - f(x)` for a contraction f: Picard's iteration, Anderson's acceleration, and the error."""
+"""Fixed points of `x = y - f(x)` for a contraction f: Picard's iteration, Anderson's acceleration,
+and the error."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from wellposed.errors import ConvergenceError
 from wellposed.linalg import Norm
 
 Acceleration = Literal["anderson"]
-# Measured: residuals stop shrinking at 0.3 units of rounding for attention of width 16 to 512, at 0.3 sqrt(width) for
-# the hardest linear maps. One unit is enough; below the second limit a stalled residual is at its floor.
+# Measured: residuals stop shrinking at 0.3 units of rounding for attention of width 16 to 512, at
+# 0.3 sqrt(width) for the hardest linear maps. One unit is enough; below the second limit a stalled
+# residual is at its floor.
 _UNITS_ENOUGH = 1.0
 _UNITS_STALLED = (2.0, 0.5)
 _WINDOW = 6
@@ -23,14 +25,17 @@ _WINDOW = 6
 
 @dataclass(frozen=True)
 class Inversion:
-    """How well `x + f(x) = y` was solved: `|x - x*| <= error_bound` in `norm`, for every sample of the batch.
+    """How well `x + f(x) = y` was solved: `|x - x*| <= error_bound` in `norm`, for every sample of
+    the batch.
 
-    x* is the inverse in exact arithmetic, with these weights, of y as given. The bound is a-posteriori: the residual
-    `y - f(x) - x` of the x that is returned is evaluated in float64, where it holds all that the working dtype rounded
-    away, and divided by `1 - c`; the rounding of that evaluation is added, and that of logits, which are quadratic in
-    the tokens. `nn.invertible.inversion_bound` and `nn.attention.logit_rounding` derive it and say what f may be.
-    For a stack, errors of later blocks are carried through the earlier ones. If y itself is a computed `x_0 + f(x_0)`,
-    its rounding, divided by the product of `1 - c`, is a further distance to x_0.
+    x* is the inverse in exact arithmetic, with these weights, of y as given. The bound is
+    a-posteriori: the residual `y - f(x) - x` of the x that is returned is evaluated in float64,
+    where it holds all that the working dtype rounded away, and divided by `1 - c`; the rounding of
+    that evaluation is added, and that of logits, which are quadratic in the tokens.
+    `nn.invertible.inversion_bound` and `nn.attention.logit_rounding` derive it and say what f may
+    be. For a stack, errors of later blocks are carried through the earlier ones. If y itself is a
+    computed `x_0 + f(x_0)`, its rounding, divided by the product of `1 - c`, is a further distance
+    to x_0.
     """
 
     iterations: int
@@ -38,7 +43,8 @@ class Inversion:
     residual: float
     """Norm of `y - f(x) - x` at the x that is returned; in a stack the largest."""
     error_bound: float
-    """Infinite where no bound is known: a coupling, blocks of different norms; in a backward pass, which asks none."""
+    """Infinite where no bound is known: a coupling, blocks of different norms; in a backward pass,
+    which asks none."""
     contraction: float
     """The c < 1 that was used; in a stack the largest."""
     norm: Norm
@@ -46,13 +52,16 @@ class Inversion:
     blocks: tuple[Inversion, ...] = ()
     """Of a stack: one for each block, in the order of the blocks."""
     measured_in: torch.dtype | None = None
-    """In which f was evaluated for the error bound: float64 wherever f runs in it. Of a stack: see its blocks."""
+    """In which f was evaluated for the error bound: float64 wherever f runs in it. Of a stack: see
+    its blocks."""
     reason: str = ""
-    """In words, why `error_bound` is infinite, where that was found out: logits that rounding leaves undetermined."""
+    """In words, why `error_bound` is infinite, where that was found out: logits that rounding
+    leaves undetermined."""
 
 
 def sample_norms(tokens: Tensor, norm: Norm) -> Tensor:
-    """Norm of each sample, (batch,): tok = largest 2-norm of a token, inf = largest entry, 2 = Frobenius.
+    """Norm of each sample, (batch,): tok = largest 2-norm of a token, inf = largest entry, 2 =
+    Frobenius.
 
     >>> sample_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]), "tok")
     tensor([5.])
@@ -75,12 +84,13 @@ def solve_residual(
     accelerate: Acceleration | None,
     name: str,
 ) -> tuple[Tensor, Inversion]:
-    """Return x with `x + f(x) = y` and a report without error bound; see `InvertibleResidual.inverse`."""
+    """Return x with `x + f(x) = y` and a report without error bound; see
+    `InvertibleResidual.inverse`."""
     bad = ~y.isfinite()
     if bool(bad.any()):
         raise ConvergenceError(
-            f"{name}.inverse: y holds {int(bad.sum())} values that are NaN or infinite (of {y.numel()}); expected "
-            "finite numbers, of which each has exactly one inverse"
+            f"{name}.inverse: y holds {int(bad.sum())} values that are NaN or infinite (of"
+            f" {y.numel()}); expected finite numbers, of which each has exactly one inverse"
         )
     enough, stalled = _targets(y, tol, contraction)
     mixer = _Anderson(y, contraction) if accelerate is not None else None
@@ -95,20 +105,26 @@ def solve_residual(
         scale = torch.maximum(scale, sample_norms(image, norm))
         residual = float(sizes.max()) if sizes.numel() else 0.0
         if not math.isfinite(residual):
-            raise ConvergenceError(f"{name}.inverse: f returned NaN or infinity in evaluation {iteration}; check f")
-        if bool(((sizes <= enough * scale) | ((sizes <= stalled * scale) & (2 * sizes > best))).all()):
+            raise ConvergenceError(
+                f"{name}.inverse: f returned NaN or infinity in evaluation {iteration}; check f"
+            )
+        if bool(
+            ((sizes <= enough * scale) | ((sizes <= stalled * scale) & (2 * sizes > best))).all()
+        ):
             return image, Inversion(iteration, residual, math.inf, contraction, norm)
         best = torch.minimum(best, sizes)
         x = image if mixer is None else mixer.next(image, difference, sizes)
     raise ConvergenceError(
-        f"{name}.inverse: after max_iter={max_iter} evaluations of f the error may be {factor * residual:.3g} (norm "
-        f"{norm!r}, c = {contraction:.4g}); expected at most {stalled / (1 - contraction):.3g} times the size of y; "
-        f"allow more iterations, or a larger tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
+        f"{name}.inverse: after max_iter={max_iter} evaluations of f the error may be"
+        f" {factor * residual:.3g} (norm {norm!r}, c = {contraction:.4g}); expected at most"
+        f" {stalled / (1 - contraction):.3g} times the size of y; allow more iterations, or a"
+        f" larger tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
     )
 
 
 def _targets(y: Tensor, tol: float | None, contraction: float) -> tuple[float, float]:
-    """Residual, relative to y and x, that is enough; and one that is enough once it no longer halves."""
+    """Residual, relative to y and x, that is enough; and one that is enough once it no longer
+    halves."""
     if tol is not None:
         return tol * (1 - contraction), tol * (1 - contraction)
     unit = torch.finfo(computed_in(y)).eps
@@ -125,10 +141,12 @@ def computed_in(y: Tensor) -> torch.dtype:
 
 
 class _Anderson:
-    """Type-II Anderson mixing of each sample by itself (Walker and Ni, 2011, eq. 2.2), with Picard as safeguard.
+    """Type-II Anderson mixing of each sample by itself (Walker and Ni, 2011, eq. 2.2), with Picard
+    as safeguard.
 
-    A mixed iterate whose residual is not below c times the one before is worse than what Picard's step guarantees; then
-    the next step is Picard's, from the better of the two. So two evaluations always gain the factor c.
+    A mixed iterate whose residual is not below c times the one before is worse than what Picard's
+    step guarantees; then the next step is Picard's, from the better of the two. So two evaluations
+    always gain the factor c.
     """
 
     def __init__(self, y: Tensor, contraction: float) -> None:
@@ -140,7 +158,8 @@ class _Anderson:
         self.last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def next(self, image: Tensor, difference: Tensor, sizes: Tensor) -> Tensor:
-        """Return the next iterate from `image = y - f(x)`, `difference = image - x` and its norms."""
+        """Return the next iterate from `image = y - f(x)`, `difference = image - x` and its
+        norms."""
         flat_image, flat = image.reshape(self.batch, -1), difference.reshape(self.batch, -1)
         if self.last is None:
             self.last = (flat_image, flat, sizes)
@@ -158,13 +177,19 @@ class _Anderson:
         return chosen.reshape(image.shape)
 
     def _weights(self, difference: Tensor) -> Tensor:
-        """Least-squares weights of the stored differences, (batch, window); unused slots are zero."""
+        """Least-squares weights of the stored differences, (batch, window); unused slots are
+        zero."""
         stored = self.differences
         lengths = torch.linalg.vector_norm(stored, dim=-1, keepdim=True)
         unit = stored / lengths.clamp_min(torch.finfo(stored.dtype).tiny)
         gram = (unit @ unit.mT).double()
         right = (unit @ difference.unsqueeze(-1)).double()
-        # The floor keeps nearly parallel differences, whose Gram matrix is all rounding, from large weights.
-        floor = 4 * torch.finfo(stored.dtype).eps * torch.eye(_WINDOW, dtype=gram.dtype, device=gram.device)
+        # The floor keeps nearly parallel differences, whose Gram matrix is all rounding, from large
+        # weights.
+        floor = (
+            4
+            * torch.finfo(stored.dtype).eps
+            * torch.eye(_WINDOW, dtype=gram.dtype, device=gram.device)
+        )
         weights = torch.linalg.solve(gram + floor, right).to(stored.dtype)
         return (weights / lengths.clamp_min(torch.finfo(stored.dtype).tiny)).squeeze(-1)

@@ -23,11 +23,13 @@ from wellposed.nn.transject.orthogonal_linear import OrthogonalLinear, transpose
 
 
 class TransJectBlock(nn.Module):
-    """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: for given sigma and gates a bijection of each token.
+    """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: for given sigma and gates a
+    bijection of each token.
 
-    Exact up to rounding: distances between two tokens of a sequence change by a factor in `[(1-|r|)^2, (1+|r|)^2]`. A
-    is an `ExpertMixture`, f an `OrthogonalFeedForward`; both share one residual weight. At the start (ReZero) it is the
-    identity. Sengupta et al. (2023), eq. 4; their Lemma 1 asks for L >= 3, which is not needed.
+    Exact up to rounding: distances between two tokens of a sequence change by a factor in
+    `[(1-|r|)^2, (1+|r|)^2]`. A is an `ExpertMixture`, f an `OrthogonalFeedForward`; both share one
+    residual weight. At the start (ReZero) it is the identity. Sengupta et al. (2023), eq. 4; their
+    Lemma 1 asks for L >= 3, which is not needed.
 
     Args:
         embed_dim: width d.
@@ -61,7 +63,9 @@ class TransJectBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
-        self.attention = ExpertMixture(embed_dim, num_experts, gating=gating, eps=eps, layer_index=layer_index)
+        self.attention = ExpertMixture(
+            embed_dim, num_experts, gating=gating, eps=eps, layer_index=layer_index
+        )
         self.feedforward = OrthogonalFeedForward(embed_dim, dropout=dropout)
         self.residual = InjectiveResidual(num_layers, residual)
 
@@ -83,15 +87,18 @@ class TransJectBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens, (batch, tokens, d), and the gates.
 
-        The arguments are those of `ExpertMixture`; `workspace` holds the buffers of a pass without gradients on a CPU.
+        The arguments are those of `ExpertMixture`; `workspace` holds the buffers of a pass without
+        gradients on a CPU.
 
         Raises:
-            ShapeError: x, sigma or gates do not fit, or those for each token are given without `is_causal`.
+            ShapeError: x, sigma or gates do not fit, or those for each token are given without
+            `is_causal`.
         """
         self._check_given(x, sigma, gates, is_causal)
         if not is_causal and self._runs_in_blocks(x, sigma):
             return self._in_blocks(x, sigma, gates, key_padding_mask, workspace or Workspace())
-        # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks would try to move.
+        # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks
+        # would try to move.
         plain = is_plain(self.residual, InjectiveResidual)
         branch, used = self.attention(
             x,
@@ -109,15 +116,19 @@ class TransJectBlock(nn.Module):
         fits = spectrum_fits(x, sigma) and x.shape[1:] == (max(x.shape[1], 1), self.embed_dim)
         if not fits or (sigma.dim() == 3 and not is_causal):
             raise ShapeError(
-                f"TransJectBlock: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)}; expected x (batch, "
-                f"tokens >= 1, {self.embed_dim}) and sigma ({self.embed_dim},) or (batch, {self.embed_dim}), or, with "
-                f"is_causal=True, (batch, tokens, {self.embed_dim})"
+                f"TransJectBlock: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)};"
+                f" expected x (batch, tokens >= 1, {self.embed_dim}) and sigma ({self.embed_dim},)"
+                f" or (batch, {self.embed_dim}), or, with is_causal=True, (batch, tokens,"
+                f" {self.embed_dim})"
             )
         if gates is not None:
-            check_gates("TransJectBlock", gates, x, self.attention.num_experts, each_token=is_causal)
+            check_gates(
+                "TransJectBlock", gates, x, self.attention.num_experts, each_token=is_causal
+            )
 
     def _runs_in_blocks(self, x: Tensor, sigma: Tensor) -> bool:
-        """Whether no gradient, no hook and no other part is there to notice that modules are not called."""
+        """Whether no gradient, no hook and no other part is there to notice that modules are not
+        called."""
         return (
             x.device.type == "cpu"
             and x.numel() > 0
@@ -135,7 +146,8 @@ class TransJectBlock(nn.Module):
         )
 
     def _has_plain_parts(self) -> bool:
-        """Whether every part that blocks of rows do not call (all but the gate) is its formula and nothing else."""
+        """Whether every part that blocks of rows do not call (all but the gate) is its formula and
+        nothing else."""
         forward = self.feedforward
         return (
             is_plain(self.attention, ExpertMixture)
@@ -148,7 +160,12 @@ class TransJectBlock(nn.Module):
         )
 
     def _in_blocks(
-        self, x: Tensor, sigma: Tensor, gates: Tensor | None, padding: Tensor | None, work: Workspace
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        gates: Tensor | None,
+        padding: Tensor | None,
+        work: Workspace,
     ) -> tuple[Tensor, Tensor]:
         mixture = self.attention
         experts = [cast(GramAttention, expert) for expert in mixture.experts]
@@ -165,14 +182,17 @@ class TransJectBlock(nn.Module):
             return mixture.gates_from_pools(pools, x[samples], key_padding_mask=masked)
 
         known = mixture.known_gates(x) if gates is None else gates
-        return run_layer(x, sigma, weights, gate if known is None else known, padding=padding, work=work)
+        return run_layer(
+            x, sigma, weights, gate if known is None else known, padding=padding, work=work
+        )
 
     def sublayers(self, sigma: Tensor, gates: Tensor) -> list[InvertibleResidual]:
-        """Return the two halves as bijections, for stored sigma and gates, with contractions `|r| |U_e||V_e| |sigma|`.
+        """Return the two halves as bijections, for stored sigma and gates, with contractions
+        `|r| |U_e||V_e| |sigma|`.
 
         Raises:
-            NotContractiveError: a contraction is not below 1: weights off orthogonality, or alpha = 1 at L = 1; or it
-                is not known, since a part is wrapped.
+            NotContractiveError: a contraction is not below 1: weights off orthogonality, or alpha =
+                1 at L = 1; or it is not known, since a part is wrapped.
             ConfigError: weights are not in memory.
         """
         self._refuse_unknown_parts()
@@ -181,37 +201,53 @@ class TransJectBlock(nn.Module):
         size *= float(gates.abs().sum(-1).max()) if gates.numel() else 0.0
         attention, feedforward = _Half(self, sigma, gates), _Half(self)
         return [
-            InvertibleResidual(attention, lipschitz=scale * self.attention.norm_bound() * size, norm="tok"),
-            InvertibleResidual(feedforward, lipschitz=scale * self.feedforward.norm_bound(), norm="tok"),
+            InvertibleResidual(
+                attention, lipschitz=scale * self.attention.norm_bound() * size, norm="tok"
+            ),
+            InvertibleResidual(
+                feedforward, lipschitz=scale * self.feedforward.norm_bound(), norm="tok"
+            ),
         ]
 
     def _refuse_unknown_parts(self) -> None:
         kinds: list[tuple[str, type[nn.Module]]] = [("residual", InjectiveResidual)]
         for index in range(len(self.attention.experts)):
-            kinds += [(f"attention.experts.{index}.{name}", OrthogonalLinear) for name in ("left", "right")]
+            kinds += [
+                (f"attention.experts.{index}.{name}", OrthogonalLinear)
+                for name in ("left", "right")
+            ]
         kinds += [(f"feedforward.{name}", OrthogonalLinear) for name in ("up_proj", "down_proj")]
         parts = [(path, self.get_submodule(path), kind) for path, kind in kinds]
-        wrapped = [f"{path}: {type(part).__name__}" for path, part, kind in parts if not isinstance(part, kind)]
+        wrapped = [
+            f"{path}: {type(part).__name__}"
+            for path, part, kind in parts
+            if not isinstance(part, kind)
+        ]
         if wrapped:
             raise NotContractiveError(
-                "TransJectBlock: no Lipschitz bound is known of these parts, which are not those that it was built "
-                f"with:\n{listed(wrapped)}\nmerge the adapters into the weights before inverting"
+                "TransJectBlock: no Lipschitz bound is known of these parts, which are not those"
+                f" that it was built with:\n{listed(wrapped)}\nmerge the adapters into the weights"
+                " before inverting"
             )
         absent = [name for name, parameter in self.named_parameters() if parameter.is_meta]
         if absent:
             raise ConfigError(
-                f"TransJectBlock: the inverse needs weights that are not in memory (offloaded, or on meta):\n"
-                f"{listed(absent)}\nload the model whole, or take accelerate's hooks off with "
-                "accelerate.hooks.remove_hook_from_submodules"
+                "TransJectBlock: the inverse needs weights that are not in memory (offloaded, or"
+                f" on meta):\n{listed(absent)}\nload the model whole, or take accelerate's hooks"
+                " off with accelerate.hooks.remove_hook_from_submodules"
             )
 
 
 class _Half(nn.Module):
-    """`r f(x)` of one sublayer, with everything but x fixed: of the attention where sigma and gates are given."""
+    """`r f(x)` of one sublayer, with everything but x fixed: of the attention where sigma and gates
+    are given."""
 
-    def __init__(self, block: TransJectBlock, sigma: Tensor | None = None, gates: Tensor | None = None) -> None:
+    def __init__(
+        self, block: TransJectBlock, sigma: Tensor | None = None, gates: Tensor | None = None
+    ) -> None:
         super().__init__()
-        # Registered: active dropout is found and refused, and all that f holds is seen (the error bound widens it).
+        # Registered: active dropout is found and refused, and all that f holds is seen (the error
+        # bound widens it).
         self.block = block
         self.register_buffer("sigma", sigma, persistent=False)
         self.register_buffer("gates", gates, persistent=False)

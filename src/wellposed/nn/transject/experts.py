@@ -23,23 +23,28 @@ _GATINGS: tuple[str, ...] = ("pooled", "normalized", "fixed")
 
 
 class ExpertMixture(nn.Module):
-    """`sum_e lambda_e F_e(x)`, lambda convex, one for all tokens of a sample: 1-Lipschitz for given sigma, lambda.
+    """`sum_e lambda_e F_e(x)`, lambda convex, one for all tokens of a sample: 1-Lipschitz for given
+    sigma, lambda.
 
-    Exact up to rounding. Sengupta et al. (2023), eq. 3: with `r` the scale of the residual around it,
-    `lambda = softmax_e(w . max_t (x_t + r F_e(x)_t))`, the maximum taken of each coordinate over the real tokens.
-    Causal: over tokens 1..t, so each token has gates of its own. A bias in front of the softmax would cancel.
+    Exact up to rounding. Sengupta et al. (2023), eq. 3: with `r` the scale of the residual around
+    it, `lambda = softmax_e(w . max_t (x_t + r F_e(x)_t))`, the maximum taken of each coordinate
+    over the real tokens.
+    Causal: over tokens 1..t, so each token has gates of its own. A bias in front of the softmax
+    would cancel.
 
     Args:
         embed_dim: width d.
         num_experts: E. One expert has no gate: lambda is 1.
-        gating: `"pooled"` as above. `"normalized"` divides the logits by `sqrt(eps + |X|_F^2)` of the real tokens: then
-            the gates have a global Lipschitz constant, as a certificate asks for; pooled gates have none. `"fixed"`:
-            softmax of E learnt numbers, the same for every input.
+        gating: `"pooled"` as above. `"normalized"` divides the logits by `sqrt(eps + |X|_F^2)` of
+            the real tokens: then the gates have a global Lipschitz constant, as a certificate asks
+            for; pooled gates have none. `"fixed"`: softmax of E learnt numbers, the same for every
+            input.
         eps: see above, at least 1.2e-38.
         layer_index: place in a cache.
 
     Raises:
-        ConfigError: a size that is no integer of at least 1, `gating` unknown, or eps that is 0 in float32.
+        ConfigError: a size that is no integer of at least 1, `gating` unknown, or eps that is 0 in
+        float32.
 
     Cost: E times that of `GramAttention`; on accelerators the experts run as one batched product.
 
@@ -63,7 +68,12 @@ class ExpertMixture(nn.Module):
         if gating not in _GATINGS:
             raise unknown_name("gating", gating, _GATINGS)
         check_eps("ExpertMixture", eps)
-        self.embed_dim, self.num_experts, self.eps, self.layer_index = embed_dim, num_experts, eps, layer_index
+        self.embed_dim, self.num_experts, self.eps, self.layer_index = (
+            embed_dim,
+            num_experts,
+            eps,
+            layer_index,
+        )
         self.gating: Gating = gating
         self.experts = nn.ModuleList(GramAttention(embed_dim) for _ in range(num_experts))
         if num_experts > 1 and gating == "fixed":
@@ -96,15 +106,17 @@ class ExpertMixture(nn.Module):
         Args:
             x: (batch, tokens, d).
             sigma: (d,), (batch, d) or, causal, (batch, tokens, d).
-            scale: `r = alpha/L` of the residual that will join the branch to x, (1,); or that residual, `(x, branch)
-                -> x + r branch`, which is then called for each expert whose tokens are pooled.
+            scale: `r = alpha/L` of the residual that will join the branch to x, (1,); or that
+                residual, `(x, branch) -> x + r branch`, which is then called for each expert whose
+                tokens are pooled.
             key_padding_mask: bool (batch, tokens), True = padding.
             is_causal: gates from the tokens up to each one.
             cache: running maxima of earlier tokens; causal only.
             gates: use these in place of computed ones, to repeat or invert a pass.
 
         Returns:
-            branch (batch, tokens, d), without x; gates (batch, experts), or (batch, tokens, experts) if causal.
+            branch (batch, tokens, d), without x; gates (batch, experts), or (batch, tokens,
+            experts) if causal.
 
         Raises:
             ShapeError: sigma or the gates do not fit.
@@ -114,7 +126,12 @@ class ExpertMixture(nn.Module):
         outputs = self.expert_outputs(x, sigma)
         if gates is None:
             gates = self.gates_of(
-                x, outputs, scale, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache
+                x,
+                outputs,
+                scale,
+                key_padding_mask=key_padding_mask,
+                is_causal=is_causal,
+                cache=cache,
             )
         weights = gates.to(outputs[0].dtype)
         weights = weights if weights.dim() == 3 else weights.unsqueeze(1)
@@ -126,7 +143,8 @@ class ExpertMixture(nn.Module):
     def expert_outputs(self, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """Return `F_e(x)` of each expert, (batch, tokens, d) each."""
         experts = self._experts()
-        # What is wrapped or hooked is called, here and in `GramAttention`; only plain weights are batched.
+        # What is wrapped or hooked is called, here and in `GramAttention`; only plain weights are
+        # batched.
         if len(experts) == 1 or prefers_loop(x) or not self.has_plain_experts():
             return [expert(x, sigma) for expert in experts]
         left = torch.stack([transposed_weight(expert.left) for expert in experts])
@@ -135,7 +153,10 @@ class ExpertMixture(nn.Module):
 
     def has_plain_experts(self) -> bool:
         """Return whether no expert and no map of one is wrapped, hooked or parametrised."""
-        return all(is_plain(expert, GramAttention) and expert.has_plain_maps() for expert in self._experts())
+        return all(
+            is_plain(expert, GramAttention) and expert.has_plain_maps()
+            for expert in self._experts()
+        )
 
     def gates_of(
         self,
@@ -151,8 +172,12 @@ class ExpertMixture(nn.Module):
         known = self.known_gates(x, is_causal=is_causal)
         if known is not None:
             return known
-        pools = torch.stack([self._pool(x, out, scale, key_padding_mask, is_causal) for out in outputs])
-        return self.gates_from_pools(pools, x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
+        pools = torch.stack(
+            [self._pool(x, out, scale, key_padding_mask, is_causal) for out in outputs]
+        )
+        return self.gates_from_pools(
+            pools, x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache
+        )
 
     def gates_from_pools(
         self,
@@ -163,10 +188,12 @@ class ExpertMixture(nn.Module):
         is_causal: bool = False,
         cache: TransJectCache | None = None,
     ) -> Tensor:
-        """Return lambda for the maxima of `x + r F_e(x)`: (experts, batch, d), or (experts, batch, tokens, d)."""
+        """Return lambda for the maxima of `x + r F_e(x)`: (experts, batch, d), or (experts, batch,
+        tokens, d)."""
         if is_causal and cache is not None:
             pools = cache.add_pools(self.layer_index, pools)
-        # Padding in front of the first real token has pooled nothing; what it is mapped to does not matter.
+        # Padding in front of the first real token has pooled nothing; what it is mapped to does not
+        # matter.
         logits = self.gate(pools.masked_fill(pools == -torch.inf, 0.0)).squeeze(-1).movedim(0, -1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.gating == "normalized":
@@ -181,7 +208,12 @@ class ExpertMixture(nn.Module):
         return self.logits.softmax(0).to(x.dtype).expand(shape) if self.gating == "fixed" else None
 
     def _pool(
-        self, x: Tensor, output: Tensor, scale: Tensor | Join, key_padding_mask: Tensor | None, is_causal: bool
+        self,
+        x: Tensor,
+        output: Tensor,
+        scale: Tensor | Join,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
     ) -> Tensor:
         """Largest value of each coordinate of `x + r F_e(x)` over the real tokens (so far)."""
         if isinstance(scale, Tensor):
@@ -193,7 +225,11 @@ class ExpertMixture(nn.Module):
         return joined.cummax(1).values if is_causal else joined.amax(1)
 
     def _size(
-        self, x: Tensor, key_padding_mask: Tensor | None, is_causal: bool, cache: TransJectCache | None
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        cache: TransJectCache | None,
     ) -> Tensor:
         """`sqrt(eps + |X|_F^2)` over the real tokens (so far)."""
         squares = x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
@@ -210,7 +246,8 @@ class ExpertMixture(nn.Module):
         return [cast(GramAttention, expert) for expert in self.experts]
 
     def norm_bound(self) -> float:
-        """Return the largest `|U_e| |V_e|`: the branch's Lipschitz constant for given gates and `|sigma| <= 1`."""
+        """Return the largest `|U_e| |V_e|`: the branch's Lipschitz constant for given gates and
+        `|sigma| <= 1`."""
         return max(expert.norm_bound() for expert in self._experts())
 
     def extra_repr(self) -> str:
@@ -218,8 +255,11 @@ class ExpertMixture(nn.Module):
         return f"gating={self.gating!r}"
 
 
-def check_gates(where: str, gates: Tensor, x: Tensor, num_experts: int, *, each_token: bool = True) -> None:
-    """Raise `ShapeError` where the gates are not (batch, experts) or, `each_token`, (batch, tokens, experts)."""
+def check_gates(
+    where: str, gates: Tensor, x: Tensor, num_experts: int, *, each_token: bool = True
+) -> None:
+    """Raise `ShapeError` where the gates are not (batch, experts) or, `each_token`, (batch, tokens,
+    experts)."""
     shapes = [(len(x), num_experts), *([(*x.shape[:2], num_experts)] if each_token else [])]
     if tuple(gates.shape) not in shapes:
         raise ShapeError(
@@ -229,5 +269,6 @@ def check_gates(where: str, gates: Tensor, x: Tensor, num_experts: int, *, each_
 
 
 def prefers_loop(x: Tensor) -> bool:
-    """Whether one product after the other is as fast as a batch of them: on a CPU each fills the machine by itself."""
+    """Whether one product after the other is as fast as a batch of them: on a CPU each fills the
+    machine by itself."""
     return x.device.type == "cpu"

@@ -1,4 +1,5 @@
-"""A layer of TransJect without gradients on a CPU, a few rows at a time: all but the products stays in cache."""
+"""A layer of TransJect without gradients on a CPU, a few rows at a time: all but the products stays
+in cache."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from wellposed.functional.gram import folding_pays
 from wellposed.linalg import Workspace
 
-# Rows of one block: 512 KiB of float32 at d = 512, which with one scratch block fits the second-level cache.
+# Rows of one block: 512 KiB of float32 at d = 512, which with one scratch block fits the
+# second-level cache.
 _ROWS = 256
 Gate: TypeAlias = "Callable[[Tensor, slice], Tensor]"
 """`(pools (experts, samples, d), samples) -> (samples, experts)`."""
@@ -39,7 +41,8 @@ def run_layer(
     padding: Tensor | None,
     work: Workspace,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `TransJectBlock` does when it is not causal: the tokens, and the gates (batch, experts).
+    """Return what `TransJectBlock` does when it is not causal: the tokens, and the gates (batch,
+    experts).
 
     Args:
         x: (batch, tokens, d), left as it is.
@@ -57,15 +60,24 @@ def run_layer(
     for samples in _groups(*x.shape[:2]):
         part, target = x[samples], y[samples]
         own = sigma if sigma.dim() == 1 else sigma[samples]
-        # Folding pays for more than d tokens in a sample; such a sample is a group of its own, or d is small anyway.
+        # Folding pays for more than d tokens in a sample; such a sample is a group of its own, or d
+        # is small anyway.
         mixing = common
         if folded and mixing is None and len(part) == 1:
             mixing = _fold(weights, own[0])
         masked = None if padding is None else padding[samples]
         outputs = work("outputs", (len(weights.left), *part.shape), x)
-        pools = None if isinstance(gates, Tensor) else x.new_full((len(outputs), len(part), x.shape[2]), -torch.inf)
-        _experts(part, own, weights, mixing, padding=masked, outputs=outputs, pools=pools, work=work)
-        shares = gates[samples] if isinstance(gates, Tensor) else gates(cast(Tensor, pools), samples)
+        pools = (
+            None
+            if isinstance(gates, Tensor)
+            else x.new_full((len(outputs), len(part), x.shape[2]), -torch.inf)
+        )
+        _experts(
+            part, own, weights, mixing, padding=masked, outputs=outputs, pools=pools, work=work
+        )
+        shares = (
+            gates[samples] if isinstance(gates, Tensor) else gates(cast(Tensor, pools), samples)
+        )
         used.append(shares)
         _mix(part, outputs, shares, weights.scale, target)
     _feed_(y.view(-1, y.shape[-1]), weights, work)
@@ -97,7 +109,8 @@ def _experts(
     pools: Tensor | None,
     work: Workspace,
 ) -> None:
-    """Fill `outputs` (experts, samples, tokens, d) with `F_e(x)`, and `pools` with the maxima of `x + r F_e(x)`."""
+    """Fill `outputs` (experts, samples, tokens, d) with `F_e(x)`, and `pools` with the maxima of
+    `x + r F_e(x)`."""
     width = x.shape[-1]
     for rows in _blocks(x.shape[1]):
         part = x[:, rows]
@@ -131,7 +144,9 @@ def _mix(x: Tensor, outputs: Tensor, gates: Tensor, scale: float, y: Tensor) -> 
     shares = [share * scale for share in gates[0].tolist()]
     for rows in _blocks(x.shape[1]):
         for index, share in enumerate(shares):
-            torch.add((y if index else x)[:, rows], outputs[index, :, rows], alpha=share, out=y[:, rows])
+            torch.add(
+                (y if index else x)[:, rows], outputs[index, :, rows], alpha=share, out=y[:, rows]
+            )
 
 
 def _feed_(y: Tensor, weights: LayerWeights, work: Workspace) -> None:
@@ -145,10 +160,11 @@ def _feed_(y: Tensor, weights: LayerWeights, work: Workspace) -> None:
 
 
 def elu_(x: Tensor, scratch: Tensor) -> Tensor:
-    """Replace x by `max(x, min(exp(x), 1) - 1)`, which is ELU: off by at most 1.2e-7 in float32, a third of the time.
+    """Replace x by `max(x, min(exp(x), 1) - 1)`, which is ELU: off by at most 1.2e-7 in float32, a
+    third of the time.
 
-    `torch.nn.functional.elu` takes an expm1, whose relative accuracy near 0 is lost anyway when the result is added to
-    numbers of the order of 1. In other dtypes it is what is called.
+    `torch.nn.functional.elu` takes an expm1, whose relative accuracy near 0 is lost anyway when the
+    result is added to numbers of the order of 1. In other dtypes it is what is called.
 
     >>> x = torch.linspace(-3, 3, 7)
     >>> bool((elu_(x.clone(), torch.empty(7)) - torch.nn.functional.elu(x)).abs().max() < 1.2e-7)

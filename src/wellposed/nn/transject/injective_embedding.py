@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
 from wellposed.nn.plain import is_plain, on_host
-from wellposed.nn.positions import LearnedPositions, SinusoidalPositions, check_length, sines_and_cosines
+from wellposed.nn.positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+    check_length,
+    sines_and_cosines,
+)
 from wellposed.nn.sizes import check_sizes
 
 PositionKind = Literal["sinusoidal", "learned"]
@@ -18,13 +23,16 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class InjectiveEmbedding(nn.Module):
-    """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum need not be.
+    """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum
+    need not be.
 
-    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do; `token_margin()` measures
-    it for E. Sengupta et al. (2023), sec. 3.5; the code of the paper steps through its frequencies twice too fast, so
-    that 112 of 256 channels hardly change, and pairs sines and cosines of different frequencies. E is a plain
-    `nn.Embedding`, which `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper's is to be
-    and its code's is not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than g.
+    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do;
+    `token_margin()` measures it for E. Sengupta et al. (2023), sec. 3.5; the code of the paper
+    steps through its frequencies twice too fast, so that 112 of 256 channels hardly change, and
+    pairs sines and cosines of different frequencies. E is a plain `nn.Embedding`, which
+    `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper's is to be
+    and its code's is not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than
+    g.
 
     Args:
         vocab_size: number of tokens.
@@ -34,11 +42,12 @@ class InjectiveEmbedding(nn.Module):
         padding_idx: as in `nn.Embedding`.
 
     Raises:
-        ConfigError: odd width, a size that is no integer of at least 1, `padding_idx` outside the vocabulary, or an
-            unknown kind. In `forward`, ShapeError: a sequence or (looked for on the CPU) a position beyond the learnt
-            table.
+        ConfigError: odd width, a size that is no integer of at least 1, `padding_idx` outside the
+            vocabulary, or an unknown kind. In `forward`, ShapeError: a sequence or (looked for on
+            the CPU) a position beyond the learnt table.
 
-    Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in float64.
+    Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in
+    float64.
 
     >>> embedding = InjectiveEmbedding(10, 8)
     >>> embedding(torch.tensor([[3, 3]])).shape, embedding.token_margin() > 0
@@ -55,15 +64,21 @@ class InjectiveEmbedding(nn.Module):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
-        check_sizes("InjectiveEmbedding", embed_dim=embed_dim, vocab_size=vocab_size, max_positions=max_positions)
+        check_sizes(
+            "InjectiveEmbedding",
+            embed_dim=embed_dim,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+        )
         if embed_dim < 2 or embed_dim % 2:
             raise ConfigError(
-                f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least 2, half for the "
-                "token and half for its position"
+                f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least"
+                " 2, half for the token and half for its position"
             )
         if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
             raise ConfigError(
-                f"InjectiveEmbedding: padding_idx is {padding_idx}; expected a token in [0, {vocab_size})"
+                f"InjectiveEmbedding: padding_idx is {padding_idx}; expected a token in [0,"
+                f" {vocab_size})"
             )
         if position not in _KINDS:
             raise unknown_name("position code", position, _KINDS)
@@ -90,23 +105,31 @@ class InjectiveEmbedding(nn.Module):
             (batch, tokens, d).
 
         Raises:
-            ShapeError: shapes or dtypes do not fit, or a learnt table is too short for the sequence or (on the CPU) for
-                a position.
+            ShapeError: shapes or dtypes do not fit, or a learnt table is too short for the sequence
+                or (on the CPU) for a position.
         """
         if input_ids.dim() != 2:
-            raise ShapeError(f"InjectiveEmbedding: input_ids is {tuple(input_ids.shape)}; expected (batch, tokens)")
+            raise ShapeError(
+                f"InjectiveEmbedding: input_ids is {tuple(input_ids.shape)}; expected (batch,"
+                " tokens)"
+            )
         for name, values in (("input_ids", input_ids), ("positions", positions)):
             if values is not None and values.dtype not in _INTEGERS:
-                raise ShapeError(f"InjectiveEmbedding: {name} is {values.dtype}; expected torch.int64 or torch.int32")
+                raise ShapeError(
+                    f"InjectiveEmbedding: {name} is {values.dtype}; expected torch.int64 or"
+                    " torch.int32"
+                )
         tokens = self.token(input_ids)
-        return torch.cat((tokens, self._codes(input_ids, positions).to(tokens.dtype).expand_as(tokens)), dim=-1)
+        return torch.cat(
+            (tokens, self._codes(input_ids, positions).to(tokens.dtype).expand_as(tokens)), dim=-1
+        )
 
     def _codes(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
         length = input_ids.shape[1]
         if positions is not None and positions.shape not in ((length,), tuple(input_ids.shape)):
             raise ShapeError(
-                f"InjectiveEmbedding: positions is {tuple(positions.shape)}; expected ({length},) or "
-                f"{tuple(input_ids.shape)}"
+                f"InjectiveEmbedding: positions is {tuple(positions.shape)}; expected ({length},)"
+                f" or {tuple(input_ids.shape)}"
             )
         # Sines that are wrapped or hooked are called, and end where their table does.
         counted = torch.arange(length, device=input_ids.device) if positions is None else positions
@@ -126,8 +149,9 @@ class InjectiveEmbedding(nn.Module):
         least, largest = (int(end) for end in torch.aminmax(positions))
         if least < 0 or largest >= self.max_positions:
             raise ShapeError(
-                f"InjectiveEmbedding: received positions from {least} to {largest}; expected positions in [0, "
-                f"{self.max_positions}); build it with max_positions >= {largest + 1}, or with position='sinusoidal'"
+                f"InjectiveEmbedding: received positions from {least} to {largest}; expected"
+                f" positions in [0, {self.max_positions}); build it with max_positions >="
+                f" {largest + 1}, or with position='sinusoidal'"
             )
 
     @torch.no_grad()

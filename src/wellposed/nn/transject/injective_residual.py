@@ -15,12 +15,15 @@ _STARTS: tuple[str, ...] = ("rezero", "sigmoid")
 
 
 class InjectiveResidual(nn.Module):
-    """`x + (alpha/L) f(x)`, `|alpha| < 1`: injective, distances change by a factor in `[1 - |alpha|/L, 1 + |alpha|/L]`.
+    """`x + (alpha/L) f(x)`, `|alpha| < 1`: injective, distances change by a factor in
+    `[1 - |alpha|/L, 1 + |alpha|/L]`.
 
-    Exact for f with Lipschitz constant 1. Sengupta et al. (2023), eq. 2. They ask for `alpha = sigmoid(w)` and for
-    ReZero at once, which contradict each other: sigmoid(0) = 1/2. `"rezero"` is `alpha = tanh(w)`, w = 0 at the start
-    (Bachlechner et al. 2021): exactly the identity then, and w alone has a gradient in the first step. `"sigmoid"` is
-    `alpha = sigmoid(w)`, in (0, 1). In floating point alpha reaches 1 for large w; at L = 1 `inverse` then refuses.
+    Exact for f with Lipschitz constant 1. Sengupta et al. (2023), eq. 2. They ask for
+    `alpha = sigmoid(w)` and for
+    ReZero at once, which contradict each other: sigmoid(0) = 1/2. `"rezero"` is `alpha = tanh(w)`,
+    w = 0 at the start (Bachlechner et al. 2021): exactly the identity then, and w alone has a
+    gradient in the first step. `"sigmoid"` is `alpha = sigmoid(w)`, in (0, 1). In floating point
+    alpha reaches 1 for large w; at L = 1 `inverse` then refuses.
 
     Args:
         num_layers: L.

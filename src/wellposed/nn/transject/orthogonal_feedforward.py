@@ -10,14 +10,17 @@ from wellposed.nn.transject.orthogonal_linear import OrthogonalLinear
 
 
 class OrthogonalFeedForward(nn.Module):
-    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias: 1-Lipschitz.
+    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias:
+    1-Lipschitz.
 
-    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. It is the branch alone;
-    `InjectiveResidual` joins it to x. Held in training by `constrain_` with `where="*.up_proj"` and `"*.down_proj"`.
+    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. It
+    is the branch alone; `InjectiveResidual` joins it to x. Held in training by `constrain_` with
+    `where="*.up_proj"` and `"*.down_proj"`.
 
     Args:
         embed_dim: width d.
-        dropout: rate between the two maps, in training; it multiplies the constant by `1/(1 - dropout)` there.
+        dropout: rate between the two maps, in training; it multiplies the constant by
+        `1/(1 - dropout)` there.
 
     Raises:
         ConfigError: a rate outside [0, 1).
@@ -32,7 +35,9 @@ class OrthogonalFeedForward(nn.Module):
     def __init__(self, embed_dim: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         if not 0 <= dropout < 1:
-            raise ConfigError(f"OrthogonalFeedForward: dropout is {dropout}; expected a rate in [0, 1)")
+            raise ConfigError(
+                f"OrthogonalFeedForward: dropout is {dropout}; expected a rate in [0, 1)"
+            )
         self.dropout = dropout
         self.up_proj = OrthogonalLinear(embed_dim)
         self.down_proj = OrthogonalLinear(embed_dim)
@@ -48,7 +53,8 @@ class OrthogonalFeedForward(nn.Module):
         return F.elu(self.down_proj(inner))
 
     def norm_bound(self) -> float:
-        """Return a bound of `|W1| |W2|`, 1 up to rounding where they are orthogonal: f's Lipschitz constant."""
+        """Return a bound of `|W1| |W2|`, 1 up to rounding where they are orthogonal: f's Lipschitz
+        constant."""
         return self.up_proj.norm_bound() * self.down_proj.norm_bound()
 
     def extra_repr(self) -> str:

@@ -8,15 +8,17 @@ from torch import Tensor, nn
 from wellposed.nn.sizes import check_sizes
 
 ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
-"""Patterns of every weight of a TransJect model that `constrain_` is to hold; see `orthogonal_patterns`."""
+"""Patterns of every weight of a TransJect model that `constrain_` is to hold; see
+`orthogonal_patterns`."""
 
 
 class OrthogonalLinear(nn.Linear):
     """`x -> x W^T` with square `W`, `W^T W = I` at the start: distances between tokens are kept.
 
-    To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is a plain parameter:
-    `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` holds it there in training, and without that it
-    drifts. In half precision it is drawn in float32 and then rounded: `W^T W = I` to the half type's rounding.
+    To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is
+    a plain parameter: `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` holds it
+    there in training, and without that it drifts. In half precision it is drawn in float32 and then
+    rounded: `W^T W = I` to the half type's rounding.
 
     Args:
         embed_dim: width d.
@@ -49,7 +51,8 @@ class OrthogonalLinear(nn.Linear):
 
     @torch.no_grad()
     def norm_bound(self) -> float:
-        """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2`, in float64: tight where W is nearly orthogonal."""
+        """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2`, in float64: tight where W is nearly
+        orthogonal."""
         weight = self.weight.detach().double()
         defect = weight.mT @ weight
         defect.diagonal().sub_(1.0)
@@ -57,12 +60,17 @@ class OrthogonalLinear(nn.Linear):
 
 
 def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
-    """Return those of `ORTHOGONAL_WEIGHTS` that match a weight of `module`: each pattern of `constrain_` must match.
+    """Return those of `ORTHOGONAL_WEIGHTS` that match a weight of `module`: each pattern of
+    `constrain_` must match.
 
     >>> orthogonal_patterns(nn.ModuleDict({"left": OrthogonalLinear(2), "right": nn.Linear(2, 2)}))
     ('*.left',)
     """
-    names = {path.rpartition(".")[2] for path, part in module.named_modules() if isinstance(part, OrthogonalLinear)}
+    names = {
+        path.rpartition(".")[2]
+        for path, part in module.named_modules()
+        if isinstance(part, OrthogonalLinear)
+    }
     return tuple(pattern for pattern in ORTHOGONAL_WEIGHTS if pattern.removeprefix("*.") in names)
 
 

@@ -1,4 +1,5 @@
-"""The numbers sigma through which TransJect's tokens meet: an estimate of the Gram spectrum, or learnt."""
+"""The numbers sigma through which TransJect's tokens meet: an estimate of the Gram spectrum, or
+learnt."""
 
 from __future__ import annotations
 
@@ -18,23 +19,27 @@ _NORMALIZATIONS: tuple[str, ...] = ("max", "trace")
 
 
 class GramSpectrum(nn.Module):
-    """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma <= 1`, d numbers a sample.
+    """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma <= 1`,
+    d numbers a sample.
 
-    Exact up to rounding, by which alone the largest reaches 1. g is the best diagonal spectrum of the Gram matrix in
-    the basis U0: `diag(g)` minimises `|X^T X - U0 diag U0^T|_F`; it is the true spectrum where U0 holds the
-    eigenvectors, which `reconstruction_loss` teaches it. Sengupta et al. (2023), sec. 3.2; the released code multiplies
-    the matrices elementwise (correlation with the spectrum 0.44). `g_k = sum_t (x_t . u_k)^2`, so padding is left out
-    by leaving its tokens out of the sum, and the causal form is a cumulative sum: `sigma_t` comes from tokens 1..t
-    alone, its normalisation too.
+    Exact up to rounding, by which alone the largest reaches 1. g is the best diagonal spectrum of
+    the Gram matrix in the basis U0: `diag(g)` minimises `|X^T X - U0 diag U0^T|_F`; it is the true
+    spectrum where U0 holds the eigenvectors, which `reconstruction_loss` teaches it. Sengupta et
+    al. (2023), sec. 3.2; the released code multiplies the matrices elementwise (correlation with
+    the spectrum 0.44). `g_k = sum_t (x_t . u_k)^2`, so padding is left out
+    by leaving its tokens out of the sum, and the causal form is a cumulative sum: `sigma_t` comes
+    from tokens 1..t alone, its normalisation too.
 
     Args:
         embed_dim: width d.
-        normalization: what g is divided by: `"max"`, its largest entry, keeps sigma of the order of 1; `"trace"`, its
-            sum, makes `X -> sigma` Lipschitz with a constant free of d, which certificates of a whole model want.
+        normalization: what g is divided by: `"max"`, its largest entry, keeps sigma of the order of
+            1; `"trace"`, its sum, makes `X -> sigma` Lipschitz with a constant free of d, which
+            certificates of a whole model want.
         eps: added to the divisor, at least 1.2e-38, in the unit of `|x|^2`.
 
     Raises:
-        ConfigError: `embed_dim` is no integer of at least 1, `normalization` is unknown, or eps is 0 in float32.
+        ConfigError: `embed_dim` is no integer of at least 1, `normalization` is unknown, or eps is
+        0 in float32.
 
     Cost: N d^2 multiply-adds for N tokens, memory N d; never an N x N or, causal, N x d x d tensor.
 
@@ -44,7 +49,9 @@ class GramSpectrum(nn.Module):
     (torch.Size([2, 8]), True)
     """
 
-    def __init__(self, embed_dim: int, *, normalization: Normalization = "max", eps: float = 1e-6) -> None:
+    def __init__(
+        self, embed_dim: int, *, normalization: Normalization = "max", eps: float = 1e-6
+    ) -> None:
         super().__init__()
         if normalization not in _NORMALIZATIONS:
             raise unknown_name("spectrum normalization", normalization, _NORMALIZATIONS)
@@ -84,24 +91,31 @@ class GramSpectrum(nn.Module):
                 energy = cache.add_energy(energy)
         else:
             energy = energy.sum(1)
-        total = energy.amax(-1, keepdim=True) if self.normalization == "max" else energy.sum(-1, keepdim=True)
+        total = (
+            energy.amax(-1, keepdim=True)
+            if self.normalization == "max"
+            else energy.sum(-1, keepdim=True)
+        )
         return (energy / (total + self.eps)).to(x.dtype)
 
     def reconstruction_loss(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return `|X^T X - U0 diag(g) U0^T|_F^2 / |X^T X|_F^2`, in [0, 1] for orthogonal U0: mean over the batch.
+        """Return `|X^T X - U0 diag(g) U0^T|_F^2 / |X^T X|_F^2`, in [0, 1] for orthogonal U0: mean
+        over the batch.
 
-        The part of the Gram matrix's energy outside the diagonal in the basis U0; of a basis that is wrapped or hooked,
-        U0 is what it makes of the identity. Relative, so that it grows neither
-        with the number of tokens nor with their size; the paper's mean square is of the order of N^2. It is 0 exactly
-        where U0 diagonalises `X^T X`.
+        The part of the Gram matrix's energy outside the diagonal in the basis U0; of a basis that
+        is wrapped or hooked, U0 is what it makes of the identity. Relative, so that it grows
+        neither with the number of tokens nor with their size; the paper's mean square is of the
+        order of N^2. It is 0 exactly where U0 diagonalises `X^T X`.
 
         Args:
-            x: embedded tokens, (batch, tokens, d); key_padding_mask: bool (batch, tokens), True = padding.
+            x: embedded tokens, (batch, tokens, d); key_padding_mask: bool (batch, tokens), True =
+            padding.
 
         Returns:
             0-dim tensor, float32 or wider, with gradient to U0 and to x.
 
-        Cost: N d min(N, d) + d^3 multiply-adds for each sample. Rounding sets a floor of about 1e-6 in float32.
+        Cost: N d min(N, d) + d^3 multiply-adds for each sample. Rounding sets a floor of about 1e-6
+        in float32.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         # All of it in one precision: the terms below nearly cancel.
@@ -126,7 +140,8 @@ class GramSpectrum(nn.Module):
         return self.basis(torch.eye(self.embed_dim, dtype=weight.dtype, device=device))
 
     def _energy(self, x: Tensor) -> Tensor:
-        """`(x_t . u_k)^2`, (batch, tokens, d), in float32 or wider: sums of many halves would stop growing."""
+        """`(x_t . u_k)^2`, (batch, tokens, d), in float32 or wider: sums of many halves would stop
+        growing."""
         inner = self.basis(x)
         return inner.to(torch.promote_types(inner.dtype, torch.float32)).square()
 
@@ -136,10 +151,12 @@ class GramSpectrum(nn.Module):
 
 
 class LearnedSpectrum(nn.Module):
-    """`sigma = tanh(w)`, w a parameter, normal at the start: `|sigma| <= 1`, the same for every input.
+    """`sigma = tanh(w)`, w a parameter, normal at the start: `|sigma| <= 1`, the same for every
+    input.
 
-    Exact; 1 is reached by rounding alone. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2; the released code
-    draws sigma anew in every forward pass, in evaluation too. Tokens then meet in the gates of the experts alone, and
+    Exact; 1 is reached by rounding alone. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2;
+    the released code draws sigma anew in every forward pass, in evaluation too. Tokens then meet in
+    the gates of the experts alone, and
     with one expert or fixed gates nowhere: each token is mapped by itself.
 
     Args:
@@ -164,26 +181,34 @@ class LearnedSpectrum(nn.Module):
         nn.init.normal_(self.weight)
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Return sigma, (d,); nothing is read from x but its dtype, and no option of `GramSpectrum.forward`."""
+        """Return sigma, (d,); nothing is read from x but its dtype, and no option of
+        `GramSpectrum.forward`."""
         return self.weight.tanh().to(x.dtype)
 
 
 def _without(values: Tensor, key_padding_mask: Tensor | None, fill: float) -> Tensor:
     """Put `fill` in the place of padded tokens."""
-    return values if key_padding_mask is None else values.masked_fill(key_padding_mask.unsqueeze(-1), fill)
+    return (
+        values
+        if key_padding_mask is None
+        else values.masked_fill(key_padding_mask.unsqueeze(-1), fill)
+    )
 
 
-def check_padding(key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCache | None = None) -> Tensor | None:
+def check_padding(
+    key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCache | None = None
+) -> Tensor | None:
     """Return the part of the mask that belongs to the tokens of x, or None.
 
-    Samples without a real token are looked for on the CPU alone, and not while compiling: reading values would make an
-    accelerator wait, or break the graph. Elsewhere such a sample gets a Gram spectrum of 0, and gates that
-    follow the input are equal for it.
+    Samples without a real token are looked for on the CPU alone, and not while compiling: reading
+    values would make an accelerator wait, or break the graph. Elsewhere such a sample gets a Gram
+    spectrum of 0, and gates that follow the input are equal for it.
 
     Args:
         key_padding_mask: bool (batch, cached + tokens) or (batch, tokens), True = padding; or None.
         x: (batch, tokens, d).
-        cache: of the tokens seen before these; with one, a piece of the sequence may be padding alone.
+        cache: of the tokens seen before these; with one, a piece of the sequence may be padding
+        alone.
 
     Raises:
         ShapeError: another shape or dtype, or (on the CPU) a sample without a real token.
@@ -194,13 +219,19 @@ def check_padding(key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCa
     shapes = ((batch, tokens + (0 if cache is None else cache.num_tokens)), (batch, tokens))
     if key_padding_mask.dtype is not torch.bool or tuple(key_padding_mask.shape) not in shapes:
         raise ShapeError(
-            f"TransJect: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
-            f"torch.bool {shapes[0]}, True = padding; from a Hugging Face attention_mask pass attention_mask == 0"
+            f"TransJect: key_padding_mask is {key_padding_mask.dtype}"
+            f" {tuple(key_padding_mask.shape)}; expected torch.bool {shapes[0]}, True = padding;"
+            " from a Hugging Face attention_mask pass attention_mask == 0"
         )
-    if cache is None and on_host(key_padding_mask) and bool((empty := key_padding_mask.all(-1)).any()):
+    if (
+        cache is None
+        and on_host(key_padding_mask)
+        and bool((empty := key_padding_mask.all(-1)).any())
+    ):
         rows = torch.nonzero(empty).flatten().tolist()
         raise ShapeError(
-            f"TransJect: {len(rows)} of {batch} samples are padding alone (rows {rows[:10]}), so they have no spectrum "
-            "and no gate; expected at least one real token in each; drop these samples"
+            f"TransJect: {len(rows)} of {batch} samples are padding alone (rows {rows[:10]}), so"
+            " they have no spectrum and no gate; expected at least one real token in each; drop"
+            " these samples"
         )
     return key_padding_mask[:, -tokens:]

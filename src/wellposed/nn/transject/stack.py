@@ -20,7 +20,12 @@ from wellposed.nn.transject.block import TransJectBlock
 from wellposed.nn.transject.cache import TransJectCache
 from wellposed.nn.transject.experts import Gating
 from wellposed.nn.transject.injective_residual import ResidualStart
-from wellposed.nn.transject.spectrum import GramSpectrum, LearnedSpectrum, Normalization, check_padding
+from wellposed.nn.transject.spectrum import (
+    GramSpectrum,
+    LearnedSpectrum,
+    Normalization,
+    check_padding,
+)
 
 SpectrumKind = Literal["gram", "random"]
 _SPECTRA: tuple[str, ...] = ("gram", "random")
@@ -41,16 +46,19 @@ class TransJectOutput:
 
 
 class TransJectStack(nn.Module):
-    """`X^0 -> X^L`: for given sigma and gates, distances change by factors in `[prod (1-|r_l|)^2, prod (1+|r_l|)^2]`.
+    """`X^0 -> X^L`: for given sigma and gates, distances change by factors in
+    `[prod (1-|r_l|)^2, prod (1+|r_l|)^2]`.
 
-    Exact up to rounding for orthogonal weights, for any two tokens of one sequence, `r_l = alpha_l/L`, `|alpha_l| < 1`:
-    within `[(1-1/L)^(2L), (1+1/L)^(2L)]` whatever is learnt. Linear in the number of tokens, in time and memory.
-    Sengupta et al. (2023), sec. 3.5 and Theorem 2, with the corrections of the errata: padding enters neither spectrum
-    nor gates; sigma is at most 1; no biases; `is_causal` is causal in sigma, its normalisation and the gates.
+    Exact up to rounding for orthogonal weights, for any two tokens of one sequence,
+    `r_l = alpha_l/L`, `|alpha_l| < 1`: within `[(1-1/L)^(2L), (1+1/L)^(2L)]` whatever is learnt.
+    Linear in the number of tokens, in time and memory. Sengupta et al. (2023), sec. 3.5 and Theorem
+    2, with the corrections of the errata: padding enters neither spectrum nor gates; sigma is at
+    most 1; no biases; `is_causal` is causal in sigma, its normalisation and the gates.
 
-    What tokens can exchange: d numbers (sigma, once, from `X^0`) and the E gates of each layer, which are the same for
-    the whole sequence (causal: for the prefix). Nothing else: given those, every token is mapped by itself, whatever
-    its neighbours say and in whatever order they stand. Order is seen only through the position codes in `X^0`.
+    What tokens can exchange: d numbers (sigma, once, from `X^0`) and the E gates of each layer,
+    which are the same for the whole sequence (causal: for the prefix). Nothing else: given those,
+    every token is mapped by itself, whatever its neighbours say and in whatever order they stand.
+    Order is seen only through the position codes in `X^0`.
 
     Args:
         embed_dim: width d.
@@ -59,16 +67,20 @@ class TransJectStack(nn.Module):
         spectrum: `"gram"` (`GramSpectrum`) or `"random"` (`LearnedSpectrum`).
         spectrum_norm, eps: see `GramSpectrum`; eps serves the gates too.
         residual: see `InjectiveResidual`. dropout: see `OrthogonalFeedForward`.
-        is_causal: whether a token is kept from later tokens; only then can it model language, and be cached.
+        is_causal: whether a token is kept from later tokens; only then can it model language, and
+        be cached.
 
     Raises:
-        ConfigError: L is no integer of at least 1, an unknown name, or a part refuses its arguments.
+        ConfigError: L is no integer of at least 1, an unknown name, or a part refuses its
+        arguments.
 
-    Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded (N > d). In float32
-    on a CPU, without gradients, tokens are worked on in blocks that fit the cache. Hold the weights in training:
-    `constrain_(model, optimizer, where=OrthogonalLinear)`. With `gradient_checkpointing` set, each `recompute_every`-th
-    layer, from the first on, keeps only its input in training and is computed again in the backward pass.
-    When not to use: where a token must read what particular other tokens say (copying, lookup); use attention.
+    Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded
+    (N > d). In float32 on a CPU, without gradients, tokens are worked on in blocks that fit the
+    cache. Hold the weights in training: `constrain_(model, optimizer, where=OrthogonalLinear)`.
+    With `gradient_checkpointing` set, each `recompute_every`-th layer, from the first on, keeps
+    only its input in training and is computed again in the backward pass.
+    When not to use: where a token must read what particular other tokens say (copying, lookup); use
+    attention.
 
     >>> stack = TransJectStack(8, 3, num_experts=2, residual="sigmoid")
     >>> x = torch.randn(2, 5, 8)
@@ -118,7 +130,9 @@ class TransJectStack(nn.Module):
         )
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+        self._gradient_checkpointing_func: Callable[..., Any] = partial(
+            checkpoint, use_reentrant=False
+        )
         self.recompute_every = 1
 
     def reset_parameters(self) -> None:
@@ -141,7 +155,8 @@ class TransJectStack(nn.Module):
 
         Args:
             x: embedded tokens, (batch, tokens, d).
-            key_padding_mask: bool (batch, tokens), True = padding; with a cache (batch, cached + tokens) will do.
+            key_padding_mask: bool (batch, tokens), True = padding; with a cache (batch, cached +
+            tokens) will do.
             cache: of earlier tokens, for a causal stack; this call adds its tokens to it.
             output_hidden_states: keep the input and every layer's output.
             sigma, gates: use these, from an earlier pass, in place of computed ones.
@@ -150,23 +165,24 @@ class TransJectStack(nn.Module):
             `TransJectOutput`.
 
         Raises:
-            ShapeError: x, the mask, the cache, sigma or gates do not fit, or (looked for on the CPU) a sample has
-                padding alone.
-            ConfigError: a cache for a stack that is not causal, or whose recomputed layers would fill it twice; or
-                there are not L gates.
+            ShapeError: x, the mask, the cache, sigma or gates do not fit, or (looked for on the
+                CPU) a sample has padding alone.
+            ConfigError: a cache for a stack that is not causal, or whose recomputed layers would
+                fill it twice; or there are not L gates.
         """
         self._check_tokens(x, "TransJectStack: received x")
         if cache is not None and not self.is_causal:
             raise ConfigError(
-                "TransJectStack: a cache needs is_causal=True: otherwise later tokens change earlier ones"
+                "TransJectStack: a cache needs is_causal=True: otherwise later tokens change"
+                " earlier ones"
             )
         if cache is not None:
             cache.check_batch(len(x))
         recomputes = self.recomputes()
         if cache is not None and recomputes:
             raise ConfigError(
-                "TransJectStack: recomputed layers (gradient checkpointing) would fill the cache twice; use "
-                "torch.no_grad() or eval()"
+                "TransJectStack: recomputed layers (gradient checkpointing) would fill the cache"
+                " twice; use torch.no_grad() or eval()"
             )
         if gates is not None:
             self._check_count(gates, "TransJectStack")
@@ -195,17 +211,25 @@ class TransJectStack(nn.Module):
                 hidden.append(x)
         if cache is not None:
             cache.num_tokens += x.shape[1]
-        return TransJectOutput(x, spectrum, tuple(found), tuple(hidden) if output_hidden_states else None)
+        return TransJectOutput(
+            x, spectrum, tuple(found), tuple(hidden) if output_hidden_states else None
+        )
 
     def recomputes(self) -> bool:
-        """Return whether a pass now would keep only inputs of layers, for a backward pass that runs them again."""
+        """Return whether a pass now would keep only inputs of layers, for a backward pass that runs
+        them again."""
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
-    def reconstruction_loss(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor | None:
-        """Return `GramSpectrum.reconstruction_loss` of the embedded tokens; None for a learnt spectrum."""
+    def reconstruction_loss(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
+        """Return `GramSpectrum.reconstruction_loss` of the embedded tokens; None for a learnt
+        spectrum."""
         if isinstance(self.spectrum, LearnedSpectrum):
             return None
-        return self.spectrum.reconstruction_loss(x, key_padding_mask=check_padding(key_padding_mask, x))
+        return self.spectrum.reconstruction_loss(
+            x, key_padding_mask=check_padding(key_padding_mask, x)
+        )
 
     @torch.no_grad()
     def inverse(
@@ -217,9 +241,11 @@ class TransJectStack(nn.Module):
         tol: float | None = None,
         max_iter: int = 1000,
     ) -> tuple[Tensor, Inversion]:
-        """Return `X^0` with `forward(X^0) = y`, by a fixed point for each of the 2 L halves, and how well.
+        """Return `X^0` with `forward(X^0) = y`, by a fixed point for each of the 2 L halves, and
+        how well.
 
-        To rounding, with an a-posteriori error bound for the whole stack. Behrmann et al. (2019), Algorithm 1, for maps
+        To rounding, with an a-posteriori error bound for the whole stack. Behrmann et al. (2019),
+        Algorithm 1, for maps
         that are bijections only once sigma and gates are known: they are not functions of y.
 
         Args:
@@ -228,31 +254,39 @@ class TransJectStack(nn.Module):
             tol, max_iter: see `InvertibleResidual.inverse`.
 
         Returns:
-            `X^0` and an `Inversion`: `error_bound` in norm tok, the largest 2-norm of a token's error.
+            `X^0` and an `Inversion`: `error_bound` in norm tok, the largest 2-norm of a token's
+            error.
 
         Raises:
-            NotContractiveError: a layer's contraction is not below 1 (hold the weights with `constrain_`), or not
-                known, since a part is wrapped.
+            NotContractiveError: a layer's contraction is not below 1 (hold the weights with
+                `constrain_`), or not known, since a part is wrapped.
             ShapeError: y, sigma or gates do not fit.
             ConvergenceError: y is not finite, or `max_iter` is reached.
             ConfigError: dropout is active, there are not L gates, or weights are not in memory.
 
-        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each weight.
+        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each
+        weight.
         """
         self._check_tokens(y, "TransJectStack.inverse: received y")
         self._check_count(gates, "TransJectStack.inverse")
         halves = [
-            half for layer, kept in zip(self._blocks(), gates, strict=True) for half in layer.sublayers(sigma, kept)
+            half
+            for layer, kept in zip(self._blocks(), gates, strict=True)
+            for half in layer.sublayers(sigma, kept)
         ]
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
 
     def _check_tokens(self, x: Tensor, received: str) -> None:
         if x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.shape[1]:
-            raise ShapeError(f"{received} {tuple(x.shape)}; expected (batch, tokens >= 1, {self.embed_dim})")
+            raise ShapeError(
+                f"{received} {tuple(x.shape)}; expected (batch, tokens >= 1, {self.embed_dim})"
+            )
 
     def _check_count(self, gates: Sequence[Tensor], where: str) -> None:
         if len(gates) != len(self.layers):
-            raise ConfigError(f"{where}: received gates of {len(gates)} layers; expected {len(self.layers)}")
+            raise ConfigError(
+                f"{where}: received gates of {len(gates)} layers; expected {len(self.layers)}"
+            )
 
     def _blocks(self) -> list[TransJectBlock]:
         return [cast(TransJectBlock, layer) for layer in self.layers]

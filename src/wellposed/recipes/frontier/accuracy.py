@@ -1,4 +1,5 @@
-"""Certified accuracy against radius: plain Transformers, the variant lipschitz, and its control without blocks."""
+"""Certified accuracy against radius: plain Transformers, the variant lipschitz, and its control
+without blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from functools import partial
 from wellposed.charts import Row, where
 from wellposed.recipes.frontier.accuracy_verdict import RADII, TEST, Evidence, judge_accuracy
 from wellposed.recipes.frontier.curves import curves_panel
-from wellposed.recipes.frontier.strong_attack import Attack, Attacked, attack_certified, certified_share
+from wellposed.recipes.frontier.strong_attack import (
+    Attack,
+    Attacked,
+    attack_certified,
+    certified_share,
+)
 from wellposed.recipes.frontier.texts import CORPORA, Sizes, find_texts, text_run
 from wellposed.recipes.frontier.tuning import CHOSEN_BY, FACTORS, Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
@@ -39,7 +45,9 @@ class Model:
         base = replace(base, train=replace(base.train, temperature=self.temperature))
         config = apply_variant(self.variant, base)
         changes = {} if self.norm is None else {"norm": self.norm}
-        return replace(config, model=config.model.with_parts(**changes, **({} if self.blocks else _NO_BLOCKS)))
+        return replace(
+            config, model=config.model.with_parts(**changes, **({} if self.blocks else _NO_BLOCKS))
+        )
 
 
 _NO_BLOCKS = {"num_hidden_layers": 0}
@@ -51,7 +59,10 @@ def _temperatures(name: str, *, blocks: bool) -> dict[str, Model]:
     first, *others = [f"{name}, T = {t:g}" for t in TEMPERATURES]
     tuned = Model("lipschitz", TEMPERATURES[0], blocks, usual_rate=CERTIFIED_RATE)
     taken = zip(others, TEMPERATURES[1:], strict=True)
-    return {first: tuned, **{label: replace(tuned, temperature=t, rate_of=first) for label, t in taken}}
+    return {
+        first: tuned,
+        **{label: replace(tuned, temperature=t, rate_of=first) for label, t in taken},
+    }
 
 
 MODELS: Mapping[str, Model] = {
@@ -92,10 +103,15 @@ TOY = Scale(
     certified=4,
 )
 MINI = Scale(
-    Sizes(300, 3, batch_size=64, evaluations=8, examples=200), Attack(among=200), test_batches=64, curve_steps=5
+    Sizes(300, 3, batch_size=64, evaluations=8, examples=200),
+    Attack(among=200),
+    test_batches=64,
+    curve_steps=5,
 )
 MEDIUM = Scale(
-    Sizes(1200, 5, batch_size=64, evaluations=12, examples=500), Attack(among=500, count=100), curve_steps=10
+    Sizes(1200, 5, batch_size=64, evaluations=12, examples=500),
+    Attack(among=500, count=100),
+    curve_steps=10,
 )
 PAPER = Scale(
     Sizes(6000, 5, width=256, layers=4, heads=4, batch_size=128, evaluations=20, examples=2000),
@@ -119,7 +135,10 @@ class Measured:
 
     def held(self, radius: float) -> list[float]:
         """Return the certified accuracy of every seed at ``radius``; 0 where training diverged."""
-        return [0.0 if c is None else dict(zip(c.shares, c.certified, strict=True))[radius] for c in self.certified]
+        return [
+            0.0 if c is None else dict(zip(c.shares, c.certified, strict=True))[radius]
+            for c in self.certified
+        ]
 
 
 @dataclass(frozen=True)
@@ -134,14 +153,24 @@ class Study:
 
     def plan(self, label: str, rate: float, seed: int) -> PlannedRun:
         """Return the run of a model at a learning rate."""
-        folder = self.request.runs("frontier-accuracy") / self.corpus / f"{_folder(label)}-rate{rate:g}-seed{seed}"
+        folder = (
+            self.request.runs("frontier-accuracy")
+            / self.corpus
+            / f"{_folder(label)}-rate{rate:g}-seed{seed}"
+        )
         config = MODELS[label].config(self.base)
         train = replace(config.train, learning_rate=rate, seed=seed)
-        return PlannedRun(folder, f"{self.corpus}, {label}, rate {rate:g}, seed {seed}", replace(config, train=train))
+        return PlannedRun(
+            folder,
+            f"{self.corpus}, {label}, rate {rate:g}, seed {seed}",
+            replace(config, train=train),
+        )
 
     def train(self, planned: list[PlannedRun]) -> list[FinishedRun]:
         """Train every run, or load it where it is finished."""
-        return train_grid(self.request, planned, task=self.task, test_batches=self.scale.test_batches)
+        return train_grid(
+            self.request, planned, task=self.task, test_batches=self.scale.test_batches
+        )
 
     def measure(self, label: str, known: Mapping[str, Measured]) -> Measured:
         """Tune, train and certify one model."""
@@ -161,7 +190,8 @@ class Study:
         return Measured(label, tuned, [None if run.failure else next(found) for run in tuned.runs])
 
     def evidence(self, models: Mapping[str, Measured]) -> Evidence:
-        """Certify the judged model on many examples, attack those it certifies, and put it beside the plain ones."""
+        """Certify the judged model on many examples, attack those it certifies, and put it beside
+        the plain ones."""
         judged, scale, radius = models[JUDGED], self.scale, RADII[self.corpus]
         certified = zip(judged.tuned.runs, judged.certified, strict=True)
         finished = [(run.folder, curve.median_token) for run, curve in certified if curve]
@@ -169,8 +199,13 @@ class Study:
         self.request.announce(f"{self.corpus}, {JUDGED}: {strong}")
         attacked = Attacked(0, 0)
         for folder, token in finished[:1]:
-            attacked = attack_certified(folder, self.task, radius=radius * token, attack=scale.strong)
-        held = [certified_share(folder, self.task, share=radius, examples=scale.certified) for folder, _ in finished]
+            attacked = attack_certified(
+                folder, self.task, radius=radius * token, attack=scale.strong
+            )
+        held = [
+            certified_share(folder, self.task, share=radius, examples=scale.certified)
+            for folder, _ in finished
+        ]
         return Evidence(
             self.corpus,
             judged.column(ACCURACY),
@@ -194,7 +229,8 @@ def sizes_of(request: Request) -> Sizes:
 
 
 def accuracy(request: Request) -> Reproduction:
-    """Clean, certified and attacked accuracy of every model on every corpus found, each at its best learning rate."""
+    """Clean, certified and attacked accuracy of every model on every corpus found, each at its best
+    learning rate."""
     scale = scale_of(request)
     texts, sizes = find_texts(request), scale.sizes
     rows, found, said = [], [], []
@@ -206,29 +242,50 @@ def accuracy(request: Request) -> Reproduction:
             models[label] = study.measure(label, models)
         evidence = study.evidence(models)
         found.append(evidence)
-        rows += [row for measured in models.values() for row in _rows(corpus, measured)] + [_evidence_row(evidence)]
-        said += [*(_said(corpus, models[label]) for label in (JUDGED, CONTROL, *PLAIN)), _said_of_evidence(evidence)]
+        rows += [row for measured in models.values() for row in _rows(corpus, measured)] + [
+            _evidence_row(evidence)
+        ]
+        said += [
+            *(_said(corpus, models[label]) for label in (JUDGED, CONTROL, *PLAIN)),
+            _said_of_evidence(evidence),
+        ]
     curves = [row for row in rows if "radius" in row]
     missing = [name for name in CORPORA if name not in texts]
     return Reproduction(
         rows,
         [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in texts],
-        got=f"{'; '.join(said)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width}, "
-        f"{sizes.layers} blocks",
+        got=(
+            f"{'; '.join(said)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
+            f" width {sizes.width}, {sizes.layers} blocks"
+        ),
         holds=judge_accuracy(found),
         notes=(
-            "radii are in units of the median norm of an embedded token; every token moves by up to the radius",
-            f"certified and attacked accuracy of every model: the first {sizes.examples} examples of test, and "
-            f"projected gradient descent of {scale.curve_steps} steps a radius in eval mode, never too strong",
-            f"every model, with blocks or without, tries {len(scale.factors)} learning rates a factor 3 apart with the "
-            "first seed and keeps the best on accuracy on valid; the others are in the table too; at another "
-            f"temperature than {LIPSCHITZ_TEMPERATURE:g} it takes the rate kept there",
-            f"the verdict is about {JUDGED!r}, the variant as it comes: at the radius of its corpus it is certified on "
-            f"up to {scale.certified} examples of test, and the certified of the first seed with least to spare are "
-            f"attacked by {scale.strong.steps} steps from {scale.strong.restarts} starts",
+            (
+                "radii are in units of the median norm of an embedded token; every token moves by"
+                " up to the radius"
+            ),
+            (
+                f"certified and attacked accuracy of every model: the first {sizes.examples}"
+                f" examples of test, and projected gradient descent of {scale.curve_steps} steps a"
+                " radius in eval mode, never too strong"
+            ),
+            (
+                f"every model, with blocks or without, tries {len(scale.factors)} learning rates a"
+                " factor 3 apart with the first seed and keeps the best on accuracy on valid; the"
+                " others are in the table too; at another temperature than"
+                f" {LIPSCHITZ_TEMPERATURE:g} it takes the rate kept there"
+            ),
+            (
+                f"the verdict is about {JUDGED!r}, the variant as it comes: at the radius of its"
+                f" corpus it is certified on up to {scale.certified} examples of test, and the"
+                " certified of the first seed with least to spare are attacked by"
+                f" {scale.strong.steps} steps from {scale.strong.restarts} starts"
+            ),
             *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
         ),
-        criterion=Criterion(TEST, sizes.seeds, "paired differences over seeds; errors of seeds and of examples"),
+        criterion=Criterion(
+            TEST, sizes.seeds, "paired differences over seeds; errors of seeds and of examples"
+        ),
     )
 
 
@@ -262,7 +319,13 @@ def _curve_rows(run: Row, curve: CertifiedRun | None) -> list[Row]:
         return [run]
     points = zip(curve.shares, curve.certified, curve.attacked, strict=True)
     return [
-        {**run, "total": curve.total, "radius": radius, "certified": certified, "attacked": attacked}
+        {
+            **run,
+            "total": curve.total,
+            "radius": radius,
+            "certified": certified,
+            "attacked": attacked,
+        }
         for radius, certified, attacked in points
     ]
 
@@ -283,16 +346,21 @@ def _said(corpus: str, found: Measured) -> str:
     radius = RADII[corpus]
     clean, held = mean_and_error(found.column(ACCURACY)), mean_and_error(found.held(radius))
     return (
-        f"{corpus}, {found.label} (rate {found.tuned.rate:g}): {plus_minus(clean, 3)} clean, {plus_minus(held, 3)} "
-        f"certified at {radius:g}"
+        f"{corpus}, {found.label} (rate {found.tuned.rate:g}): {plus_minus(clean, 3)} clean,"
+        f" {plus_minus(held, 3)} certified at {radius:g}"
     )
 
 
 def _said_of_evidence(found: Evidence) -> str:
-    difference = [mine - plain for mine, plain in zip(found.accuracy, found.plain[found.better_plain], strict=True)]
+    difference = [
+        mine - plain
+        for mine, plain in zip(found.accuracy, found.plain[found.better_plain], strict=True)
+    ]
     settled = "" if found.settled else ", not every training had levelled off"
     return (
-        f"{found.corpus}: {JUDGED} minus {found.better_plain} {plus_minus(mean_and_error(difference), 3)}, "
-        f"{plus_minus(mean_and_error(found.certified), 3)} of {found.examples} certified at {RADII[found.corpus]:g}, "
-        f"{found.fallen} of {found.attacked} attacked certified examples fell{settled}"
+        f"{found.corpus}: {JUDGED} minus {found.better_plain}"
+        f" {plus_minus(mean_and_error(difference), 3)},"
+        f" {plus_minus(mean_and_error(found.certified), 3)} of {found.examples} certified at"
+        f" {RADII[found.corpus]:g}, {found.fallen} of {found.attacked} attacked certified examples"
+        f" fell{settled}"
     )

@@ -1,4 +1,5 @@
-"""When a certified model counts as accurate as plain ones, and its certificate as worth having; free of torch."""
+"""When a certified model counts as accurate as plain ones, and its certificate as worth having;
+free of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from wellposed.recipes.verdicts import ERRORS, every, inside
-from wellposed.statistics import PairedComparison, holm_correction, mean_and_standard_error, paired_comparison
+from wellposed.statistics import (
+    PairedComparison,
+    holm_correction,
+    mean_and_standard_error,
+    paired_comparison,
+)
 
 MARGIN = 0.01
 """What the certified model may lose against the better plain one."""
@@ -19,17 +25,19 @@ RADII: Mapping[str, float] = {"ag_news": 0.1, "imdb": 0.03, "sst": 0.03, "trec":
 GOALS: Mapping[str, float] = {"ag_news": 0.5, "imdb": 0.6}
 """Certified accuracy wanted there."""
 TEST = (
-    f"on every corpus the test accuracy of the certified model is above that of the better plain one minus {MARGIN:g} "
-    f"(paired t-test over seeds, one-sided at {LEVEL:g}; against the claim with Holm's correction over corpora), its "
-    "certified accuracy is above "
+    "on every corpus the test accuracy of the certified model is above that of the better plain"
+    f" one minus {MARGIN:g} (paired t-test over seeds, one-sided at {LEVEL:g}; against the claim"
+    " with Holm's correction over corpora), its certified accuracy is above "
     + " and ".join(f"{goal:g} at {RADII[corpus]:g} ({corpus})" for corpus, goal in GOALS.items())
-    + f" by {ERRORS} standard errors of seeds and examples together, and no attacked certified example falls"
+    + f" by {ERRORS} standard errors of seeds and examples together, and no attacked certified"
+    " example falls"
 )
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the certified model on one corpus; accuracies are of the same seeds in the same order."""
+    """What is known of the certified model on one corpus; accuracies are of the same seeds in the
+    same order."""
 
     corpus: str
     accuracy: Sequence[float]
@@ -57,11 +65,14 @@ class Evidence:
 
     def against_plain(self) -> PairedComparison:
         """Return the paired test of accuracy + MARGIN against the better plain model."""
-        return paired_comparison([value + MARGIN for value in self.accuracy], self.plain[self.better_plain])
+        return paired_comparison(
+            [value + MARGIN for value in self.accuracy], self.plain[self.better_plain]
+        )
 
 
 def judge_accuracy(found: Sequence[Evidence]) -> bool | None:
-    """Return whether the claim holds; None where a part of it cannot be said and none is against it."""
+    """Return whether the claim holds; None where a part of it cannot be said and none is against
+    it."""
     parts = [*_as_accurate(found)]
     for evidence in found:
         parts.append(False if evidence.fallen else True if evidence.attacked else None)
@@ -72,12 +83,17 @@ def judge_accuracy(found: Sequence[Evidence]) -> bool | None:
 
 
 def _as_accurate(found: Sequence[Evidence]) -> list[bool | None]:
-    tested = holm_correction([evidence.against_plain() for evidence in found if evidence.comparable])
-    return [_decided(comparison) for comparison in tested] + [None for e in found if not e.comparable]
+    tested = holm_correction(
+        [evidence.against_plain() for evidence in found if evidence.comparable]
+    )
+    return [_decided(comparison) for comparison in tested] + [
+        None for e in found if not e.comparable
+    ]
 
 
 def _decided(shifted: PairedComparison) -> bool | None:
-    """Return whether a shifted difference is above 0; equal on all seeds, it has no spread to doubt."""
+    """Return whether a shifted difference is above 0; equal on all seeds, it has no spread to
+    doubt."""
     difference = shifted.mean_difference or 0.0
     if difference > 0:
         return True if shifted.p_value is None or shifted.p_value / 2 < LEVEL else None

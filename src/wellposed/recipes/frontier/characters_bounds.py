@@ -1,8 +1,9 @@
-"""Bounds of a character model in the norm of Newhouse et al. (2025): the one that their paper prints, and a sound one.
+"""Bounds of a character model in the norm of Newhouse et al. (2025): the one that their paper
+prints, and a sound one.
 
-Both say by how much the last states of a text move, in the largest root mean square of a token, when its embedded
-tokens do, with tokens of root mean square 1. The last linear map is taken at norm 1: its scale, like the temperature,
-changes no prediction.
+Both say by how much the last states of a text move, in the largest root mean square of a token,
+when its embedded tokens do, with tokens of root mean square 1. The last linear map is taken at norm
+1: its scale, like the temperature, changes no prediction.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 GELU_SLOPE = 1.1289
 ROOM = 1 + 1e-4
-"""By which a ball is larger than what it is to hold, so that rounding in float32 leaves nothing outside."""
+"""By which a ball is larger than what it is to hold, so that rounding in float32 leaves nothing
+outside."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,16 @@ class NextCharacters:
     sound: float
     """Certified."""
     printed: float | None
-    """By the formula of the paper, for a model that has its parts; it is no bound with more than one head."""
+    """By the formula of the paper, for a model that has its parts; it is no bound with more than
+    one head."""
     certified: tuple[float, ...]
-    """Share of characters that stay right when every embedded token moves by up to a share of the largest token."""
+    """Share of characters that stay right when every embedded token moves by up to a share of the
+    largest token."""
 
 
 def attention_slope(query: float, key: float, value: float, output: float, radius: float) -> float:
-    """Return the slope of attention as printed: `|W_o| |W_v| (1 + 2 |W_q| |W_k| a^2) / 3`, whatever the heads.
+    """Return the slope of attention as printed: `|W_o| |W_v| (1 + 2 |W_q| |W_k| a^2) / 3`, whatever
+    the heads.
 
     >>> attention_slope(1.0, 1.0, 1.0, 1.0, radius=1.0)
     1.0
@@ -43,11 +48,12 @@ def attention_slope(query: float, key: float, value: float, output: float, radiu
 
 
 def printed_bound(body: Any) -> float:
-    """Return `|E| prod_blocks (1 - a + a L_attention) (1 - a + a L_feedforward)` as the paper has it, a = 1/(2 blocks).
+    """Return `|E| prod_blocks (1 - a + a L_attention) (1 - a + a L_feedforward)` as the paper has
+    it, a = 1/(2 blocks).
 
-    Newhouse et al. (2025), appendix on the bound of a Transformer: `attention_slope` at the largest root mean square
-    that a token can have there, and `|W_2| |W_1| / 1.1289` for the feed-forward, whose nonlinearity has already been
-    divided by that. No bound: the heads are taken for one.
+    Newhouse et al. (2025), appendix on the bound of a Transformer: `attention_slope` at the largest
+    root mean square that a token can have there, and `|W_2| |W_1| / 1.1289` for the feed-forward,
+    whose nonlinearity has already been divided by that. No bound: the heads are taken for one.
 
     Args:
         body: a `WellposedModel` of attention inverse_d, residual mean and activation unit_gelu.
@@ -71,13 +77,20 @@ def sound_bound(model: Any, seq_len: int) -> float:
     from wellposed.models import embedding_radius
 
     radius = embedding_radius(model)
-    return radius * certify(model.model, seq_len=seq_len, radius=radius).total / model.model.embeddings.scale
+    return (
+        radius
+        * certify(model.model, seq_len=seq_len, radius=radius).total
+        / model.model.embeddings.scale
+    )
 
 
-def next_characters(model: Any, batches: Sequence[Tensor], shares: Sequence[float], *, printed: bool) -> NextCharacters:
+def next_characters(
+    model: Any, batches: Sequence[Tensor], shares: Sequence[float], *, printed: bool
+) -> NextCharacters:
     """Return accuracy, bounds and certified accuracy of a causal model.
 
-    Certified: at each share the certificate is made for the ball that holds the texts and what moves them so far.
+    Certified: at each share the certificate is made for the ball that holds the texts and what
+    moves them so far.
 
     Args:
         model: a `WellposedForCausalLM` in eval mode.
@@ -114,7 +127,8 @@ def _largest_token(body: Any) -> float:
 
 
 def _norm(weight: Tensor | nn.Parameter) -> float:
-    """Return the spectral norm; factors sqrt(in / out) of the norm by root mean squares cancel in a product."""
+    """Return the spectral norm; factors sqrt(in / out) of the norm by root mean squares cancel in a
+    product."""
     import torch
 
     return float(torch.linalg.matrix_norm(weight.detach().double(), 2))

@@ -1,4 +1,5 @@
-"""Depth without normalisation: which models train, and what the certificate of a deep one is worth."""
+"""Depth without normalisation: which models train, and what the certificate of a deep one is
+worth."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, depths_trained, train_grid
 from wellposed.recipes.verdicts import AGREED
 
-MODELS = {"plain, no norm": Model("post_ln", norm="none"), "rezero": Model("rezero"), "lipschitz": Model("lipschitz")}
+MODELS = {
+    "plain, no norm": Model("post_ln", norm="none"),
+    "rezero": Model("rezero"),
+    "lipschitz": Model("lipschitz"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,16 @@ def sizes_of(request: Request) -> Sizes:
 def depth(request: Request) -> Reproduction:
     """Accuracy and certified total of each model at each depth."""
     sizes = sizes_of(request)
-    depths = request.pick(toy=(1, 2), mini=(2, 8, 24, 64), medium=(2, 8, 24, 64), paper=(2, 4, 8, 16, 32, 64))
+    depths = request.pick(
+        toy=(1, 2), mini=(2, 8, 24, 64), medium=(2, 8, 24, 64), paper=(2, 4, 8, 16, 32, 64)
+    )
     corpus, data = next(iter(find_texts(request).items()))
     labels, planned = [], []
     for layers, seed, label in itertools.product(depths, range(sizes.seeds), MODELS):
-        folder = request.runs("frontier-depth") / f"{label.replace(', ', '-').replace(' ', '')}-{layers}-seed{seed}"
+        folder = (
+            request.runs("frontier-depth")
+            / f"{label.replace(', ', '-').replace(' ', '')}-{layers}-seed{seed}"
+        )
         config = MODELS[label].config(text_run(corpus, data, replace(sizes, layers=layers), seed))
         labels.append(label)
         planned.append(PlannedRun(folder, f"{label}, {layers} blocks, seed {seed}", config))
@@ -51,21 +61,34 @@ def depth(request: Request) -> Reproduction:
     deep = [Deep(label, run, _total(run)) for label, run in zip(labels, runs, strict=True)]
     rows = [_row(corpus, found) for found in deep]
     trained = {
-        label: depths_trained([found.run for found in deep if found.label == label], _trains) for label in MODELS
+        label: depths_trained([found.run for found in deep if found.label == label], _trains)
+        for label in MODELS
     }
-    largest = {label: max(found.total for found in deep if found.label == label) for label in MODELS}
+    largest = {
+        label: max(found.total for found in deep if found.label == label) for label in MODELS
+    }
     said = [
-        f"{label} trains at {', '.join(map(str, trained[label])) or 'no'} blocks, largest certified total "
-        f"{largest[label]:.3g}"
+        f"{label} trains at {', '.join(map(str, trained[label])) or 'no'} blocks, largest certified"
+        f" total {largest[label]:.3g}"
         for label in MODELS
     ]
     return Reproduction(
         rows,
         _panels(rows),
-        got=f"{'; '.join(said)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds",
+        got=(
+            f"{'; '.join(said)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds}"
+            " seeds"
+        ),
         holds=judge_depth(trained["lipschitz"], depths, largest["lipschitz"]),
-        notes=("a depth trains where every seed's accuracy on valid is above that of the most frequent label",),
-        criterion=Criterion("`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, AGREED),
+        notes=(
+            (
+                "a depth trains where every seed's accuracy on valid is above that of the most"
+                " frequent label"
+            ),
+        ),
+        criterion=Criterion(
+            "`lipschitz` trains at every depth, with a total of at most 1", sizes.seeds, AGREED
+        ),
     )
 
 
@@ -79,13 +102,16 @@ def _trains(run: FinishedRun) -> bool:
 
 
 def _total(run: FinishedRun) -> float:
-    """Return the certified Lipschitz constant of a finished run, on a ball where there is none on all inputs."""
+    """Return the certified Lipschitz constant of a finished run, on a ball where there is none on
+    all inputs."""
     if run.failure:
         return math.inf
     from wellposed.training import load_run_model
     from wellposed.training.certified_run import best_certificate
 
-    return best_certificate(load_run_model(run.folder)[0], int(run.config.task_options["max_length"] or 0)).total
+    return best_certificate(
+        load_run_model(run.folder)[0], int(run.config.task_options["max_length"] or 0)
+    ).total
 
 
 def _row(corpus: str, found: Deep) -> Row:
@@ -107,6 +133,15 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     accuracies = lines(rows, "blocks", "accuracy", by="model", style="dots")
     totals = lines(bounded, "blocks", "total", by="model", style="dots")
     return [
-        Panel("accuracy by depth, no norms", "blocks", "accuracy on test", accuracies, x_scale="log"),
-        Panel("certified total by depth", "blocks", "Lipschitz constant", totals, x_scale="log", y_scale="log"),
+        Panel(
+            "accuracy by depth, no norms", "blocks", "accuracy on test", accuracies, x_scale="log"
+        ),
+        Panel(
+            "certified total by depth",
+            "blocks",
+            "Lipschitz constant",
+            totals,
+            x_scale="log",
+            y_scale="log",
+        ),
     ]

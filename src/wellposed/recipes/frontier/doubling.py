@@ -1,4 +1,5 @@
-"""Models trained for ever twice as many steps, until none gains any more or each overfits; free of torch."""
+"""Models trained for ever twice as many steps, until none gains any more or each overfits; free of
+torch."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ Trained = Mapping[str, Sequence[FinishedRun]]
 """The runs of each model, one a seed."""
 
 
-def double_until_plateau(first: Trained, train: Callable[[int], Trained], most: int) -> list[Trained]:
-    """Train for 2, 4, 8, ... times the steps until no model gains by it or it overfits, and return every length's runs.
+def double_until_plateau(
+    first: Trained, train: Callable[[int], Trained], most: int
+) -> list[Trained]:
+    """Train for 2, 4, 8, ... times the steps until no model gains by it or it overfits, and return
+    every length's runs.
 
     Args:
         first: the shortest runs.
-        train: every model for so many times the steps of ``first``, with the same settings and seeds.
+        train: every model for so many times the steps of ``first``, with the same settings and
+        seeds.
         most: doublings at most.
     """
     lengths = [first]
@@ -27,15 +32,21 @@ def double_until_plateau(first: Trained, train: Callable[[int], Trained], most: 
 
 
 def at_plateau(lengths: Sequence[Trained]) -> bool:
-    """Return whether every model gained less than 1 % of its mean loss on *valid* by the last doubling, or overfits."""
+    """Return whether every model gained less than 1 % of its mean loss on *valid* by the last
+    doubling, or overfits."""
     if len(lengths) < 2:
         return False
     shorter, longer = lengths[-2:]
-    return all(plateau(_losses(shorter[name]), _losses(longer[name])) or _overfit(longer[name]) for name in shorter)
+    return all(
+        plateau(_losses(shorter[name]), _losses(longer[name])) or _overfit(longer[name])
+        for name in shorter
+    )
 
 
 def _overfit(runs: Sequence[FinishedRun]) -> bool:
-    return all(not run.failure and overfits([loss for _, loss in run.curve("valid")]) for run in runs)
+    return all(
+        not run.failure and overfits([loss for _, loss in run.curve("valid")]) for run in runs
+    )
 
 
 def _losses(runs: Sequence[FinishedRun]) -> list[float]:

@@ -1,4 +1,5 @@
-"""Tasks that a bag of words cannot do: what attention under a Lipschitz budget buys over the control without blocks."""
+"""Tasks that a bag of words cannot do: what attention under a Lipschitz budget buys over the
+control without blocks."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "order": ("marked", {"question": "order"}),
     "recall": ("marked", {"question": "recall"}),
-    "recall, distinct": ("marked", {"question": "recall", "slots": 6, "words": 24, "repeats": False}),
+    "recall, distinct": (
+        "marked",
+        {"question": "recall", "slots": 6, "words": 24, "repeats": False},
+    ),
     "listops": ("listops", {"max_depth": 2, "min_length": 3, "max_length": 9, "num_train": 5000}),
 }
-"""The first of two words among fillers; the word that a pointer names, of words that may repeat, so that the most
-frequent one is a fair guess, and of words that differ; one operator on 2 to 5 digits."""
+"""The first of two words among fillers; the word that a pointer names, of words that may repeat, so
+that the most frequent one is a fair guess, and of words that differ; one operator on 2 to 5
+digits."""
 MODELS: Mapping[str, Model] = {
     "pre_ln": Model("pre_ln"),
     "rezero": Model("rezero"),
@@ -38,7 +43,11 @@ MODELS: Mapping[str, Model] = {
     "no blocks, T = 100": Model("lipschitz", 100.0, blocks=False),
 }
 CONTROLS = tuple(label for label, model in MODELS.items() if not model.blocks)
-CERTIFIED = tuple(label for label, model in MODELS.items() if model.blocks and model.variant.startswith("lipschitz"))
+CERTIFIED = tuple(
+    label
+    for label, model in MODELS.items()
+    if model.blocks and model.variant.startswith("lipschitz")
+)
 SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2)
 ATTACK_STEPS = 10
 POINTS, ENOUGH = 0.10, 2
@@ -72,12 +81,14 @@ class Curves:
     """None where training diverged."""
 
     def at(self, radius: float) -> list[float]:
-        """Return certified accuracy at a radius of `SHARES`, seed by seed; 0 where training diverged."""
+        """Return certified accuracy at a radius of `SHARES`, seed by seed; 0 where training
+        diverged."""
         place = SHARES.index(radius)
         return [run.certified[place] if run else 0.0 for run in self.certified]
 
     def half_radius(self) -> float | None:
-        """Return the first radius at which at most half of the clean accuracy is certified, in the mean over seeds."""
+        """Return the first radius at which at most half of the clean accuracy is certified, in the
+        mean over seeds."""
         half = fmean(self.at(0.0)) / 2
         return next((radius for radius in SHARES if fmean(self.at(radius)) <= half), None)
 
@@ -86,7 +97,15 @@ def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
     return request.pick(
         toy=Sizes(
-            3, 1, (1.0,), ("pre_ln", "lipschitz, T = 30", "no blocks, T = 30"), 8, 2, batch_size=4, examples=4, rows=50
+            3,
+            1,
+            (1.0,),
+            ("pre_ln", "lipschitz, T = 30", "no blocks, T = 30"),
+            8,
+            2,
+            batch_size=4,
+            examples=4,
+            rows=50,
         ),
         mini=Sizes(400, 3, (1.0, 3.0)),
         medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), examples=500),
@@ -98,27 +117,44 @@ def order(request: Request) -> Reproduction:
     """Clean, certified and attacked accuracy of every model on every task, mean over seeds."""
     sizes = sizes_of(request)
     found = [curves for name in TASKS for curves in _measure(request, name, sizes)]
-    gains = {name: gains_over_control([curves for curves in found if curves.task == name]) for name in TASKS}
+    gains = {
+        name: gains_over_control([curves for curves in found if curves.task == name])
+        for name in TASKS
+    }
     rows = [row for curves in found for row in _rows(curves)]
     return Reproduction(
         rows,
         [
-            curves_panel(name, [row for row in rows if row["task"] == name and "radius" in row], sizes.models)
+            curves_panel(
+                name, [row for row in rows if row["task"] == name and "radius" in row], sizes.models
+            )
             for name in TASKS
         ],
         got="; ".join(_said(name, found, gains[name]) for name in TASKS)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block",
         holds=judge([list(lines.values()) for lines in gains.values()]),
         notes=(
-            "radii are in units of the median norm of an embedded token; every token moves by up to the radius",
-            "models with blocks classify by the first token, which holds the question; the control by the mean of all, "
-            "since its first token holds nothing else",
-            f"every model tries {len(sizes.factors)} learning rates with the first seed and keeps the best on valid",
-            f"the first {sizes.examples} examples of test; the attack is projected gradient descent in eval mode",
+            (
+                "radii are in units of the median norm of an embedded token; every token moves by"
+                " up to the radius"
+            ),
+            (
+                "models with blocks classify by the first token, which holds the question; the"
+                " control by the mean of all, since its first token holds nothing else"
+            ),
+            (
+                f"every model tries {len(sizes.factors)} learning rates with the first seed and"
+                " keeps the best on valid"
+            ),
+            (
+                f"the first {sizes.examples} examples of test; the attack is projected gradient"
+                " descent in eval mode"
+            ),
         ),
         criterion=Criterion(
-            f"on at least {ENOUGH} tasks some `lipschitz` with blocks has {POINTS:.2f} more certified accuracy than "
-            "every control has at the first radius where that control is certified for half of its clean accuracy",
+            f"on at least {ENOUGH} tasks some `lipschitz` with blocks has {POINTS:.2f} more"
+            " certified accuracy than every control has at the first radius where that control is"
+            " certified for half of its clean accuracy",
             sizes.seeds,
             UNCERTAINTY,
         ),
@@ -126,7 +162,8 @@ def order(request: Request) -> Reproduction:
 
 
 def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
-    """Return whether enough tasks hold; of each task and each model the gains over the control, seed by seed."""
+    """Return whether enough tasks hold; of each task and each model the gains over the control,
+    seed by seed."""
     verdicts = []
     for models in tasks:
         found = [within(gains, low=POINTS) for gains in models]
@@ -137,13 +174,22 @@ def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
 
 
 def gains_over_control(curves: Sequence[Curves]) -> dict[str, list[float]]:
-    """Return, for each certified model, its gain over the control that leaves least, seed by seed."""
-    controls = [(found, radius) for found in curves if found.label in CONTROLS if (radius := found.half_radius())]
+    """Return, for each certified model, its gain over the control that leaves least, seed by
+    seed."""
+    controls = [
+        (found, radius)
+        for found in curves
+        if found.label in CONTROLS
+        if (radius := found.half_radius())
+    ]
     gains = {}
     for found in curves:
         if found.label in CERTIFIED and controls:
             against = [
-                [mine - theirs for mine, theirs in zip(found.at(radius), control.at(radius), strict=True)]
+                [
+                    mine - theirs
+                    for mine, theirs in zip(found.at(radius), control.at(radius), strict=True)
+                ]
                 for control, radius in controls
             ]
             gains[found.label] = min(against, key=fmean)
@@ -156,27 +202,58 @@ def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
 
     kind, options = TASKS[name]
     options = dict(options) | (
-        {} if sizes.rows is None else dict.fromkeys(("num_train", "num_valid", "num_test"), sizes.rows)
+        {}
+        if sizes.rows is None
+        else dict.fromkeys(("num_train", "num_valid", "num_test"), sizes.rows)
     )
     task = build_task(kind, options)
     for label in sizes.models:
 
         def plan(rate: float, seed: int, label: str = label) -> PlannedRun:
-            folder = request.runs("frontier-order") / _folder(name) / f"{_folder(label)}-rate{rate:g}-seed{seed}"
-            base = _base(kind, options, sizes, rate, seed, pooled="first" if MODELS[label].blocks else "mean")
-            return PlannedRun(folder, f"{name}, {label}, rate {rate:g}, seed {seed}", MODELS[label].config(base))
+            folder = (
+                request.runs("frontier-order")
+                / _folder(name)
+                / f"{_folder(label)}-rate{rate:g}-seed{seed}"
+            )
+            base = _base(
+                kind, options, sizes, rate, seed, pooled="first" if MODELS[label].blocks else "mean"
+            )
+            return PlannedRun(
+                folder, f"{name}, {label}, rate {rate:g}, seed {seed}", MODELS[label].config(base)
+            )
 
-        tuned = tune(partial(train_grid, request, task=task), plan, rates_about(1e-3, sizes.factors), sizes.seeds)
-        options_of_attack = {"examples": sizes.examples, "attack_steps": ATTACK_STEPS, "shares": SHARES}
+        tuned = tune(
+            partial(train_grid, request, task=task),
+            plan,
+            rates_about(1e-3, sizes.factors),
+            sizes.seeds,
+        )
+        options_of_attack = {
+            "examples": sizes.examples,
+            "attack_steps": ATTACK_STEPS,
+            "shares": SHARES,
+        }
         certified = [
-            None if run.failure else certify_runs([run.folder], task, announce=request.announce, **options_of_attack)[0]
+            (
+                None
+                if run.failure
+                else certify_runs(
+                    [run.folder], task, announce=request.announce, **options_of_attack
+                )[0]
+            )
             for run in tuned.runs
         ]
         yield Curves(name, label, tuned, certified)
 
 
 def _base(
-    kind: str, options: Mapping[str, Any], sizes: Sizes, rate: float, seed: int, *, pooled: Literal["first", "mean"]
+    kind: str,
+    options: Mapping[str, Any],
+    sizes: Sizes,
+    rate: float,
+    seed: int,
+    *,
+    pooled: Literal["first", "mean"],
 ) -> RunConfig:
     return RunConfig(
         task=kind,
@@ -203,9 +280,13 @@ def _rows(curves: Curves) -> list[Row]:
     def described(run: FinishedRun, found: CertifiedRun) -> tuple[Row, list[Row]]:
         points = zip(found.shares, found.certified, found.attacked, strict=True)
         whole: Row = {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
-        return whole, [{"radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points]
+        return whole, [
+            {"radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points
+        ]
 
-    return curves.tuned.rows({"task": curves.task, "model": curves.label}, curves.certified, described)
+    return curves.tuned.rows(
+        {"task": curves.task, "model": curves.label}, curves.certified, described
+    )
 
 
 def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:
@@ -215,12 +296,15 @@ def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[floa
         return f"{name}: no control falls to half of its clean accuracy"
     best = max(gains, key=lambda label: fmean(gains[label]))
     parts = [
-        f"at {radius:g} {plus_minus(mean_and_standard_error(mine[best].at(radius)))} of {best} is certified, "
-        f"{plus_minus(mean_and_standard_error(mine[label].at(radius)))} of {label}"
+        f"at {radius:g} {plus_minus(mean_and_standard_error(mine[best].at(radius)))} of {best} is"
+        f" certified, {plus_minus(mean_and_standard_error(mine[label].at(radius)))} of {label}"
         for label in controls
         if (radius := mine[label].half_radius())
     ]
-    clean = ", ".join(f"{label} {plus_minus(mean_and_standard_error(found.at(0.0)))}" for label, found in mine.items())
+    clean = ", ".join(
+        f"{label} {plus_minus(mean_and_standard_error(found.at(0.0)))}"
+        for label, found in mine.items()
+    )
     return f"{name}: clean {clean}; {', '.join(parts)}"
 
 

@@ -1,4 +1,5 @@
-"""What a certificate is worth on many examples, and whether those with least to spare stand a long attack.
+"""What a certificate is worth on many examples, and whether those with least to spare stand a long
+attack.
 
 Both take minutes, so a run folder keeps what was found for the same question.
 """
@@ -25,7 +26,8 @@ class Attack:
     among: int
     """The first examples of *test* that may be taken."""
     count: int = 50
-    """How many of them are, those whose certified radius is the least above the radius of the attack."""
+    """How many of them are, those whose certified radius is the least above the radius of the
+    attack."""
     steps: int = 200
     restarts: int = 10
 
@@ -39,36 +41,59 @@ class Attacked:
 
 
 def certified_share(folder: Path, task: Task, *, share: float, examples: int) -> float:
-    """Return the share of the first ``examples`` of *test* certified at ``share`` of the median token norm."""
+    """Return the share of the first ``examples`` of *test* certified at ``share`` of the median
+    token norm."""
 
     def measure() -> float:
         model, _ = load_run_model(folder)
         batches = first_batches(task, "test", examples)
-        certificate = best_certificate(model, max(batch["input_ids"].shape[-1] for batch in batches))
-        curve = certified_accuracy(model, batches, certificate, radii=[share], in_tokens=True, attack_steps=1)
+        certificate = best_certificate(
+            model, max(batch["input_ids"].shape[-1] for batch in batches)
+        )
+        curve = certified_accuracy(
+            model, batches, certificate, radii=[share], in_tokens=True, attack_steps=1
+        )
         return curve.rows[0].certified
 
     return _kept(folder, "certified-share.json", {"share": share, "examples": examples}, measure)
 
 
 def attack_certified(folder: Path, task: Task, *, radius: float, attack: Attack) -> Attacked:
-    """Attack the examples that are certified at ``radius`` with least to spare: an unsound certificate shows there."""
+    """Attack the examples that are certified at ``radius`` with least to spare: an unsound
+    certificate shows there."""
     asked = {"radius": radius, **asdict(attack)}
-    return Attacked(**_kept(folder, "strong-attack.json", asked, lambda: asdict(_attack(folder, task, radius, attack))))
+    return Attacked(
+        **_kept(
+            folder,
+            "strong-attack.json",
+            asked,
+            lambda: asdict(_attack(folder, task, radius, attack)),
+        )
+    )
 
 
 def _attack(folder: Path, task: Task, radius: float, attack: Attack) -> Attacked:
     model, _ = load_run_model(folder)
     singles = first_batches(task, "test", attack.among, batch_size=1)
     certificate = best_certificate(model, max(batch["input_ids"].shape[-1] for batch in singles))
-    reaches = [certified_accuracy(model, [batch], certificate, radii=[0.0]).median_radius for batch in singles]
-    least = sorted((reach, member) for member, reach in enumerate(reaches) if reach > radius)[: attack.count]
+    reaches = [
+        certified_accuracy(model, [batch], certificate, radii=[0.0]).median_radius
+        for batch in singles
+    ]
+    least = sorted((reach, member) for member, reach in enumerate(reaches) if reach > radius)[
+        : attack.count
+    ]
     if not least:
         return Attacked(0, 0)
     dataset = task.dataset("test")
     batch = task.collate([dataset[member] for _, member in least])
     (row,) = certified_accuracy(
-        model, [batch], certificate, radii=[radius], attack_steps=attack.steps, restarts=attack.restarts
+        model,
+        [batch],
+        certificate,
+        radii=[radius],
+        attack_steps=attack.steps,
+        restarts=attack.restarts,
     ).rows
     return Attacked(len(least), round((1 - row.attacked) * len(least)))
 

@@ -14,7 +14,8 @@ from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the texts of a task lie in a folder of many data sets, and how much of each text is read."""
+    """Where the texts of a task lie in a folder of many data sets, and how much of each text is
+    read."""
 
     max_length: int
     folder: str
@@ -27,7 +28,12 @@ class Corpus:
 CORPORA: Mapping[str, Corpus] = {
     "ag_news": Corpus(48, "ag_news"),
     "imdb": Corpus(96, "imdb"),
-    "sst": Corpus(32, "minbert", "ids-sst-train.csv.gz", {"label_column": "sentiment", "text_column": "sentence"}),
+    "sst": Corpus(
+        32,
+        "minbert",
+        "ids-sst-train.csv.gz",
+        {"label_column": "sentiment", "text_column": "sentence"},
+    ),
     "trec": Corpus(24, "trec"),
 }
 
@@ -51,7 +57,8 @@ class Sizes:
 
 
 def find_texts(request: Request) -> dict[str, str]:
-    """Return the data of each corpus found in the data of ``request``, which may be the folder of one of them.
+    """Return the data of each corpus found in the data of ``request``, which may be the folder of
+    one of them.
 
     Raises:
         ConfigError: no data was given.
@@ -60,15 +67,20 @@ def find_texts(request: Request) -> dict[str, str]:
     folders = ", ".join(corpus.folder for corpus in CORPORA.values())
     if request.data is None:
         raise ConfigError(
-            f"this study needs data: give --data FOLDER that holds one or more of {folders} (label and text in tsv, "
-            "csv or jsonl files), or that is one of these folders"
+            f"this study needs data: give --data FOLDER that holds one or more of {folders} (label"
+            " and text in tsv, csv or jsonl files), or that is one of these folders"
         )
     root = Path(request.data)
-    places = {name: root if root.name == corpus.folder else root / corpus.folder for name, corpus in CORPORA.items()}
+    places = {
+        name: root if root.name == corpus.folder else root / corpus.folder
+        for name, corpus in CORPORA.items()
+    }
     paths = {name: places[name] / corpus.train for name, corpus in CORPORA.items()}
     found = {name: str(path) for name, path in paths.items() if path.exists()}
     if not found:
-        raise DataError(f"{root}: expected a folder that holds one or more of {folders}, found none of them")
+        raise DataError(
+            f"{root}: expected a folder that holds one or more of {folders}, found none of them"
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of its settings.
+"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of
+its settings.
 
-T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers try three learning
-rates, and further ones while the best is the least or the greatest; the constraints, at the rate that post-LN kept,
-three strengths. Then the Transformers train for twice as many steps, and twice as many again, until each gains
+T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers
+try three learning rates, and further ones while the best is the least or the greatest; the
+constraints, at the rate that post-LN kept, three strengths. Then the Transformers train for twice
+as many steps, and twice as many again, until each gains
 nothing by it or overfits: the verdict is about the longest, for which the constraints train too.
 """
 
@@ -18,7 +20,14 @@ from wellposed.recipes.corpora import translation_data
 from wellposed.recipes.frontier.doubling import Trained, at_plateau, double_until_plateau
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, mean_and_error, plus_minus, train_grid
+from wellposed.recipes.runs import (
+    FinishedRun,
+    PlannedRun,
+    curves,
+    mean_and_error,
+    plus_minus,
+    train_grid,
+)
 from wellposed.recipes.variants import apply_variant
 from wellposed.recipes.verdicts import PLATEAU, UNCERTAINTY, within
 from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
@@ -35,8 +44,8 @@ STRENGTHS = (1e-6, 1e-4, 1e-2)
 USUAL_RATE = 3e-3
 BLEU = "bleu,test"
 TEST = (
-    f"BLEU on test of T-Fixup less that of the better of post-LN and pre-LN is above -{MARGIN:g} by {UNCERTAINTY}, and "
-    f"the three are at a plateau: {PLATEAU}"
+    f"BLEU on test of T-Fixup less that of the better of post-LN and pre-LN is above -{MARGIN:g} by"
+    f" {UNCERTAINTY}, and the three are at a plateau: {PLATEAU}"
 )
 
 
@@ -65,12 +74,31 @@ class Sizes:
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
     return request.pick(
-        toy=Sizes(3, 1, width=8, batch_size=4, layers=1, heads=2, pairs=60, translated=4, evaluations=1, doublings=1),
+        toy=Sizes(
+            3,
+            1,
+            width=8,
+            batch_size=4,
+            layers=1,
+            heads=2,
+            pairs=60,
+            translated=4,
+            evaluations=1,
+            doublings=1,
+        ),
         mini=Sizes(300, 3, batch_size=64, limit=6000, translated=200),
         # 8 epochs of the 29000 pairs of Multi30k, up to 64 for the Transformers.
         medium=Sizes(7264, 3, batch_size=32, pairs=20_000, doublings=3),
         paper=Sizes(
-            12_000, 5, width=256, layers=4, heads=4, vocab_size=8000, pairs=20_000, evaluations=20, doublings=2
+            12_000,
+            5,
+            width=256,
+            layers=4,
+            heads=4,
+            vocab_size=8000,
+            pairs=20_000,
+            evaluations=20,
+            doublings=2,
         ),
     )
 
@@ -92,37 +120,64 @@ def translation(request: Request) -> Reproduction:
     sizes = study.sizes
     return Reproduction(
         [
-            *(row for name, tuned in found.items() for row in _rows(name, tuned.runs, tuned.trials)),
-            *(row for runs in lengths[1:] for name, those in runs.items() for row in _rows(name, those)),
+            *(
+                row
+                for name, tuned in found.items()
+                for row in _rows(name, tuned.runs, tuned.trials)
+            ),
+            *(
+                row
+                for runs in lengths[1:]
+                for name, those in runs.items()
+                for row in _rows(name, those)
+            ),
         ],
         [_bleu_panel(longest), _length_panel(lengths), _loss_panel(found)],
         got="; ".join(
             [
-                *(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}" for name, tuned in found.items()),
+                *(
+                    f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}"
+                    for name, tuned in found.items()
+                ),
                 *map(about_length, lengths),
                 *about_constraints(longest),
                 *(() if settled else ("not yet at a plateau",)),
-                f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} where not said, width "
-                f"{sizes.width}, {sizes.layers}+{sizes.layers} layers",
+                (
+                    f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}"
+                    f" where not said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
+                ),
             ]
         ),
-        holds=None if request.data is None or not settled else judge(gains_over_norms(_bleu_by_model(longest))),
+        holds=(
+            None
+            if request.data is None or not settled
+            else judge(gains_over_norms(_bleu_by_model(longest)))
+        ),
         notes=(
-            "the first seed keeps the setting with the least loss on valid: Transformers of three learning rates, and "
-            "further ones while the best is the least or the greatest; constraints of the strengths "
-            f"{', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
-            f"the Transformers then train for twice the steps at the rate they kept, {sizes.doublings} times at most, "
-            "until each gains less than 1 % of its loss on valid by that, or overfits; the constraints, at their "
-            "strengths, for as many steps as the longest",
-            "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for all; greedy "
-            "translations",
+            (
+                "the first seed keeps the setting with the least loss on valid: Transformers of"
+                " three learning rates, and further ones while the best is the least or the"
+                " greatest; constraints of the strengths"
+                f" {', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN"
+            ),
+            (
+                "the Transformers then train for twice the steps at the rate they kept,"
+                f" {sizes.doublings} times at most, until each gains less than 1 % of its loss on"
+                " valid by that, or overfits; the constraints, at their strengths, for as many"
+                " steps as the longest"
+            ),
+            (
+                "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine"
+                " to 0 for all; greedy translations"
+            ),
         ),
         criterion=Criterion(TEST, sizes.seeds, UNCERTAINTY),
     )
 
 
 def judge(gains: Sequence[float]) -> bool | None:
-    """Return whether T-Fixup keeps up with LayerNorm; BLEU gained over the better of post-LN and pre-LN by seed."""
+    """Return whether T-Fixup keeps up with LayerNorm; BLEU gained over the better of post-LN and
+    pre-LN by seed."""
     return within(gains, low=-MARGIN)
 
 
@@ -137,18 +192,26 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def about_length(runs: Trained) -> str:
-    """Return what the three Transformers have after so many steps, and the difference that is judged."""
+    """Return what the three Transformers have after so many steps, and the difference that is
+    judged."""
     told = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
     gains = mean_and_error(gains_over_norms(_bleu_by_model(runs)))
-    return f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm {plus_minus(gains)}"
+    return (
+        f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm"
+        f" {plus_minus(gains)}"
+    )
 
 
 def about_constraints(runs: Trained) -> list[str]:
-    """Return what each constraint has, and its test against the Transformer that it is added to, Holm-corrected."""
+    """Return what each constraint has, and its test against the Transformer that it is added to,
+    Holm-corrected."""
     baseline = _by_seed(CONSTRAINED, runs[CONSTRAINED])
-    tests = holm_correction([compare_seeds(_by_seed(name, runs[name]), baseline) for name in CONSTRAINTS])
+    tests = holm_correction(
+        [compare_seeds(_by_seed(name, runs[name]), baseline) for name in CONSTRAINTS]
+    )
     return [
-        f"after {_steps(runs)} steps {LABELS[name]} {_said(runs[name])}, beside post-LN: {test.verdict}"
+        f"after {_steps(runs)} steps {LABELS[name]} {_said(runs[name])}, beside post-LN:"
+        f" {test.verdict}"
         for name, test in zip(CONSTRAINTS, tests, strict=True)
     ]
 
@@ -156,7 +219,9 @@ def about_constraints(runs: Trained) -> list[str]:
 def setting_of(run: FinishedRun) -> str:
     """Return what a run tried: its strength, or the learning rate of a Transformer."""
     _, _, strength = run.variant.partition(":")
-    return f"strength {float(strength):g}" if strength else f"rate {run.config.train.learning_rate:g}"
+    return (
+        f"strength {float(strength):g}" if strength else f"rate {run.config.train.learning_rate:g}"
+    )
 
 
 @dataclass(frozen=True)
@@ -175,12 +240,17 @@ class Study:
         return cls(request, sizes, base, build_task(base.task, base.task_options))
 
     def tune(self, name: str, rate: float | None = None) -> Tuned:
-        """Train a model at three learning rates, or at three strengths where a rate is given, and keep the best."""
+        """Train a model at three learning rates, or at three strengths where a rate is given, and
+        keep the best."""
 
         def plan(tried: float, seed: int) -> PlannedRun:
             variant, setting = (name, "rate") if rate is None else (f"{name}:{tried:g}", "strength")
-            train = replace(self.base.train, learning_rate=tried if rate is None else rate, seed=seed)
-            return self._plan(f"{name}-{tried:g}", f"{LABELS[name]}, {setting} {tried:g}", variant, train)
+            train = replace(
+                self.base.train, learning_rate=tried if rate is None else rate, seed=seed
+            )
+            return self._plan(
+                f"{name}-{tried:g}", f"{LABELS[name]}, {setting} {tried:g}", variant, train
+            )
 
         return tune(
             self._train,
@@ -192,21 +262,30 @@ class Study:
         )
 
     def lengthen(self, kept: Trained, times: int) -> Trained:
-        """Train models as they were kept for so many times the steps, with warm-up and cosine stretched as much."""
+        """Train models as they were kept for so many times the steps, with warm-up and cosine
+        stretched as much."""
         planned = [self._longer(name, run, times) for name, runs in kept.items() for run in runs]
         done = iter(self._train(planned))
         return {name: [next(done) for _ in runs] for name, runs in kept.items()}
 
     def _longer(self, name: str, run: FinishedRun, times: int) -> PlannedRun:
-        train = replace(_schedule(self.sizes, times), learning_rate=run.config.train.learning_rate, seed=run.seed)
+        train = replace(
+            _schedule(self.sizes, times),
+            learning_rate=run.config.train.learning_rate,
+            seed=run.seed,
+        )
         setting = setting_of(run)
         stem = f"{name}-{setting.split()[-1]}-steps{train.steps}"
-        return self._plan(stem, f"{LABELS[name]}, {setting}, {train.steps} steps", run.variant, train)
+        return self._plan(
+            stem, f"{LABELS[name]}, {setting}, {train.steps} steps", run.variant, train
+        )
 
     def _plan(self, stem: str, label: str, variant: str, train: TrainOptions) -> PlannedRun:
         folder = self.request.runs("frontier-translation") / f"{stem}-seed{train.seed}"
         return PlannedRun(
-            folder, f"{label}, seed {train.seed}", apply_variant(variant, replace(self.base, train=train))
+            folder,
+            f"{label}, seed {train.seed}",
+            apply_variant(variant, replace(self.base, train=train)),
         )
 
     def _train(self, planned: Sequence[PlannedRun]) -> list[FinishedRun]:
@@ -294,13 +373,17 @@ def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
 
 
 def _bleu_panel(longest: Trained) -> Panel:
-    points = [(place, *mean_and_error(_column(runs))) for place, runs in enumerate(longest.values())]
+    points = [
+        (place, *mean_and_error(_column(runs))) for place, runs in enumerate(longest.values())
+    ]
     series = [
         Series(LABELS[name], [place], [mean], "dots", place, [0.0 if math.isnan(error) else error])
         for name, (place, mean, error) in zip(longest, points, strict=True)
     ]
     names = [LABELS[name] for name in longest]
-    return Panel(f"after {_steps(longest)} steps", "model", "BLEU on test", series, names=names, legend=False)
+    return Panel(
+        f"after {_steps(longest)} steps", "model", "BLEU on test", series, names=names, legend=False
+    )
 
 
 def _length_panel(lengths: Sequence[Trained]) -> Panel:
@@ -316,4 +399,6 @@ def _length_panel(lengths: Sequence[Trained]) -> Panel:
 def _loss_panel(found: Mapping[str, Tuned]) -> Panel:
     first = [tuned.runs[0] for tuned in found.values()]
     names = {run.folder: LABELS[name] for run, name in zip(first, found, strict=True)}
-    return Panel("valid", "step", "nats per token", curves(first, "valid", lambda run: names[run.folder]))
+    return Panel(
+        "valid", "step", "nats per token", curves(first, "valid", lambda run: names[run.folder])
+    )

@@ -1,4 +1,5 @@
-"""A model at its best learning rate: as many tried for every model, the best on *valid* kept; free of torch."""
+"""A model at its best learning rate: as many tried for every model, the best on *valid* kept; free
+of torch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Tuned:
         measured: Sequence[Found | None],
         described: Callable[[FinishedRun, Found], tuple[Row, Sequence[Row]]],
     ) -> list[Row]:
-        """Return the rows of a table: those of each seed, or one with its failure where nothing was measured.
+        """Return the rows of a table: those of each seed, or one with its failure where nothing was
+        measured.
 
         Args:
             fixed: what stands in every row.
@@ -69,7 +71,8 @@ class Tuned:
 
 
 def best_rate(scores: Sequence[tuple[float, float]]) -> float:
-    """Return the rate with the best score, of equals the lowest; a score that is not finite is the worst.
+    """Return the rate with the best score, of equals the lowest; a score that is not finite is the
+    worst.
 
     >>> best_rate([(0.003, 0.8), (0.01, 0.9), (0.03, 0.9), (0.1, math.nan)])
     0.01
@@ -108,7 +111,11 @@ def tune(
         widen: try further rates while the best is the least or the greatest, as many again at most.
     """
     (tried,) = try_rates(
-        train, lambda _, rate: plan(rate, 0), {"model": rates}, score=score, most=2 * len(rates) if widen else 0
+        train,
+        lambda _, rate: plan(rate, 0),
+        {"model": rates},
+        score=score,
+        most=2 * len(rates) if widen else 0,
     ).values()
     rate = best_tried(tried, score)
     others = train([plan(rate, seed) for seed in range(1, seeds)])
@@ -123,7 +130,8 @@ def try_rates(
     score: Score = by_accuracy,
     most: int = 0,
 ) -> dict[str, Tried]:
-    """Train every model at every one of its rates, then at further ones while its best is the least or the greatest.
+    """Train every model at every one of its rates, then at further ones while its best is the least
+    or the greatest.
 
     Args:
         train: trains what is planned, all models together.

@@ -1,8 +1,10 @@
-"""Huang et al. (2020): how deep an encoder-decoder trains without LayerNorm and warm-up, beside post-LN.
+"""Huang et al. (2020): how deep an encoder-decoder trains without LayerNorm and warm-up, beside
+post-LN.
 
-Both sides get the same batches and schedule (inverse square root without warm-up). At every depth each side tries the
-same three rates with the first seed, and the one with the least loss on valid is its rate for the others. A run trains
-where its loss on valid ends below that of the unigram model, the best predictor that does not look at its input.
+Both sides get the same batches and schedule (inverse square root without warm-up). At every depth
+each side tries the same three rates with the first seed, and the one with the least loss on valid
+is its rate for the others. A run trains where its loss on valid ends below that of the unigram
+model, the best predictor that does not look at its input.
 """
 
 from __future__ import annotations
@@ -50,12 +52,15 @@ def sizes_of(request: Request) -> Sizes:
         toy=Sizes((1, 2), steps=4, seeds=1, width=8, batch_size=4, pairs=40),
         mini=Sizes((6, 20, 50, 100), steps=60, seeds=3),
         medium=Sizes((6, 20, 50, 100), steps=300, seeds=5, width=48, pairs=10_000),
-        paper=Sizes((6, 12, 20, 50, 100, 150, 200), steps=2000, seeds=3, batch_size=64, pairs=20_000),
+        paper=Sizes(
+            (6, 12, 20, 50, 100, 150, 200), steps=2000, seeds=3, batch_size=64, pairs=20_000
+        ),
     )
 
 
 def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
-    """Train every depth, T-Fixup and post-LN on the same batches: the first seed at every rate, all at the best."""
+    """Train every depth, T-Fixup and post-LN on the same batches: the first seed at every rate, all
+    at the best."""
     from wellposed.tasks import build_task
 
     base = _base_config(request, sizes)
@@ -63,7 +68,9 @@ def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
 
     def plan(variant: str, layers: int, rate: float, seed: int) -> PlannedRun:
         train = replace(base.train, seed=seed, learning_rate=rate)
-        config = apply_variant(variant, replace(base, model=replace(base.model, num_hidden_layers=layers), train=train))
+        config = apply_variant(
+            variant, replace(base, model=replace(base.model, num_hidden_layers=layers), train=train)
+        )
         folder = request.runs("huang2020-depth") / f"{variant}-{layers}-rate{rate:g}-seed{seed}"
         label = f"{LABELS[variant]}, {layers}+{layers} layers, rate {rate:g}, seed {seed}"
         return PlannedRun(folder, label, config)
@@ -137,14 +144,17 @@ def summarise(sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
     for variant, mine in by_variant.items():
         losses = [_loss(run) for run in mine if run.depth == deepest]
         said.append(
-            f"{LABELS[variant]} trains at {', '.join(map(str, trained[variant])) or 'no'} layers a side, loss at "
-            f"{deepest} " + ", ".join(f"{loss:.3f}" if math.isfinite(loss) else "not finite" for loss in losses)
+            f"{LABELS[variant]} trains at {', '.join(map(str, trained[variant])) or 'no'} layers a"
+            f" side, loss at {deepest} "
+            + ", ".join(f"{loss:.3f}" if math.isfinite(loss) else "not finite" for loss in losses)
         )
     return Reproduction(
         rows,
         [_depth_panel(rows, unigram), *(_curve_panel(mine) for mine in by_variant.values())],
-        got=f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps} steps, "
-        f"{sizes.seeds} seeds",
+        got=(
+            f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
+            f" steps, {sizes.seeds} seeds"
+        ),
         holds=judge_depth(
             *(
                 [trains(run) for run in by_variant[variant] if run.depth == deepest]
@@ -152,12 +162,15 @@ def summarise(sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
             )
         ),
         notes=(
-            "no warm-up on either side; at every depth each side at its best of the rates "
-            f"{', '.join(f'{rate:g}' for rate in sizes.learning_rates)} by the loss on valid of the first seed",
+            (
+                "no warm-up on either side; at every depth each side at its best of the rates"
+                f" {', '.join(f'{rate:g}' for rate in sizes.learning_rates)} by the loss on valid"
+                " of the first seed"
+            ),
         ),
         criterion=Criterion(
-            "at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the unigram model's, "
-            "and no seed of post-LN does",
+            "at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the"
+            " unigram model's, and no seed of post-LN does",
             seeds=sizes.seeds,
             uncertainty=AGREED,
         ),
@@ -190,5 +203,7 @@ def _depth_panel(rows: Sequence[Row], unigram: float) -> Panel:
 
 
 def _curve_panel(runs: Sequence[FinishedRun]) -> Panel:
-    first_seed = curves([run for run in runs if run.seed == 0], "train", lambda run: f"{run.depth} layers")
+    first_seed = curves(
+        [run for run in runs if run.seed == 0], "train", lambda run: f"{run.depth} layers"
+    )
     return Panel(LABELS[runs[0].variant], "step", "training loss", first_seed)

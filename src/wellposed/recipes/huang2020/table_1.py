@@ -1,4 +1,5 @@
-"""Huang et al. (2020), appendix D, Table 1: the five settings, T-Fixup without warm-up beside post-LN with it."""
+"""Huang et al. (2020), appendix D, Table 1: the five settings, T-Fixup without warm-up beside
+post-LN with it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from wellposed.training.config import RunConfig
 
 VARIANTS = {"t_fixup": "T-Fixup", "post_ln_warmup": "post-LN with warm-up"}
 _RATE = 6.0
-"""Small models take larger steps: the printed rates are of widths 512 and 1024, times this below paper scale."""
+"""Small models take larger steps: the printed rates are of widths 512 and 1024, times this below
+paper scale."""
 
 
 def table_1(request: Request) -> Reproduction:
@@ -33,7 +35,9 @@ def table_1(request: Request) -> Reproduction:
             f"{corpus.pair}, {VARIANTS[variant]}, seed {seed}",
             apply_variant(variant, replace(config, train=replace(config.train, seed=seed))),
         )
-        for (corpus, config), variant, seed in itertools.product(zip(HUANG, configs, strict=True), VARIANTS, seeds)
+        for (corpus, config), variant, seed in itertools.product(
+            zip(HUANG, configs, strict=True), VARIANTS, seeds
+        )
     ]
     rows = [
         {
@@ -58,16 +62,28 @@ def table_1(request: Request) -> Reproduction:
         )
     ]
     losses = {
-        label: [[row["valid_loss"] for row in where(rows, variant=label, setting=corpus.pair)] for corpus in HUANG]
+        label: [
+            [row["valid_loss"] for row in where(rows, variant=label, setting=corpus.pair)]
+            for corpus in HUANG
+        ]
         for label in VARIANTS.values()
     }
     pairs = ", ".join(
         f"{corpus.pair} {spanned(ours)} ({spanned(baseline)})"
         for corpus, ours, baseline in zip(HUANG, *losses.values(), strict=True)
     )
-    found = {label: [mean_and_error(of_seeds) for of_seeds in settings] for label, settings in losses.items()}
+    found = {
+        label: [mean_and_error(of_seeds) for of_seeds in settings]
+        for label, settings in losses.items()
+    }
     series = [
-        Series(label, range(len(HUANG)), [mean for mean, _ in ends], "dots", errors=[error for _, error in ends])
+        Series(
+            label,
+            range(len(HUANG)),
+            [mean for mean, _ in ends],
+            "dots",
+            errors=[error for _, error in ends],
+        )
         for label, ends in found.items()
     ]
     ours = where(rows, variant=VARIANTS["t_fixup"])
@@ -83,8 +99,11 @@ def table_1(request: Request) -> Reproduction:
                 level=("unigram model", rows[0]["unigram_loss"]),
             )
         ],
-        got=f"loss of T-Fixup without warm-up (post-LN with warm-up): {pairs}; unigram {rows[0]['unigram_loss']:.3f}; "
-        f"{sum(map(_trains, ours))} of {len(ours)} trainings of T-Fixup end below it",
+        got=(
+            f"loss of T-Fixup without warm-up (post-LN with warm-up): {pairs}; unigram"
+            f" {rows[0]['unigram_loss']:.3f}; {sum(map(_trains, ours))} of {len(ours)} trainings of"
+            " T-Fixup end below it"
+        ),
         holds=agreed([judge_table_1(where(ours, seed=seed)) for seed in seeds]),
         criterion=Criterion(
             "T-Fixup without warm-up ends below the unigram model's loss on valid in every setting",
@@ -93,7 +112,8 @@ def table_1(request: Request) -> Reproduction:
         ),
         notes=(
             "the text at hand holds the paper's appendix alone: settings are printed, BLEU is not",
-            "not printed and taken: " + "; ".join(f"{corpus.pair}: {corpus.not_printed}" for corpus in HUANG[:4]),
+            "not printed and taken: "
+            + "; ".join(f"{corpus.pair}: {corpus.not_printed}" for corpus in HUANG[:4]),
             *((f"small models, rates times {_RATE:g}",) if request.scale != "paper" else ()),
         ),
     )
@@ -124,7 +144,8 @@ def _small_run(request: Request, corpus: Corpus) -> RunConfig:
         intermediate_size=2 * width,
         num_attention_heads=4,
         num_hidden_layers=1 if request.scale == "toy" else max(1, SIZES[corpus.size].layers // 3),
-        # A twentieth of the paper's regularisation: a model that sees its data once has nothing to overfit.
+        # A twentieth of the paper's regularisation: a model that sees its data once has nothing to
+        # overfit.
         dropout=paper.model.dropout / 20,
     )
     train = replace(

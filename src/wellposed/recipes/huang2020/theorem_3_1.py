@@ -1,4 +1,5 @@
-"""Huang et al. (2020), Theorem 3.1: how far a step moves one attention block, by the sizes of its weights and input."""
+"""Huang et al. (2020), Theorem 3.1: how far a step moves one attention block, by the sizes of its
+weights and input."""
 
 from __future__ import annotations
 
@@ -32,9 +33,14 @@ _BLOCKS = (60, 180, 600, 1800, 6000)
 
 
 def theorem_3_1(request: Request) -> Reproduction:
-    """|change of G| / rate against the number of blocks, where the theorem's condition is met and where it is not."""
-    blocks: tuple[int, ...] = request.pick(toy=(60, 600), mini=_BLOCKS, medium=_BLOCKS, paper=(*_BLOCKS, 18000))
-    widths: tuple[int, ...] = request.pick(toy=(1, 8), mini=(1, 64), medium=(1, 64, 256), paper=(1, 64, 512))
+    """|change of G| / rate against the number of blocks, where the theorem's condition is met and
+    where it is not."""
+    blocks: tuple[int, ...] = request.pick(
+        toy=(60, 600), mini=_BLOCKS, medium=_BLOCKS, paper=(*_BLOCKS, 18000)
+    )
+    widths: tuple[int, ...] = request.pick(
+        toy=(1, 8), mini=(1, 64), medium=(1, 64, 256), paper=(1, 64, 512)
+    )
     seeds: int = request.pick(toy=2, mini=5, medium=20, paper=20)
     rows = [
         measure_block(setting, width, count, seed)
@@ -42,7 +48,9 @@ def theorem_3_1(request: Request) -> Reproduction:
         for count, seed in itertools.product(blocks, range(seeds))
     ]
     found = {
-        (setting, width): [_exponent(where(rows, setting=setting, width=width, seed=seed)) for seed in range(seeds)]
+        (setting, width): [
+            _exponent(where(rows, setting=setting, width=width, seed=seed)) for seed in range(seeds)
+        ]
         for setting, width in itertools.product(SETTINGS, widths)
     }
     scalar = where(rows, width=1)
@@ -52,40 +60,58 @@ def theorem_3_1(request: Request) -> Reproduction:
     )
     said = "; ".join(
         f"{setting}: "
-        + ", ".join(f"{plus_minus(mean_and_error(found[setting, width]))} at d = {width}" for width in widths)
+        + ", ".join(
+            f"{plus_minus(mean_and_error(found[setting, width]))} at d = {width}"
+            for width in widths
+        )
         for setting in SETTINGS
     )
     return Reproduction(
         rows,
         [_panel(rows, width, blocks) for width in widths],
-        got=f"exponent of L in |change of G| / rate, {said}; at d = 1 the closed form of the proof is within "
-        f"{exact:.1g} of what is measured with 2 in its mixed term and within {printed:.1g} with the 1 that is printed",
+        got=(
+            f"exponent of L in |change of G| / rate, {said}; at d = 1 the closed form of the proof"
+            f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
+            f" {printed:.1g} with the 1 that is printed"
+        ),
         holds=judge_theorem_3_1(
             [each for (setting, _), each in found.items() if setting in MEETING],
             [each for (setting, _), each in found.items() if setting in MISSING],
         ),
         criterion=Criterion(
-            f"the exponent of L is within {_NEAR:g} of -1 in every setting that meets the condition, and within "
-            f"{_NEAR:g} of -1/2 where the sum in it is of order L^-1/2",
+            f"the exponent of L is within {_NEAR:g} of -1 in every setting that meets the"
+            f" condition, and within {_NEAR:g} of -1/2 where the sum in it is of order L^-1/2",
             seeds,
             UNCERTAINTY,
         ),
         notes=(
-            f"one query, {TOKENS} memory tokens, sizes are those of a row; the gradient of the loss in G has norm 1 "
-            "and a random direction; float64, the limit of small rates; m is stepped and y is not, as the theorem says",
-            "at d = 1 all numbers are positive (assumption 1 of the paper), at larger d they are normal",
+            (
+                f"one query, {TOKENS} memory tokens, sizes are those of a row; the gradient of the"
+                " loss in G has norm 1 and a random direction; float64, the limit of small rates;"
+                " m is stepped and y is not, as the theorem says"
+            ),
+            (
+                "at d = 1 all numbers are positive (assumption 1 of the paper), at larger d they"
+                " are normal"
+            ),
         ),
     )
 
 
-def judge_theorem_3_1(meeting: Sequence[Sequence[float]], missing: Sequence[Sequence[float]]) -> bool | None:
-    """Say whether the update is of order 1 / L where the condition is met, and of the order of its sum elsewhere."""
+def judge_theorem_3_1(
+    meeting: Sequence[Sequence[float]], missing: Sequence[Sequence[float]]
+) -> bool | None:
+    """Say whether the update is of order 1 / L where the condition is met, and of the order of its
+    sum elsewhere."""
     parts = [within(exponents, -1 - _NEAR, -1 + _NEAR) for exponents in meeting]
-    return every([*parts, *(within(exponents, -0.5 - _NEAR, -0.5 + _NEAR) for exponents in missing)])
+    return every(
+        [*parts, *(within(exponents, -0.5 - _NEAR, -0.5 + _NEAR) for exponents in missing)]
+    )
 
 
 def measure_block(setting: str, width: int, blocks: int, seed: int) -> dict[str, Any]:
-    """Return |change of G| / rate of a block drawn for ``blocks`` of them, and the sum in the theorem's condition."""
+    """Return |change of G| / rate of a block drawn for ``blocks`` of them, and the sum in the
+    theorem's condition."""
     torch.manual_seed(seed)
     v, w, m = sizes = [blocks**power for power in SETTINGS[setting]]
     block, y = AttentionBlock(width, sizes), draw_numbers(1, width)
@@ -101,12 +127,15 @@ def measure_block(setting: str, width: int, blocks: int, seed: int) -> dict[str,
 
 
 def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
-    """Return the paper's |change of G| / rate in one dimension, y fixed, as it is and as it is printed.
+    """Return the paper's |change of G| / rate in one dimension, y fixed, as it is and as it is
+    printed.
 
     The mixed term of the square of dG/dm_i has the factor 2; the proof prints 1.
     """
     m = block.memory.detach()[:, 0]
-    k, q, v, w, t = (float(each.detach()) for each in (block.key, block.query, block.value, block.output, y))
+    k, q, v, w, t = (
+        float(each.detach()) for each in (block.key, block.query, block.value, block.output, y)
+    )
     s = (t * q * k * m).softmax(-1)
     mean = (s * m).sum()
     away = m - mean
@@ -127,11 +156,16 @@ def _panel(rows: Sequence[Row], width: int, blocks: Sequence[int]) -> Panel:
     series = []
     for setting in SETTINGS:
         mine = where(rows, setting=setting, width=width)
-        means = [mean_and_error([row["change_over_rate"] for row in where(mine, L=count)])[0] for count in blocks]
+        means = [
+            mean_and_error([row["change_over_rate"] for row in where(mine, L=count)])[0]
+            for count in blocks
+        ]
         series.append(Series(setting, blocks, means, "dotted" if setting in MISSING else "solid"))
     slope = Series("1 / L", blocks, [1 / count for count in blocks], "dashed")
     title = f"d = {width}, {'positive' if width == 1 else 'normal'} numbers"
-    return Panel(title, "blocks L", "|change of G| / rate", [*series, slope], x_scale="log", y_scale="log")
+    return Panel(
+        title, "blocks L", "|change of G| / rate", [*series, slope], x_scale="log", y_scale="log"
+    )
 
 
 class AttentionBlock(nn.Module):
@@ -144,7 +178,9 @@ class AttentionBlock(nn.Module):
         super().__init__()
         value, output, memory = sizes
         self.query, self.key = (nn.Parameter(draw_numbers(width, width)) for _ in range(2))
-        self.value, self.output = (nn.Parameter(size * draw_numbers(width, width)) for size in (value, output))
+        self.value, self.output = (
+            nn.Parameter(size * draw_numbers(width, width)) for size in (value, output)
+        )
         self.memory = nn.Parameter(memory * draw_numbers(TOKENS, width))
 
     def forward(self, y: Tensor) -> Tensor:

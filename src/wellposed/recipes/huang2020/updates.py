@@ -1,4 +1,5 @@
-"""Huang et al. (2020): how far one step of SGD moves the output, over its rate, by depth: the goal of the paper."""
+"""Huang et al. (2020): how far one step of SGD moves the output, over its rate, by depth: the goal
+of the paper."""
 
 from __future__ import annotations
 
@@ -32,8 +33,11 @@ _SHOWN = 1e20
 
 
 def updates(request: Request) -> Reproduction:
-    """|change of f| / rate of one SGD step in the limit of small rates, by initial weights, norm and depth."""
-    depths: tuple[int, ...] = request.pick(toy=(1, 2, 4), mini=_DEPTHS, medium=_DEPTHS, paper=(*_DEPTHS, 200))
+    """|change of f| / rate of one SGD step in the limit of small rates, by initial weights, norm
+    and depth."""
+    depths: tuple[int, ...] = request.pick(
+        toy=(1, 2, 4), mini=_DEPTHS, medium=_DEPTHS, paper=(*_DEPTHS, 200)
+    )
     width = request.pick(toy=8, mini=32, medium=128, paper=512)
     seeds: int = request.pick(toy=2, mini=3, medium=5, paper=5)
     rows: list[dict[str, Any]] = []
@@ -42,42 +46,68 @@ def updates(request: Request) -> Reproduction:
         rows += [row for seed in range(seeds) for row in _measure(label, depth, width, seed)]
     flat = {stack: _exponents(rows, T_FIXUP, stack, seeds) for stack in (ENCODER, WHOLE)}
     grows = {stack: _exponents(rows, XAVIER, stack, seeds) for stack in (ENCODER, WHOLE)}
-    said = ", ".join(f"{stack} {plus_minus(mean_and_error(slopes))}" for stack, slopes in flat.items())
+    said = ", ".join(
+        f"{stack} {plus_minus(mean_and_error(slopes))}" for stack, slopes in flat.items()
+    )
     return Reproduction(
         rows,
         [_panel(rows, stack, depths) for stack in (ENCODER, WHOLE)],
-        got=f"|change of f| / rate goes with T-Fixup as N to the power of {said}; of the encoder-decoder at "
-        f"{', '.join(map(str, depths))} layers: {'; '.join(_said(rows, label, depths) for label in MODELS)}; with "
-        f"biases stepped too {_said(rows, T_FIXUP, depths, 'change_with_biases')}",
+        got=(
+            f"|change of f| / rate goes with T-Fixup as N to the power of {said}; of the"
+            f" encoder-decoder at {', '.join(map(str, depths))} layers:"
+            f" {'; '.join(_said(rows, label, depths) for label in MODELS)}; with biases stepped too"
+            f" {_said(rows, T_FIXUP, depths, 'change_with_biases')}"
+        ),
         holds=judge_updates(flat, grows),
         criterion=Criterion(
-            f"with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and {_FLAT:g} for encoder "
-            f"and encoder-decoder, and with Xavier's weights and no LayerNorm it is above {_GROWS:g}",
+            f"with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and"
+            f" {_FLAT:g} for encoder and encoder-decoder, and with Xavier's weights and no"
+            f" LayerNorm it is above {_GROWS:g}",
             seeds,
             UNCERTAINTY,
         ),
         notes=(
-            "f is the memory of the encoder, or the decoder's last hidden states; the gradient of the loss in f is a "
-            "random direction of norm 1 (assumption 4); float64, the limit of small rates",
-            "matrices and embeddings are stepped, as in the derivation; it leaves out biases, whose steps make the "
-            "change grow with depth",
+            (
+                "f is the memory of the encoder, or the decoder's last hidden states; the gradient"
+                " of the loss in f is a random direction of norm 1 (assumption 4); float64, the"
+                " limit of small rates"
+            ),
+            (
+                "matrices and embeddings are stepped, as in the derivation; it leaves out biases,"
+                " whose steps make the change grow with depth"
+            ),
             "Adam is not treated in the text at hand",
         ),
     )
 
 
-def judge_updates(t_fixup: Mapping[str, Sequence[float]], xavier: Mapping[str, Sequence[float]]) -> bool | None:
-    """Say whether the size of an update does not depend on depth with T-Fixup, and does without it."""
+def judge_updates(
+    t_fixup: Mapping[str, Sequence[float]], xavier: Mapping[str, Sequence[float]]
+) -> bool | None:
+    """Say whether the size of an update does not depend on depth with T-Fixup, and does without
+    it."""
     flat = [within(slopes, -_FLAT, _FLAT) for slopes in t_fixup.values()]
     return every([*flat, *(within(slopes, low=_GROWS) for slopes in xavier.values())])
 
 
 def _measure(label: str, depth: int, width: int, seed: int) -> list[dict[str, Any]]:
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
-    sizes = {"hidden_size": width, "num_attention_heads": 4, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    options = {"vocab_size": 100, "max_position_embeddings": 32, "activation": "relu", **MODELS[label]}
+    sizes = {
+        "hidden_size": width,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": depth,
+    }
+    options = {
+        "vocab_size": 100,
+        "max_position_embeddings": 32,
+        "activation": "relu",
+        **MODELS[label],
+    }
     torch.manual_seed(seed)
-    model: Any = build_model("wellposed", "seq2seq_lm", **sizes, **options, **special).double().eval()
+    model: Any = (
+        build_model("wellposed", "seq2seq_lm", **sizes, **options, **special).double().eval()
+    )
     tokens = torch.randint(4, 100, (2, 8))
     parts = {
         ENCODER: (model.model.encoder, tokens),
@@ -105,19 +135,27 @@ def _change(model: torch.nn.Module, batch: Any, *, biases: bool) -> float:
 def _exponents(rows: Sequence[Row], label: str, stack: str, seeds: int) -> list[float]:
     mine = [where(rows, model=label, stack=stack, seed=seed) for seed in range(seeds)]
     return [
-        exponent([row["layers_each_side"] for row in each], [row["change_over_rate"] for row in each]) for each in mine
+        exponent(
+            [row["layers_each_side"] for row in each], [row["change_over_rate"] for row in each]
+        )
+        for each in mine
     ]
 
 
 def _means(rows: Sequence[Row], column: str, depths: Sequence[int], **wanted: Any) -> list[float]:
     return [
-        mean_and_error([row[column] for row in where(rows, layers_each_side=depth, **wanted)])[0] for depth in depths
+        mean_and_error([row[column] for row in where(rows, layers_each_side=depth, **wanted)])[0]
+        for depth in depths
     ]
 
 
-def _said(rows: Sequence[Row], label: str, depths: Sequence[int], column: str = "change_over_rate") -> str:
+def _said(
+    rows: Sequence[Row], label: str, depths: Sequence[int], column: str = "change_over_rate"
+) -> str:
     means = _means(rows, column, depths, model=label, stack=WHOLE)
-    return f"{label} " + ", ".join(f"{value:.3g}" if math.isfinite(value) else "overflow" for value in means)
+    return f"{label} " + ", ".join(
+        f"{value:.3g}" if math.isfinite(value) else "overflow" for value in means
+    )
 
 
 def _panel(rows: Sequence[Row], stack: str, depths: Sequence[int]) -> Panel:
@@ -126,4 +164,6 @@ def _panel(rows: Sequence[Row], stack: str, depths: Sequence[int]) -> Panel:
         means = _means(rows, "change_over_rate", depths, model=label, stack=stack)
         shown = {depth: mean for depth, mean in zip(depths, means, strict=True) if mean < _SHOWN}
         series += [Series(label, list(shown), list(shown.values()), colour=number)] if shown else []
-    return Panel(stack, "layers each side", "|change of f| / rate", series, x_scale="log", y_scale="log")
+    return Panel(
+        stack, "layers each side", "|change of f| / rate", series, x_scale="log", y_scale="log"
+    )

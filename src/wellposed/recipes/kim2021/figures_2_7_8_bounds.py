@@ -1,7 +1,8 @@
-"""Kim et al. (2021), figures 2, 7 and 8: how large the Jacobian of attention can be made, beside the bounds.
+"""Kim et al. (2021), figures 2, 7 and 8: how large the Jacobian of attention can be made, beside
+the bounds.
 
-With H = D = 1 and unit weights the layer is ``f_i = sum_j P_ij x_j``, ``P_i = softmax_j(-(x_i - x_j)^2)``, so
-``J_ii = P_ii + 2 Var_i`` and ``J_ik = P_ik (1 + 2 (x_i - x_k)(x_k - f_i))``.
+With H = D = 1 and unit weights the layer is ``f_i = sum_j P_ij x_j``, ``P_i = softmax_j(-(x_i -
+x_j)^2)``, so ``J_ii = P_ii + 2 Var_i`` and ``J_ik = P_ik (1 + 2 (x_i - x_k)(x_k - f_i))``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from wellposed.recipes.runs import spanned
 from wellposed.recipes.verdicts import AGREED, agreed
 
 _BOUND = "bound of tied L2"
-_ATTAINED = "lower bounds are attained values, the best of many ascents: more effort can only raise them"
+_ATTAINED = (
+    "lower bounds are attained values, the best of many ascents: more effort can only raise them"
+)
 
 
 def figure_2(request: Request) -> Reproduction:
@@ -42,7 +45,10 @@ def figure_2(request: Request) -> Reproduction:
         values, inputs = ascend_inf(count, restarts, steps)
         analytic, input_analytic = two_sided_input(count)
         best = inputs if float(values.max()) > analytic else input_analytic
-        lower, upper = max(float(values.max()), analytic), kim_bracket(count, norm="inf", head_dim=1)
+        lower, upper = (
+            max(float(values.max()), analytic),
+            kim_bracket(count, norm="inf", head_dim=1),
+        )
         rows.append(
             {
                 "N": count,
@@ -56,7 +62,10 @@ def figure_2(request: Request) -> Reproduction:
             }
         )
     first, last = rows[0], rows[-1]
-    slopes = {name: (last[name] - first[name]) / math.log(last["N"] / first["N"]) for name in ("upper", "lower")}
+    slopes = {
+        name: (last[name] - first[name]) / math.log(last["N"] / first["N"])
+        for name in ("upper", "lower")
+    }
     labels = {
         "upper": "upper (Theorem 3.2)",
         "lower": "lower (best input found)",
@@ -64,18 +73,32 @@ def figure_2(request: Request) -> Reproduction:
     }
     return Reproduction(
         rows,
-        [Panel("Lip_inf of L2 attention, H = D = 1", "N", "bound", _bounds(rows, labels), x_scale="log")],
-        got=f"lower/upper is {first['lower_over_upper']:.3f} at N = {first['N']}, {last['lower_over_upper']:.3f} at "
-        f"N = {last['N']}; slope against ln N: upper {slopes['upper']:.2f}, lower {slopes['lower']:.2f}",
+        [
+            Panel(
+                "Lip_inf of L2 attention, H = D = 1",
+                "N",
+                "bound",
+                _bounds(rows, labels),
+                x_scale="log",
+            )
+        ],
+        got=(
+            f"lower/upper is {first['lower_over_upper']:.3f} at N = {first['N']},"
+            f" {last['lower_over_upper']:.3f} at N = {last['N']}; slope against ln N: upper"
+            f" {slopes['upper']:.2f}, lower {slopes['lower']:.2f}"
+        ),
         holds=judge_figure_2(rows, slopes),
         criterion=Criterion(
-            "every lower bound is below its upper bound and confirmed by autograd, their ratio is at least 0.8 at the "
-            "least N, and their slopes in ln N differ by less than 20 %",
+            "every lower bound is below its upper bound and confirmed by autograd, their ratio is"
+            " at least 0.8 at the least N, and their slopes in ln N differ by less than 20 %",
             uncertainty=_ATTAINED,
         ),
         notes=(
-            "every row of the Jacobian is the same function of the distances to its token, so one row is ascended; "
-            "the input with half the other tokens at each of +-sqrt(1 + c) is tried as well (theory note B1)",
+            (
+                "every row of the Jacobian is the same function of the distances to its token, so"
+                " one row is ascended; the input with half the other tokens at each of +-sqrt(1 +"
+                " c) is tried as well (theory note B1)"
+            ),
         ),
     )
 
@@ -83,32 +106,47 @@ def figure_2(request: Request) -> Reproduction:
 def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
     """Say whether the bounds are sound, and as close and as steep as each other."""
     sound = all(
-        row["lower"] <= row["upper"] and math.isclose(row["lower"], row["checked_by_autograd"], rel_tol=1e-6)
+        row["lower"] <= row["upper"]
+        and math.isclose(row["lower"], row["checked_by_autograd"], rel_tol=1e-6)
         for row in rows
     )
-    return sound and rows[0]["lower_over_upper"] >= 0.8 and abs(slopes["lower"] / slopes["upper"] - 1) < 0.2
+    return (
+        sound
+        and rows[0]["lower_over_upper"] >= 0.8
+        and abs(slopes["lower"] / slopes["upper"] - 1) < 0.2
+    )
 
 
 def _bounds(rows: Sequence[Row], labels: Mapping[str, str]) -> list[Series]:
     """Return a series for each named column over N; what gradient ascent alone found is dashed."""
     lengths = [row["N"] for row in rows]
     return [
-        Series(label, lengths, [row[name] for row in rows], "dashed" if name == "ascended_best" else "solid")
+        Series(
+            label,
+            lengths,
+            [row[name] for row in rows],
+            "dashed" if name == "ascended_best" else "solid",
+        )
         for name, label in labels.items()
     ]
 
 
 def row_norm(x: Tensor) -> Tensor:
     """Sum of |J_0k| over k, for the first token at 0 and the others at ``x`` (..., N - 1)."""
-    weights = torch.softmax(torch.cat((x.new_zeros(*x.shape[:-1], 1), -x.square()), -1), -1)[..., 1:]
+    weights = torch.softmax(torch.cat((x.new_zeros(*x.shape[:-1], 1), -x.square()), -1), -1)[
+        ..., 1:
+    ]
     mean = (weights * x).sum(-1, keepdim=True)
-    variance = (weights * (x - mean).square()).sum(-1) + (1 - weights.sum(-1)) * mean[..., 0].square()
+    variance = (weights * (x - mean).square()).sum(-1) + (1 - weights.sum(-1)) * mean[
+        ..., 0
+    ].square()
     others = weights * (1 - 2 * x * (x - mean))
     return (1 - weights.sum(-1) + 2 * variance).abs() + others.abs().sum(-1)
 
 
 def ascend_inf(count: int, restarts: int, steps: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the best value of each restart of Adam at 0.1 from U(-c, c), c ~ U(0, 10) (appendix I), and the input."""
+    """Return the best value of each restart of Adam at 0.1 from U(-c, c), c ~ U(0, 10) (appendix
+    I), and the input."""
     generator = torch.Generator().manual_seed(seed)
     spread = 10 * torch.rand(restarts, 1, dtype=torch.float64, generator=generator)
     x = spread * (2 * torch.rand(restarts, count - 1, dtype=torch.float64, generator=generator) - 1)
@@ -132,7 +170,8 @@ def _ascend(value: Callable[[Tensor], Tensor], x: Tensor, steps: int) -> tuple[T
 
 
 def two_sided_input(count: int) -> tuple[float, Tensor]:
-    """Return the row norm where half the other tokens are at each of +-sqrt(1 + c), and that input."""
+    """Return the row norm where half the other tokens are at each of +-sqrt(1 + c), and that
+    input."""
     distance = math.sqrt(1 + phi_inverse(count - 1.0))
     signs = torch.ones(count - 1, dtype=torch.float64)
     signs[: (count - 1) // 2] = -1
@@ -159,7 +198,10 @@ def unit_layer() -> L2SelfAttention:
 def figure_7(request: Request) -> Reproduction:
     """Lower bound of Lip_2 of L2 attention against N, D = 1."""
     lengths = request.pick(
-        toy=[6, 12], mini=[10, 32, 100, 316], medium=[10, 32, 100, 316, 1000], paper=[100, 178, 316, 562, 1000]
+        toy=[6, 12],
+        mini=[10, 32, 100, 316],
+        medium=[10, 32, 100, 316, 1000],
+        paper=[100, 178, 316, 562, 1000],
     )
     restarts, steps = request.pick(toy=(3, 30), mini=(10, 300), medium=(20, 500), paper=(50, 2000))
     rows = []
@@ -186,16 +228,24 @@ def figure_7(request: Request) -> Reproduction:
     return Reproduction(
         rows,
         [Panel(title, "N", "bound", series, x_scale="log", y_scale="log")],
-        got=f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N = {lengths[-1]}; "
-        f"as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f} (root mean square); the paper's upper "
-        f"bound {rows[-1]['upper_kim']:.1f}, ours {rows[-1]['upper']:.1f} there",
+        got=(
+            f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N"
+            f" = {lengths[-1]}; as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f}"
+            f" (root mean square); the paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
+            f" {rows[-1]['upper']:.1f} there"
+        ),
         holds=judge_figure_7(rows),
         criterion=Criterion(
-            "every lower bound is below both upper bounds, and a line in ln N misses the lower bounds by less than one "
-            "in sqrt N",
+            "every lower bound is below both upper bounds, and a line in ln N misses the lower"
+            " bounds by less than one in sqrt N",
             uncertainty=_ATTAINED,
         ),
-        notes=("with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the rate of D = 1 only",),
+        notes=(
+            (
+                "with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the"
+                " rate of D = 1 only"
+            ),
+        ),
     )
 
 
@@ -216,7 +266,8 @@ def jacobian(x: Tensor) -> Tensor:
 
 
 def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tensor:
-    """Return the spectral norm of the Jacobian at the best input of each ascent (three power iterations a step)."""
+    """Return the spectral norm of the Jacobian at the best input of each ascent (three power
+    iterations a step)."""
     generator = torch.Generator().manual_seed(seed)
     spread = 10 * torch.rand(restarts, 1, dtype=torch.float64, generator=generator)
     x = spread * (2 * torch.rand(restarts, count, dtype=torch.float64, generator=generator) - 1)
@@ -238,7 +289,8 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
 
 @dataclass(frozen=True)
 class Climbs:
-    """|J|_inf of one trained model of each kind after each round of ascent, alone and with the proof's input."""
+    """|J|_inf of one trained model of each kind after each round of ascent, alone and with the
+    proof's input."""
 
     alone: Sequence[float]
     helped: Sequence[float]
@@ -269,8 +321,14 @@ def figure_8(request: Request) -> Reproduction:
     """The Jacobian norm of trained dot-product attention while its input is ascended."""
     from wellposed.recipes.kim2021.figures_4_9_11_tables_2_3 import trained_attentions
 
-    tokens, rounds, steps = request.pick(toy=(4, 3, 5), mini=(8, 12, 20), medium=(16, 16, 50), paper=(64, 20, 200))
-    of_seeds = zip(trained_attentions(request, "dot_product"), trained_attentions(request, "l2_tied"), strict=True)
+    tokens, rounds, steps = request.pick(
+        toy=(4, 3, 5), mini=(8, 12, 20), medium=(16, 16, 50), paper=(64, 20, 200)
+    )
+    of_seeds = zip(
+        trained_attentions(request, "dot_product"),
+        trained_attentions(request, "l2_tied"),
+        strict=True,
+    )
     found = [_climb_both(request, dot, tied, tokens, (rounds, steps)) for dot, tied in of_seeds]
     rows = [
         {"attention": label, "seed": seed, "step": steps * number, "jacobian_inf_norm": value}
@@ -279,7 +337,8 @@ def figure_8(request: Request) -> Reproduction:
         for number, value in enumerate(values, start=1)
     ]
     by_seed = [
-        judge_figure_8(each.alone, each.helped, largest_tied=each.largest_tied, bound=each.bound) and each.unbounded
+        judge_figure_8(each.alone, each.helped, largest_tied=each.largest_tied, bound=each.bound)
+        and each.unbounded
         for each in found
     ]
     series = [
@@ -289,30 +348,39 @@ def figure_8(request: Request) -> Reproduction:
     return Reproduction(
         rows,
         [Panel("|J|_inf while the input is ascended", "step", "|J|_inf", series, y_scale="log")],
-        got=f"dot product by plain ascent: {spanned([each.alone[0] for each in found])} after {steps} steps, "
-        f"{spanned([each.alone[-1] for each in found])} after {steps * rounds} "
-        f"({spanned([_late_growth(each.alone) for each in found])} times more in the second half); with the input of "
-        f"Theorem 3.1's proof {spanned([each.helped[-1] for each in found])} "
-        f"({spanned([_late_growth(each.helped) for each in found])} times more); tied L2 stays at "
-        f"{spanned([each.largest_tied for each in found])}, below its certified "
-        f"{spanned([each.bound for each in found])}; dot product has no certificate",
+        got=(
+            f"dot product by plain ascent: {spanned([each.alone[0] for each in found])} after"
+            f" {steps} steps, {spanned([each.alone[-1] for each in found])} after {steps * rounds}"
+            f" ({spanned([_late_growth(each.alone) for each in found])} times more in the second"
+            " half); with the input of Theorem 3.1's proof"
+            f" {spanned([each.helped[-1] for each in found])}"
+            f" ({spanned([_late_growth(each.helped) for each in found])} times more); tied L2 stays"
+            f" at {spanned([each.largest_tied for each in found])}, below its certified"
+            f" {spanned([each.bound for each in found])}; dot product has no certificate"
+        ),
         holds=agreed(by_seed),
         criterion=Criterion(
-            "the Jacobian of dot product grows in plain ascent, by more than 1.5 times in the second half with the "
-            "proof's input, and has no certificate, while tied L2 stays below its own",
+            "the Jacobian of dot product grows in plain ascent, by more than 1.5 times in the"
+            " second half with the proof's input, and has no certificate, while tied L2 stays below"
+            " its own",
             len(by_seed),
             f"{AGREED}; the norms are attained values",
         ),
         notes=(
-            f"{tokens} tokens; ascent alone is the paper's experiment (Adam on the input, which it shows for dot "
-            f"product only); in the other curves each round of {steps} steps also starts from the best input doubled, "
-            "with the query of its first token 0",
+            (
+                f"{tokens} tokens; ascent alone is the paper's experiment (Adam on the input, which"
+                f" it shows for dot product only); in the other curves each round of {steps} steps"
+                " also starts from the best input doubled, with the query of its first token 0"
+            ),
         ),
     )
 
 
-def judge_figure_8(alone: Sequence[float], helped: Sequence[float], *, largest_tied: float, bound: float) -> bool:
-    """Say whether the Jacobian of dot product keeps growing and that of tied L2 stays below its bound."""
+def judge_figure_8(
+    alone: Sequence[float], helped: Sequence[float], *, largest_tied: float, bound: float
+) -> bool:
+    """Say whether the Jacobian of dot product keeps growing and that of tied L2 stays below its
+    bound."""
     return alone[-1] > alone[0] and _late_growth(helped) > 1.5 and largest_tied <= bound
 
 
@@ -321,7 +389,9 @@ def _late_growth(values: Sequence[float]) -> float:
     return values[-1] / values[len(values) // 2]
 
 
-def _climb_both(request: Request, dot: Any, tied: Any, tokens: int, effort: tuple[int, int]) -> Climbs:
+def _climb_both(
+    request: Request, dot: Any, tied: Any, tokens: int, effort: tuple[int, int]
+) -> Climbs:
     curves = [
         list(_climb(request, layer, name, tokens, effort, widen=widen))
         for name, layer in (("dot product", dot), ("tied L2", tied))
@@ -334,10 +404,11 @@ def _climb_both(request: Request, dot: Any, tied: Any, tokens: int, effort: tupl
 def _climb(
     request: Request, layer: Any, label: str, tokens: int, effort: tuple[int, int], *, widen: bool
 ) -> Iterator[float]:
-    """Yield the largest ``|J|_inf`` met so far after each round of ascent, which goes on from the best input."""
-    # With `widen` a round also goes on from that input doubled, with a first token whose query is 0: there the proof of
-    # Theorem 3.1 (appendix D with biases) has the Jacobian of dot product grow with the square of the size, past
-    # plateaus of the ascent.
+    """Yield the largest ``|J|_inf`` met so far after each round of ascent, which goes on from the
+    best input."""
+    # With `widen` a round also goes on from that input doubled, with a first token whose query is
+    # 0: there the proof of Theorem 3.1 (appendix D with biases) has the Jacobian of dot product
+    # grow with the square of the size, past plateaus of the ascent.
     rounds, steps = effort
     shape = (tokens, layer.o_proj.out_features)
     weight, bias = layer.q_proj.weight.double(), layer.q_proj.bias.double()
@@ -348,7 +419,14 @@ def _climb(
         request.announce(f"{label}: {number * steps} steps")
         restarts = 2 if start is None else len(start)
         found = lipschitz_lower_bound(
-            layer, shape, norm="inf", restarts=restarts, steps=steps, start=start, learning_rate=0.1, seed=number
+            layer,
+            shape,
+            norm="inf",
+            restarts=restarts,
+            steps=steps,
+            start=start,
+            learning_rate=0.1,
+            seed=number,
         )
         if found.value > best:
             best, best_input = found.value, found.input
@@ -364,4 +442,6 @@ def _misfit(rows: Sequence[Row], transform: Callable[[float], float]) -> float:
     """Return the root mean square residual of the line through ``(transform(N), lower)``."""
     x, y = [transform(row["N"]) for row in rows], [row["lower"] for row in rows]
     slope, intercept = statistics.linear_regression(x, y)
-    return math.sqrt(statistics.fmean((b - slope * a - intercept) ** 2 for a, b in zip(x, y, strict=True)))
+    return math.sqrt(
+        statistics.fmean((b - slope * a - intercept) ** 2 for a, b in zip(x, y, strict=True))
+    )

@@ -1,4 +1,5 @@
-"""Kim et al. (2021), figures 4, 9, 11 and tables 2, 3: character-level language models by attention and depth."""
+"""Kim et al. (2021), figures 4, 9, 11 and tables 2, 3: character-level language models by attention
+and depth."""
 
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ from wellposed.recipes.verdicts import AGREED, LEVELLED_OFF, UNCERTAINTY, every,
 from wellposed.statistics import mean_and_standard_error
 
 _LEARNED = 0.95
-# Differences of NLL in nats; the paper prints 0.002 for L2, 0.052 for tying, 0.011 for the contraction at 14 layers.
+# Differences of NLL in nats; the paper prints 0.002 for L2, 0.052 for tying, 0.011 for the
+# contraction at 14 layers.
 _SMALL, _TYING, _GAIN = 0.05, 0.15, 0.02
 _USED = 0.05
 _UNJUDGED = (
-    f"not judged where a model is not at least {_USED:g} below the entropy of a character given the one before it, nor "
-    f"before every training has levelled off: {LEVELLED_OFF}"
+    f"not judged where a model is not at least {_USED:g} below the entropy of a character given the"
+    f" one before it, nor before every training has levelled off: {LEVELLED_OFF}"
 )
 _BLOCKS_NOTE = "blocks of running text where the paper has one sentence an example"
-_DATA_NOTE = "validation curves, and the test set read once, where the paper shows the test set throughout"
+_DATA_NOTE = (
+    "validation curves, and the test set read once, where the paper shows the test set throughout"
+)
 _PAPERS = "l2_contractive_kim2021"
 """The paper divides by the bound of Theorem 3.2, so its claims are judged with that."""
 _FIXED_RATE_KINDS = ("dot_product", "l2_tied", *CONTRACTIVE)
@@ -55,7 +59,10 @@ def figure_4(request: Request) -> Reproduction:
     return _curves(
         runs,
         sizes,
-        got=f"best test NLL (nats per character): {_best_of_each(found)}; {deeper}; pairs of characters {pairs:.3f}",
+        got=(
+            f"best test NLL (nats per character): {_best_of_each(found)}; {deeper}; pairs of"
+            f" characters {pairs:.3f}"
+        ),
         holds=judge_costs(found, pairs) if _settled(runs, _JUDGED) else None,
         criterion=_costs_criterion(sizes),
         printed=TABLE_2,
@@ -67,15 +74,18 @@ def figure_9(request: Request) -> Reproduction:
     kinds = ("l2", "l2_tied", "l2_tied_wide")
     sizes = tuned(request)
     runs = train_models(request, "figure-4", kinds, sizes)
-    parameters = {kind: next(run.info["parameters"] for run in runs if run.variant == kind) for kind in kinds}
+    parameters = {
+        kind: next(run.info["parameters"] for run in runs if run.variant == kind) for kind in kinds
+    }
     found, pairs = by_depth(runs), pair_entropy(runs[0])
     return _curves(
         runs,
         sizes,
         got=f"best test NLL: {_best_of_each(found)}; parameters at the least depth: "
         + ", ".join(f"{LABELS[kind]} {parameters[kind]}" for kind in kinds)
-        + f"; twice the columns gain {_said(_minus(best(found['l2_tied']), best(found['l2_tied_wide'])))}; pairs of "
-        f"characters {pairs:.3f}",
+        + "; twice the columns gain"
+        f" {_said(_minus(best(found['l2_tied']), best(found['l2_tied_wide'])))}; pairs of"
+        f" characters {pairs:.3f}",
         holds=judge_columns(found, pairs) if _settled(runs, kinds) else None,
         criterion=Criterion(
             f"twice the columns change the best NLL by at most {_SMALL:g}; {_UNJUDGED}",
@@ -92,13 +102,17 @@ def figure_11(request: Request) -> Reproduction:
     runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
     learned = {kind: depths_learned(runs, kind) for kind in _FIXED_RATE_KINDS}
     got = "; ".join(
-        f"{LABELS[kind]} trains at {', '.join(map(str, found)) or 'no'} layers" for kind, found in learned.items()
+        f"{LABELS[kind]} trains at {', '.join(map(str, found)) or 'no'} layers"
+        for kind, found in learned.items()
     )
     return _curves(
         runs,
         sizes,
         split="train",
-        got=f"fixed rate {sizes.fixed_rate:g}, no warm-up, {' '.join(map(str, sizes.depths))} layers tried: {got}",
+        got=(
+            f"fixed rate {sizes.fixed_rate:g}, no warm-up, {' '.join(map(str, sizes.depths))}"
+            f" layers tried: {got}"
+        ),
         holds=_only_dot_product_fails(learned, max(sizes.depths)),
         criterion=_depth_criterion(sizes),
         printed=TABLE_3,
@@ -123,7 +137,8 @@ def table_3(request: Request) -> Reproduction:
 
 
 def trained_attentions(request: Request, kind: str) -> list[Any]:
-    """Return of each seed the attention of a one-layer language model; the runs are kept for the next recipe."""
+    """Return of each seed the attention of a one-layer language model; the runs are kept for the
+    next recipe."""
     from wellposed.training import load_run_model
 
     runs = train_models(request, "trained", (kind,), one_layer(request))
@@ -168,7 +183,8 @@ def _settled(runs: Sequence[FinishedRun], kinds: Sequence[str]) -> bool:
 
 
 def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
-    """Say whether L2, tying and contraction cost what the paper says; None where attention is not used."""
+    """Say whether L2, tying and contraction cost what the paper says; None where attention is not
+    used."""
     if not _uses_attention(found, _JUDGED, pairs):
         return None
     plain, l2, tied, contractive = (best(found[kind]) for kind in _JUDGED)
@@ -194,9 +210,10 @@ def judge_columns(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
 
 def _costs_criterion(sizes: Sizes) -> Criterion:
     return Criterion(
-        f"at its best depth L2 is within {_SMALL:g} of dot product, tied L2 at most {_TYING:g} above L2; contractive "
-        f"L2 by Theorem 3.2, as in the paper, is above tied L2 at the least depth, gains at least {_GAIN:g} to the "
-        f"greatest and ends at most {_SMALL:g} above tied L2; {_UNJUDGED}",
+        f"at its best depth L2 is within {_SMALL:g} of dot product, tied L2 at most {_TYING:g}"
+        " above L2; contractive L2 by Theorem 3.2, as in the paper, is above tied L2 at the least"
+        f" depth, gains at least {_GAIN:g} to the greatest and ends at most {_SMALL:g} above tied"
+        f" L2; {_UNJUDGED}",
         sizes.seeds,
         UNCERTAINTY,
     )
@@ -204,8 +221,8 @@ def _costs_criterion(sizes: Sizes) -> Criterion:
 
 def _depth_criterion(sizes: Sizes) -> Criterion:
     return Criterion(
-        "at the greatest depth dot product does not train and the others do; a depth trains where every seed's test "
-        f"NLL ends below {_LEARNED:g} of the entropy of single characters",
+        "at the greatest depth dot product does not train and the others do; a depth trains where"
+        f" every seed's test NLL ends below {_LEARNED:g} of the entropy of single characters",
         sizes.seeds,
         AGREED,
     )
@@ -224,7 +241,11 @@ def _best_of_each(found: Mapping[str, ByDepth]) -> str:
 
 
 def _said(values: Sequence[float]) -> str:
-    return plus_minus(mean_and_standard_error(values), 3) if all(map(math.isfinite, values)) else "diverged"
+    return (
+        plus_minus(mean_and_standard_error(values), 3)
+        if all(map(math.isfinite, values))
+        else "diverged"
+    )
 
 
 def _curves(
@@ -250,14 +271,19 @@ def _curves(
         for step, name, loss in run.losses()
     ]
     panels = [
-        _curve_panel([run for run in runs if run.variant == kind], kind, split, printed.get(kind, {}))
+        _curve_panel(
+            [run for run in runs if run.variant == kind], kind, split, printed.get(kind, {})
+        )
         for kind in dict.fromkeys(run.variant for run in runs)
     ]
     return Reproduction(rows, panels, got, holds, _notes(sizes), criterion)
 
 
-def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Mapping[int, float]) -> Panel:
-    """Draw the mean over seeds of each depth in their range, and the best value that the paper prints."""
+def _curve_panel(
+    runs: Sequence[FinishedRun], kind: str, split: str, printed: Mapping[int, float]
+) -> Panel:
+    """Draw the mean over seeds of each depth in their range, and the best value that the paper
+    prints."""
     series = []
     for depth in dict.fromkeys(run.depth for run in runs):
         of_seeds = [dict(run.curve(split)) for run in runs if run.depth == depth]
@@ -265,7 +291,11 @@ def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Ma
         losses = [[curve[step] for curve in of_seeds] for step in steps]
         band = (list(map(min, losses)), list(map(max, losses))) if len(of_seeds) > 1 else ()
         series.append(Series(f"{depth} layers", steps, list(map(fmean, losses)), band=band))
-    level = (f"paper's best on test {min(printed.values()):g}", min(printed.values())) if printed else None
+    level = (
+        (f"paper's best on test {min(printed.values()):g}", min(printed.values()))
+        if printed
+        else None
+    )
     return Panel(LABELS[kind], "step", f"{split} NLL", series, level=level)
 
 
@@ -294,21 +324,29 @@ def _table(
     return Reproduction(
         rows,
         [_table_panel(by_depth(runs), printed, 2 * entropy)],
-        got=f"best test NLL: {_best_of_each(by_depth(runs))}; character entropy {entropy:.3f}, of pairs "
-        f"{pair_entropy(runs[0]):.3f}",
+        got=(
+            f"best test NLL: {_best_of_each(by_depth(runs))}; character entropy {entropy:.3f}, of"
+            f" pairs {pair_entropy(runs[0]):.3f}"
+        ),
         holds=holds,
         notes=_notes(sizes),
         criterion=criterion,
     )
 
 
-def _table_panel(found: Mapping[str, ByDepth], printed: Mapping[str, Mapping[int, float]], most: float) -> Panel:
+def _table_panel(
+    found: Mapping[str, ByDepth], printed: Mapping[str, Mapping[int, float]], most: float
+) -> Panel:
     series = []
     for number, (kind, depths) in enumerate(found.items()):
         means = [min(fmean(values), most) for values in depths.values()]
         series.append(Series(LABELS[kind], list(depths), means, colour=number))
         if paper := printed.get(kind):
-            series.append(Series(f"{LABELS[kind]}, paper", list(paper), list(paper.values()), "dotted", number))
+            series.append(
+                Series(
+                    f"{LABELS[kind]}, paper", list(paper), list(paper.values()), "dotted", number
+                )
+            )
     return Panel("test NLL by depth", "layers", "nats per character", series)
 
 
@@ -324,7 +362,7 @@ def _notes(sizes: Sizes) -> tuple[str, ...]:
     if sizes.eval_batches is not None:
         what = "sentences" if sizes.sentences else f"blocks of {sizes.seq_len} characters"
         notes.append(
-            f"D = {sizes.width}, {sizes.steps} steps of {sizes.batch_size} {what}; valid and test NLL on "
-            f"{sizes.eval_batches * sizes.batch_size} of them"
+            f"D = {sizes.width}, {sizes.steps} steps of {sizes.batch_size} {what}; valid and test"
+            f" NLL on {sizes.eval_batches * sizes.batch_size} of them"
         )
     return tuple(notes)

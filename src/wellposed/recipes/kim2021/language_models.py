@@ -1,4 +1,5 @@
-"""Kim et al. (2021): the character-level language models that its figures share, and how they are trained."""
+"""Kim et al. (2021): the character-level language models that its figures share, and how they are
+trained."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ LABELS = {
 }
 # The paper divides by its bound of the inf-norm; the sharp bound is proved too, and less.
 _L2_INIT: Mapping[str, Any] = {"init": "kim2021"}
-_CONTRACTIVE = {"attention": "l2_contractive", "contractive": 0.999, "lipschitz_norm": "inf", **_L2_INIT}
+_CONTRACTIVE = {
+    "attention": "l2_contractive",
+    "contractive": 0.999,
+    "lipschitz_norm": "inf",
+    **_L2_INIT,
+}
 ATTENTIONS: Mapping[str, Mapping[str, Any]] = {
     "dot_product": {"attention": "dot_product"},
     "l2": {"attention": "l2", **_L2_INIT},
@@ -36,7 +42,8 @@ ATTENTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of `ModelOptions` by the recipe's name of a model."""
 CONTRACTIVE = ("l2_contractive_kim2021", "l2_contractive")
-# Batches of 64 sentences, those of more than 288 characters in pieces, in the character-level Penn Treebank.
+# Batches of 64 sentences, those of more than 288 characters in pieces, in the character-level Penn
+# Treebank.
 _EPOCH = 663
 
 
@@ -67,10 +74,14 @@ class Sizes:
     evaluations: int = 10
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return every combination of dropout, gamma and warm-up; a fixed rate has no gamma and no warm-up."""
+        """Return every combination of dropout, gamma and warm-up; a fixed rate has no gamma and no
+        warm-up."""
         gammas, warmups = ((1.0,), (0,)) if self.fixed_rate else (self.gammas, self.warmups)
         grid = itertools.product(self.dropouts, gammas, warmups)
-        return [{"dropout": dropout, "gamma": gamma, "warmup": warmup} for dropout, gamma, warmup in grid]
+        return [
+            {"dropout": dropout, "gamma": gamma, "warmup": warmup}
+            for dropout, gamma, warmup in grid
+        ]
 
     def depths_of(self, kind: str) -> tuple[int, ...]:
         """Return the depths of one attention."""
@@ -84,7 +95,8 @@ _PAPER: Mapping[str, Any] = {"sentences": True}
 
 
 def tuned(request: Request) -> Sizes:
-    """The experiments with the schedule of appendix I; paper scale tries its whole grid, chosen on valid."""
+    """The experiments with the schedule of appendix I; paper scale tries its whole grid, chosen on
+    valid."""
     grid = {
         "dropouts": (0.0, 0.1, 0.2),
         "gammas": (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0),
@@ -92,10 +104,32 @@ def tuned(request: Request) -> Sizes:
     }
     return request.pick(
         toy=Sizes(16, 16, 4, 4, warmups=(2,), **_TOY),
-        mini=Sizes(64, 64, 16, 300, (1, 2, 3), gammas=(0.5,), warmups=(100,), seeds=3, evaluations=5, **_MINI),
-        medium=Sizes(64, 288, 16, 3000, (2, 4, 8), gammas=(0.5,), warmups=(400,), init_scale=1.0, **_MEDIUM),
+        mini=Sizes(
+            64,
+            64,
+            16,
+            300,
+            (1, 2, 3),
+            gammas=(0.5,),
+            warmups=(100,),
+            seeds=3,
+            evaluations=5,
+            **_MINI,
+        ),
+        medium=Sizes(
+            64, 288, 16, 3000, (2, 4, 8), gammas=(0.5,), warmups=(400,), init_scale=1.0, **_MEDIUM
+        ),
         paper=Sizes(
-            512, 288, 64, 100 * _EPOCH, (1, 2, 3, 4, 5), (6, 8, 10, 12, 14), seeds=3, evaluations=100, **_PAPER, **grid
+            512,
+            288,
+            64,
+            100 * _EPOCH,
+            (1, 2, 3, 4, 5),
+            (6, 8, 10, 12, 14),
+            seeds=3,
+            evaluations=100,
+            **_PAPER,
+            **grid,
         ),
     )
 
@@ -105,15 +139,30 @@ def fixed(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(16, 16, 4, 4, fixed_rate=1e-3, **_TOY),
         mini=Sizes(64, 64, 16, 100, (2, 6, 12), fixed_rate=1e-3, seeds=3, evaluations=4, **_MINI),
-        medium=Sizes(64, 288, 8, 1000, (2, 6, 10, 14, 18), fixed_rate=1e-3, init_scale=1.0, **_MEDIUM),
-        paper=Sizes(512, 288, 64, 20 * _EPOCH, tuple(range(2, 19, 2)), fixed_rate=1e-4, evaluations=100, **_PAPER),
+        medium=Sizes(
+            64, 288, 8, 1000, (2, 6, 10, 14, 18), fixed_rate=1e-3, init_scale=1.0, **_MEDIUM
+        ),
+        paper=Sizes(
+            512,
+            288,
+            64,
+            20 * _EPOCH,
+            tuple(range(2, 19, 2)),
+            fixed_rate=1e-4,
+            evaluations=100,
+            **_PAPER,
+        ),
     )
 
 
 def one_layer(request: Request) -> Sizes:
     """One layer, one setting: the middle of each grid of `tuned`."""
     sizes = tuned(request)
-    middle = {name: (values[len(values) // 2],) for name in ("gammas", "warmups") if (values := getattr(sizes, name))}
+    middle = {
+        name: (values[len(values) // 2],)
+        for name in ("gammas", "warmups")
+        if (values := getattr(sizes, name))
+    }
     return replace(sizes, depths=(1,), deeper=(), dropouts=sizes.dropouts[:1], **middle)
 
 
@@ -128,11 +177,14 @@ def run_config(
     gamma: float = 1.0,
     warmup: int = 0,
 ) -> RunConfig:
-    """Return the run of one attention (or ``"lstm"``) at one depth: post-LN, Adam (0.9, 0.98), no clipping or decay."""
+    """Return the run of one attention (or ``"lstm"``) at one depth: post-LN, Adam (0.9, 0.98), no
+    clipping or decay."""
     options = {"seq_len": sizes.seq_len, "data": request.data, "limit_chars": sizes.limit_chars}
     options |= {"examples": "lines"} if sizes.sentences else {}
     lstm = kind == "lstm"
-    scale: dict[str, Any] = {"l2_init_scale": sizes.init_scale} if "init" in ATTENTIONS[kind] else {}
+    scale: dict[str, Any] = (
+        {"l2_init_scale": sizes.init_scale} if "init" in ATTENTIONS[kind] else {}
+    )
     return RunConfig(
         task="char_lm",
         task_options={name: value for name, value in options.items() if value is not None},
@@ -166,8 +218,11 @@ def run_config(
     )
 
 
-def train_models(request: Request, group: str, kinds: Sequence[str], sizes: Sizes) -> list[FinishedRun]:
-    """Train each kind at each depth and seed with every setting; keep the setting that is best on valid."""
+def train_models(
+    request: Request, group: str, kinds: Sequence[str], sizes: Sizes
+) -> list[FinishedRun]:
+    """Train each kind at each depth and seed with every setting; keep the setting that is best on
+    valid."""
     settings = sizes.settings()
     planned = []
     wanted = [(kind, depth) for kind in kinds for depth in sizes.depths_of(kind)]
@@ -176,7 +231,9 @@ def train_models(request: Request, group: str, kinds: Sequence[str], sizes: Size
         for setting in settings:
             name = "-".join(f"{key}{value:g}" for key, value in setting.items())
             config = run_config(request, sizes, kind, depth, seed=seed, **setting)
-            planned.append(PlannedRun(folder / name, f"{LABELS[kind]}, {depth} layers, seed {seed}", config))
+            planned.append(
+                PlannedRun(folder / name, f"{LABELS[kind]}, {depth} layers, seed {seed}", config)
+            )
     runs = train_grid(request, planned, test_batches=sizes.eval_batches)
     tried = [runs[start : start + len(settings)] for start in range(0, len(runs), len(settings))]
     return [min(same, key=lambda run: nll(run, "valid")) for same in tried]
@@ -188,7 +245,8 @@ def nll(run: FinishedRun, split: str = "test") -> float:
 
 
 def pair_entropy(run: FinishedRun) -> float:
-    """Return the entropy in nats of a character given the one before it, by the frequencies of the test text itself.
+    """Return the entropy in nats of a character given the one before it, by the frequencies of the
+    test text itself.
 
     No predictor that sees one character is below it, so a model that is uses its context.
     """
@@ -198,9 +256,13 @@ def pair_entropy(run: FinishedRun) -> float:
 
     tokens = np.asarray(build_task(run.config.task, run.config.task_options).dataset("test").tokens)  # pyright: ignore
     first, second = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
-    pairs, of_first = (np.unique(ids, return_counts=True)[1] for ids in (first * (tokens.max() + 1) + second, first))
+    pairs, of_first = (
+        np.unique(ids, return_counts=True)[1]
+        for ids in (first * (tokens.max() + 1) + second, first)
+    )
     entropy_of_pairs, entropy_of_first = (
-        float(-(counts / len(first) * np.log(counts / len(first))).sum()) for counts in (pairs, of_first)
+        float(-(counts / len(first) * np.log(counts / len(first))).sum())
+        for counts in (pairs, of_first)
     )
     return entropy_of_pairs - entropy_of_first
 

@@ -1,4 +1,5 @@
-"""What Kim et al. (2021) print in Tables 2 and 3: test NLL by attention and number of layers, D = 512."""
+"""What Kim et al. (2021) print in Tables 2 and 3: test NLL by attention and number of layers, D =
+512."""
 
 from __future__ import annotations
 

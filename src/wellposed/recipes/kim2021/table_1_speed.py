@@ -48,16 +48,22 @@ def table_1(request: Request) -> Reproduction:
         rows,
         [Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)],
         got=f"at {depths[-1]} layers, over dot product: "
-        + ", ".join(f"{row['attention']} {row['over_dot_product']:.2f}" for row in where(rows, layers=depths[-1])[1:])
-        + f"; largest {worst['over_dot_product']:.2f} ({worst['attention']}, {worst['layers']} layers)",
+        + ", ".join(
+            f"{row['attention']} {row['over_dot_product']:.2f}"
+            for row in where(rows, layers=depths[-1])[1:]
+        )
+        + f"; largest {worst['over_dot_product']:.2f} ({worst['attention']}, {worst['layers']}"
+        " layers)",
         holds=judge_table_1(rows),
         criterion=Criterion(
             "no attention takes more than 1.5 times the step of dot product, at any depth",
             uncertainty=f"medians of {repeats} interleaved steps",
         ),
         notes=(
-            f"median of {repeats} interleaved steps of batch {batch} on {timing_device()}; an epoch is "
-            f"{steps_per_epoch:.0f} steps; timings on a busy machine scatter",
+            (
+                f"median of {repeats} interleaved steps of batch {batch} on {timing_device()}; an"
+                f" epoch is {steps_per_epoch:.0f} steps; timings on a busy machine scatter"
+            ),
         ),
     )
 
@@ -68,7 +74,8 @@ def judge_table_1(rows: Sequence[Row]) -> bool:
 
 
 def training_step(kind: str, width: int, tokens: int, batch: int, depth: int) -> Callable[[], None]:
-    """Return one step of AdamW, forward and backward pass included, of a model with that attention."""
+    """Return one step of AdamW, forward and backward pass included, of a model with that
+    attention."""
     device = timing_device()
     ids = torch.randint(0, 50, (batch, tokens), device=device)
     # Divided by the bound of the inf-norm, as in the paper.
@@ -76,7 +83,13 @@ def training_step(kind: str, width: int, tokens: int, batch: int, depth: int) ->
     sizes = {"hidden_size": width, "num_hidden_layers": depth, "max_position_embeddings": tokens}
     torch.manual_seed(0)
     model: Any = build_model(
-        "wellposed", "causal_lm", vocab_size=50, num_attention_heads=8, attention=kind, **sizes, **options
+        "wellposed",
+        "causal_lm",
+        vocab_size=50,
+        num_attention_heads=8,
+        attention=kind,
+        **sizes,
+        **options,
     )
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -7,13 +7,16 @@ _SCATTER = "key at 1e-2 less the baseline"
 _SCORES = Power(_SEEDS, "overall score", 0.0004, _SCATTER, tests=9)
 _TWO_ALONE = Power(_SEEDS, "overall score", 0.0004, _SCATTER, tests=3)
 _DRIFT = Power(_SEEDS, "err_orth over its initial value", 2.0, "the query of layer 2, from scratch")
-_SHARES = Power(_SEEDS, "the share of the baseline's overall score", 0.011, "the baseline's own score")
+_SHARES = Power(
+    _SEEDS, "the share of the baseline's overall score", 0.011, "the baseline's own score"
+)
 
 RECIPES = (
     Recipe(
         "mcgrath2024/figure-1",
         "the sweep: three scores by strength of the penalty on key, query and both (needs --data)",
-        "over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key or the query alone",
+        "over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key or"
+        " the query alone",
         "mcgrath2024.figures_1_3_table_1_qr:figure_1",
         {"mini": 22, "medium": 240, "paper": 450},
         ("minbert",),
@@ -23,8 +26,10 @@ RECIPES = (
     ),
     Recipe(
         "mcgrath2024/table-1",
-        "scores of the baseline and of the best strength on key, query and both (the runs of figure 1; needs --data)",
-        "overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of one run each",
+        "scores of the baseline and of the best strength on key, query and both (the runs of figure"
+        " 1; needs --data)",
+        "overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of one"
+        " run each",
         "mcgrath2024.figures_1_3_table_1_qr:table_1",
         {"mini": 22, "medium": 240, "paper": 450},
         ("minbert",),
@@ -45,8 +50,10 @@ RECIPES = (
     ),
     Recipe(
         "mcgrath2024/pretrained",
-        "key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data and --encoder)",
-        "every weight ends below its initial err_orth; key or query alone gain; QR more than halves the accuracy",
+        "key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data"
+        " and --encoder)",
+        "every weight ends below its initial err_orth; key or query alone gain; QR more than halves"
+        " the accuracy",
         "mcgrath2024.figures_1_3_table_1_qr:pretrained",
         {"mini": 50, "medium": 210, "paper": 180},
         ("minbert",),
@@ -56,7 +63,8 @@ RECIPES = (
     ),
     Recipe(
         "mcgrath2024/qr",
-        "the QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data)",
+        "the QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs"
+        " --data)",
         "a failure: accuracy is more than halved even at 1e-6, and it is too slow",
         "mcgrath2024.figures_1_3_table_1_qr:qr",
         {"mini": 8, "medium": 200, "paper": 600},

@@ -40,10 +40,14 @@ def encode_sets(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> En
     if own:
         tokenizer: Any = _tokenizer(own)
     else:
-        texts = [text for rows in kept.values() for sentences in rows.sentences for text in sentences]
+        texts = [
+            text for rows in kept.values() for sentences in rows.sentences for text in sentences
+        ]
         tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
     train = {name: encode_rows(rows, tokenizer, max_length=length) for name, rows in kept.items()}
-    valid = {name: encode_rows(data.valid, tokenizer, max_length=length) for name, data in sets.items()}
+    valid = {
+        name: encode_rows(data.valid, tokenizer, max_length=length) for name, data in sets.items()
+    }
     description = {
         name: {
             "train_rows": len(train[name]),
@@ -57,7 +61,9 @@ def encode_sets(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> En
     return EncodedSets(train, valid, tokenizer, description)
 
 
-def batch_of(rows: EncodedRows, indices: Sequence[int], pad_id: int) -> tuple[dict[str, Tensor], Tensor]:
+def batch_of(
+    rows: EncodedRows, indices: Sequence[int], pad_id: int
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return the padded columns of the rows ``indices`` and their labels."""
     columns = {}
     for name, column in rows.columns.items():
@@ -68,7 +74,8 @@ def batch_of(rows: EncodedRows, indices: Sequence[int], pad_id: int) -> tuple[di
 
 
 class MultiTaskModel(nn.Module):
-    """Return ``head(dropout(encoder(x)[:, 0]))``: the [CLS] token of one encoder through the head of a set.
+    """Return ``head(dropout(encoder(x)[:, 0]))``: the [CLS] token of one encoder through the head
+    of a set.
 
     Args:
         encoder: any Hugging Face encoder; its first token stands for the row.
@@ -85,7 +92,9 @@ class MultiTaskModel(nn.Module):
         self.encoder = encoder
         self.dropout = nn.Dropout(dropout)
         config: Any = encoder.config
-        self.heads = nn.ModuleDict({name: nn.Linear(config.hidden_size, count) for name, count in OUTPUTS.items()})
+        self.heads = nn.ModuleDict(
+            {name: nn.Linear(config.hidden_size, count) for name, count in OUTPUTS.items()}
+        )
 
     def forward(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of the head ``name``."""
@@ -93,7 +102,8 @@ class MultiTaskModel(nn.Module):
 
 
 def build_multitask_model(options: MultiTaskOptions, tokenizer: Any) -> MultiTaskModel:
-    """Return the model of ``options``: a small BERT with fresh weights, or the encoder it names, and fresh heads."""
+    """Return the model of ``options``: a small BERT with fresh weights, or the encoder it names,
+    and fresh heads."""
     if options.encoder is not None:
         return MultiTaskModel(_encoder(options.encoder, options, tokenizer), options.dropout)
     from transformers import BertConfig, BertModel
@@ -113,7 +123,8 @@ def build_multitask_model(options: MultiTaskOptions, tokenizer: Any) -> MultiTas
 
 
 def _own_tokenizer(encoder: str) -> str | None:
-    """Return where the tokenizer of ``encoder`` is; None for a ``config.json`` without one beside it."""
+    """Return where the tokenizer of ``encoder`` is; None for a ``config.json`` without one beside
+    it."""
     if not Path(encoder).is_file():
         return encoder
     folder = Path(encoder).parent
@@ -130,7 +141,8 @@ def _tokenizer(name: str) -> Any:
 
 
 def _encoder(name: str, options: MultiTaskOptions, tokenizer: Any) -> nn.Module:
-    """Return the encoder ``name``, or raise `ConfigError` where it cannot be loaded or has too few positions."""
+    """Return the encoder ``name``, or raise `ConfigError` where it cannot be loaded or has too few
+    positions."""
     _transformers()
     from wellposed.models import start_model, text_positions
 
@@ -142,8 +154,8 @@ def _encoder(name: str, options: MultiTaskOptions, tokenizer: Any) -> nn.Module:
     positions = text_positions(encoder.config)
     if positions is not None and positions < options.max_length:
         raise ConfigError(
-            f"{name}: the rows have up to {options.max_length} tokens and the encoder has {positions} positions; "
-            "give one with more"
+            f"{name}: the rows have up to {options.max_length} tokens and the encoder has"
+            f" {positions} positions; give one with more"
         )
     return encoder
 
@@ -158,6 +170,7 @@ def _transformers() -> Any:
 
 def _cannot_load(name: str, error: CheckpointError) -> ConfigError:
     return ConfigError(
-        f"encoder {name!r} cannot be loaded: {error}; give a folder that holds config.json, model.safetensors and "
-        "tokenizer.json, a config.json, or a hub name that is cached or reachable"
+        f"encoder {name!r} cannot be loaded: {error}; give a folder that holds config.json,"
+        " model.safetensors and tokenizer.json, a config.json, or a hub name that is cached or"
+        " reachable"
     )

@@ -23,7 +23,8 @@ FINE_TUNING: Mapping[str, Mapping[str, Any]] = {
 QR_METHODS = ("householder", "gram_schmidt")
 BASELINE = "baseline"
 
-# Table 1, in its order. The key row equals the query row in all four columns, so one of them is very likely a copy.
+# Table 1, in its order. The key row equals the query row in all four columns, so one of them is
+# very likely a copy.
 PAPER_TABLE: dict[str, dict[str, float]] = {
     BASELINE: {"sst": 0.485, "para": 0.876, "sts": 0.8358, "overall": 0.7596},
     "key": {"sst": 0.4968, "para": 0.871, "sts": 0.8362, "overall": 0.762},
@@ -73,7 +74,8 @@ class Cell:
 def grid() -> tuple[Cell, ...]:
     """Return the baseline, his sweep (strength x key x query) and the QR forms on key and query.
 
-    His own sweep holds the baseline three times, once for each strength without a penalty; here it is once.
+    His own sweep holds the baseline three times, once for each strength without a penalty; here it
+    is once.
 
     >>> len(grid()), grid()[1].name, grid()[-1].name
     (16, 'key:1e-2', 'gram_schmidt:1e-6')
@@ -89,7 +91,9 @@ def further_cells() -> tuple[Cell, ...]:
     >>> [cell.name for cell in further_cells()][::3]
     ['value:1e-2', 'embedding:1e-2']
     """
-    return tuple(Cell(place, "gram", strength) for place in FURTHER_PLACES for strength in STRENGTHS)
+    return tuple(
+        Cell(place, "gram", strength) for place in FURTHER_PLACES for strength in STRENGTHS
+    )
 
 
 def chosen_cells(names: Sequence[str]) -> tuple[Cell, ...]:
@@ -106,23 +110,35 @@ def chosen_cells(names: Sequence[str]) -> tuple[Cell, ...]:
     return tuple(cell for name, cell in known.items() if name in wanted)
 
 
-_TOY_MODEL: Mapping[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 400}
+_TOY_MODEL: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 400,
+}
 SCALES: dict[str, MultiTaskOptions] = {
     # Seconds, for tests: too small to show anything.
-    "toy": MultiTaskOptions(**_TOY_MODEL, max_length=16, train_rows=400, batch_size=4, steps=3, measure_every=2),
+    "toy": MultiTaskOptions(
+        **_TOY_MODEL, max_length=16, train_rows=400, batch_size=4, steps=3, measure_every=2
+    ),
     # 48 trainings in under twenty minutes on two CPU cores.
     "mini": MultiTaskOptions(train_rows=12000, steps=350, measure_every=35),
     # 50 trainings of Figure 1 in under five hours on two CPU cores.
     "medium": MultiTaskOptions(hidden_size=128, train_rows=50_000, steps=2000, measure_every=100),
     # A pretrained BERT base on every row: three passes over the largest set.
     "paper": MultiTaskOptions(
-        encoder="bert-base-uncased", max_length=128, steps=5300, learning_rate=2e-5, measure_every=265
+        encoder="bert-base-uncased",
+        max_length=128,
+        steps=5300,
+        learning_rate=2e-5,
+        measure_every=265,
     ),
 }
 
 
 def options_of(scale: str, encoder: str | None = None) -> MultiTaskOptions:
-    """Return how ``scale`` trains its own model, or fine-tunes a pretrained ``encoder`` in its place.
+    """Return how ``scale`` trains its own model, or fine-tunes a pretrained ``encoder`` in its
+    place.
 
     >>> options_of("medium").learning_rate, options_of("medium", "minilm/").learning_rate
     (0.001, 5e-05)
@@ -130,7 +146,9 @@ def options_of(scale: str, encoder: str | None = None) -> MultiTaskOptions:
     if encoder is None:
         return SCALES[scale]
     pretrained = not Path(encoder).is_file()  # a config.json has random weights
-    return replace(SCALES[scale], encoder=encoder, **(FINE_TUNING.get(scale, {}) if pretrained else {}))
+    return replace(
+        SCALES[scale], encoder=encoder, **(FINE_TUNING.get(scale, {}) if pretrained else {})
+    )
 
 
 def seeds_of(request: Request) -> int:

@@ -1,4 +1,5 @@
-"""One encoder and three heads trained on sentiment, paraphrase and similarity together (McGrath 2024, sec. 4.1)."""
+"""One encoder and three heads trained on sentiment, paraphrase and similarity together (McGrath
+2024, sec. 4.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 from wellposed.errors import ConvergenceError
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
-from wellposed.recipes.mcgrath2024.encoders import EncodedSets, MultiTaskModel, batch_of, build_multitask_model
+from wellposed.recipes.mcgrath2024.encoders import (
+    EncodedSets,
+    MultiTaskModel,
+    batch_of,
+    build_multitask_model,
+)
 from wellposed.recipes.mcgrath2024.multitask_options import SETS, MultiTaskOptions, overall_score
 from wellposed.training.batches import to_device
 from wellposed.training.optimizer import decay_groups, set_learning_rate
@@ -25,13 +31,16 @@ PROBE_ROWS = 16
 ERROR, SCALE_FREE_ERROR = "/orthogonality_error", "/scale_free_orthogonality_error"
 
 
-def task_loss(name: str, logits: Tensor, labels: Tensor, *, sts_loss: str = "squared_error") -> Tensor:
+def task_loss(
+    name: str, logits: Tensor, labels: Tensor, *, sts_loss: str = "squared_error"
+) -> Tensor:
     """Return the mean loss of one set.
 
-    sst: cross entropy of five classes. para: binary cross entropy. sts: ``squared_error``, the mean of
-    ``(5 sigmoid(z) - y)^2``; or ``cosine``, ``1 - cos(z, y)`` with z and y the batch's outputs and scores as vectors.
-    McGrath (2024, sec. 4.1) prints "cosine embedding loss on the output node"; of one number the cosine is +1 or -1
-    and has no gradient, so the vector over the batch is the reading that trains.
+    sst: cross entropy of five classes. para: binary cross entropy. sts: ``squared_error``, the mean
+    of ``(5 sigmoid(z) - y)^2``; or ``cosine``, ``1 - cos(z, y)`` with z and y the batch's outputs
+    and scores as vectors. McGrath (2024, sec. 4.1) prints "cosine embedding loss on the output
+    node"; of one number the cosine is +1 or -1 and has no gradient, so the vector over the batch is
+    the reading that trains.
     """
     if name == "sst":
         return F.cross_entropy(logits, labels.long())
@@ -44,7 +53,8 @@ def task_loss(name: str, logits: Tensor, labels: Tensor, *, sts_loss: str = "squ
 
 
 def endless_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of row numbers: every row once per pass, each pass in a new order decided by ``seed`` alone."""
+    """Yield batches of row numbers: every row once per pass, each pass in a new order decided by
+    ``seed`` alone."""
     draw = torch.Generator().manual_seed(seed)
     size = min(batch_size, count)
     waiting: list[int] = []
@@ -56,7 +66,9 @@ def endless_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int
 
 
 @torch.no_grad()
-def evaluate(model: MultiTaskModel, sets: EncodedSets, *, batch_size: int = 128) -> dict[str, float]:
+def evaluate(
+    model: MultiTaskModel, sets: EncodedSets, *, batch_size: int = 128
+) -> dict[str, float]:
     """Return accuracy of sst and para, Pearson's r of sts, and `overall_score`, on all valid rows.
 
     r of a constant output, which is not defined, is given as 0: it orders nothing.
@@ -68,7 +80,9 @@ def evaluate(model: MultiTaskModel, sets: EncodedSets, *, batch_size: int = 128)
         order = sorted(range(len(rows)), key=lambda index: len(rows.columns["input_ids"][index]))
         outputs, labels = [], []
         for start in range(0, len(order), batch_size):
-            columns, wanted = batch_of(rows, order[start : start + batch_size], sets.tokenizer.pad_token_id)
+            columns, wanted = batch_of(
+                rows, order[start : start + batch_size], sets.tokenizer.pad_token_id
+            )
             outputs.append(model(name, to_device(columns, device)).float().cpu())
             labels.append(wanted)
         scores[name] = _score(name, torch.cat(outputs), torch.cat(labels))
@@ -100,10 +114,12 @@ def train_multitask(
     check: Callable[[int], None] | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Minimise ``loss_sst + loss_para + loss_sts + penalty`` and return scores, losses and orthogonality over time.
+    """Minimise ``loss_sst + loss_para + loss_sts + penalty`` and return scores, losses and
+    orthogonality over time.
 
-    Status: deterministic on a CPU: ``seed`` decides the weights, the batches and dropout, so two penalties with one
-    seed start at the same weights and see the same rows in the same order. Source: McGrath (2024, sec. 4.1 and 4.2).
+    Status: deterministic on a CPU: ``seed`` decides the weights, the batches and dropout, so two
+    penalties with one seed start at the same weights and see the same rows in the same order.
+    Source: McGrath (2024, sec. 4.1 and 4.2).
 
     Args:
         sets: from `encode_sets`.
@@ -114,9 +130,9 @@ def train_multitask(
         device: where to train.
 
     Returns:
-        ``scores`` (sst, para, sts, overall), ``train_loss`` and ``penalty`` (means of the last tenth), ``errors``
-        (rows of step and err_orth by weight), ``scale_free_errors`` (likewise, of weights alone), ``seconds``,
-        ``cpu_seconds``, ``parameters``.
+        ``scores`` (sst, para, sts, overall), ``train_loss`` and ``penalty`` (means of the last
+        tenth), ``errors`` (rows of step and err_orth by weight), ``scale_free_errors`` (likewise,
+        of weights alone), ``seconds``, ``cpu_seconds``, ``parameters``.
 
     Raises:
         ConvergenceError: the loss is no longer finite.
@@ -128,7 +144,9 @@ def train_multitask(
     place = torch.device(device)
     model = build_multitask_model(options, sets.tokenizer).to(place)
     term = OrthogonalityPenalty(model.encoder, **penalty) if penalty else None
-    optimizer = torch.optim.AdamW(decay_groups(model, options.weight_decay), lr=options.learning_rate)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, options.weight_decay), lr=options.learning_rate
+    )
     streams = {
         name: endless_batches(len(rows), options.batch_size, 1000 * seed + number)
         for number, (name, rows) in enumerate(sets.train.items())
@@ -145,7 +163,9 @@ def train_multitask(
         set_learning_rate(optimizer, options.learning_rate * _rate(step, options.steps))
         loss = torch.zeros((), device=place)
         for name in SETS:
-            columns, labels = batch_of(sets.train[name], next(streams[name]), sets.tokenizer.pad_token_id)
+            columns, labels = batch_of(
+                sets.train[name], next(streams[name]), sets.tokenizer.pad_token_id
+            )
             logits = model(name, to_device(columns, place))
             loss = loss + task_loss(name, logits, labels.to(place), sts_loss=options.sts_loss)
         extra = term() if term is not None else torch.zeros((), device=place)
@@ -154,8 +174,8 @@ def train_multitask(
         penalties.append(extra.item())
         if not math.isfinite(losses[-1] + penalties[-1]):
             raise ConvergenceError(
-                f"step {step + 1}: loss {losses[-1]:g} and penalty {penalties[-1]:g} are not finite; "
-                "lower the learning rate or the strength"
+                f"step {step + 1}: loss {losses[-1]:g} and penalty {penalties[-1]:g} are not"
+                " finite; lower the learning rate or the strength"
             )
         nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
         optimizer.step()
@@ -176,13 +196,15 @@ def train_multitask(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Return the share of the learning rate: linear warm-up over a tenth of the steps, then linearly to zero."""
+    """Return the share of the learning rate: linear warm-up over a tenth of the steps, then
+    linearly to zero."""
     warmup = max(1, round(WARMUP_SHARE * steps))
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 class OrthogonalityWatch:
-    """err_orth of the embeddings, queries, keys, values and affinities of a model, over its training."""
+    """err_orth of the embeddings, queries, keys, values and affinities of a model, over its
+    training."""
 
     def __init__(self, model: MultiTaskModel, sets: EncodedSets, device: torch.device) -> None:
         self.model = model
@@ -212,7 +234,8 @@ class OrthogonalityWatch:
 
 @torch.no_grad()
 def affinity_errors(model: MultiTaskModel, batch: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return ``affinity.<layer>``: ``max_{i != j} (A A^T)_ij`` over real tokens, the mean over rows and heads."""
+    """Return ``affinity.<layer>``: ``max_{i != j} (A A^T)_ij`` over real tokens, the mean over rows
+    and heads."""
     model.eval()
     encoder: Any = model.encoder
     before = encoder.config._attn_implementation

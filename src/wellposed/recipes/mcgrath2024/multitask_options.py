@@ -13,8 +13,12 @@ SETS = ("sst", "para", "sts")
 METRICS = {"sst": "accuracy", "para": "accuracy", "sts": "Pearson"}
 STS_LOSSES = ("squared_error", "cosine")
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), AT_LEAST_ONE),
-    **dict.fromkeys(("max_length", "train_rows", "batch_size", "steps", "measure_every"), AT_LEAST_ONE),
+    **dict.fromkeys(
+        ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), AT_LEAST_ONE
+    ),
+    **dict.fromkeys(
+        ("max_length", "train_rows", "batch_size", "steps", "measure_every"), AT_LEAST_ONE
+    ),
     "learning_rate": POSITIVE,
     "dropout": BELOW_ONE,
 }
@@ -25,8 +29,8 @@ class MultiTaskOptions:
     """How one encoder with three heads is built and trained."""
 
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder with its tokenizer, or the config.json of one to train from scratch;
-    None trains the small BERT below from scratch."""
+    """Folder or hub name of a pretrained encoder with its tokenizer, or the config.json of one to
+    train from scratch; None trains the small BERT below from scratch."""
     hidden_size: int = 64
     """Width of the small BERT; its feed-forward layers are four times as wide."""
     num_hidden_layers: int = 2
@@ -46,7 +50,8 @@ class MultiTaskOptions:
     steps: int = 400
     """Optimizer steps; each takes one batch of every set and the sum of the three losses."""
     learning_rate: float = 1e-3
-    """Peak learning rate of AdamW, reached after a tenth of the steps, then falling linearly to zero."""
+    """Peak learning rate of AdamW, reached after a tenth of the steps, then falling linearly to
+    zero."""
     weight_decay: float = 0.01
     """Decay of matrices."""
     max_grad_norm: float = 1.0
@@ -54,7 +59,8 @@ class MultiTaskOptions:
     measure_every: int = 40
     """Steps between measurements of orthogonality."""
     sts_loss: str = "squared_error"
-    """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as vectors."""
+    """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as
+    vectors."""
 
     def __post_init__(self) -> None:
         values = [(name, getattr(self, name), rule) for name, rule in RULES.items()]
@@ -64,11 +70,18 @@ class MultiTaskOptions:
             if value is not None and not fits(value)
         ]
         if self.sts_loss not in STS_LOSSES:
-            problems.append(f"sts_loss = {self.sts_loss!r}, expected one of {', '.join(STS_LOSSES)}")
+            problems.append(
+                f"sts_loss = {self.sts_loss!r}, expected one of {', '.join(STS_LOSSES)}"
+            )
         if not problems and self.encoder is None and self.hidden_size % self.num_attention_heads:
-            problems.append(f"hidden_size = {self.hidden_size} is not a multiple of {self.num_attention_heads} heads")
+            problems.append(
+                f"hidden_size = {self.hidden_size} is not a multiple of {self.num_attention_heads}"
+                " heads"
+            )
         if problems:
-            raise ConfigError("these options of multi-task training cannot be used:\n" + listed(problems))
+            raise ConfigError(
+                "these options of multi-task training cannot be used:\n" + listed(problems)
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return every option by name."""
@@ -76,10 +89,11 @@ class MultiTaskOptions:
 
 
 def overall_score(scores: Mapping[str, float]) -> float:
-    """Return ``(sst + para + (sts + 1) / 2) / 3``: accuracies as they are, the correlation moved to 0..1.
+    """Return ``(sst + para + (sts + 1) / 2) / 3``: accuracies as they are, the correlation moved to
+    0..1.
 
-    Status: exact. Source: the score of the CS224N project, which reproduces every row of McGrath (2024, Table 1) to
-    its last printed digit.
+    Status: exact. Source: the score of the CS224N project, which reproduces every row of McGrath
+    (2024, Table 1) to its last printed digit.
 
     >>> round(overall_score({"sst": 0.485, "para": 0.876, "sts": 0.8358}), 4)
     0.7596

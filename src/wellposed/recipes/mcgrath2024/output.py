@@ -1,4 +1,5 @@
-"""Files that the sweep of McGrath (2024) writes: his Figure 1, Figure 3 and Table 1, with tests of what they show."""
+"""Files that the sweep of McGrath (2024) writes: his Figure 1, Figure 3 and Table 1, with tests of
+what they show."""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ def write_outputs(settings: SweepSettings) -> str:
     described, said = _described(settings), conclusion(cells)
     page = [f"# McGrath (2024), {settings.scale} scale", described, *_tables(cells, _markdown)]
     with replace_files(Path(settings.out), last=".md") as out:
-        write_csv(out / "sweep.csv", list(sweep_row(cells[0])), [sweep_row(result) for result in cells])
-        write_csv(out / "figure-3.csv", ["seed", "step", "weight", "error", "error_over_initial"], rows)
+        write_csv(
+            out / "sweep.csv", list(sweep_row(cells[0])), [sweep_row(result) for result in cells]
+        )
+        write_csv(
+            out / "figure-3.csv", ["seed", "step", "weight", "error", "error_over_initial"], rows
+        )
         write_csv(out / "table-1.csv", columns, table_rows(cells))
         draw(figure_1(cells), out / "figure-1.svg")
         if rows:
@@ -50,25 +55,27 @@ def write_outputs(settings: SweepSettings) -> str:
 def _described(settings: SweepSettings) -> str:
     options = settings.options
     model = options.encoder or (
-        f"a BERT of {options.num_hidden_layers} layers and width {options.hidden_size}, trained from scratch"
+        f"a BERT of {options.num_hidden_layers} layers and width {options.hidden_size}, trained"
+        " from scratch"
     )
     path = Path(settings.out) / DATA
     try:
         sets = from_json(path.read_bytes()) if path.exists() else {}
         rows = "; ".join(
-            f"{name} {data['train_rows']} of {data['train_rows_available']} train rows, {data['valid_rows']} dev rows, "
-            f"{data['rows_cut']} rows cut to {options.max_length} tokens"
+            f"{name} {data['train_rows']} of {data['train_rows_available']} train rows,"
+            f" {data['valid_rows']} dev rows, {data['rows_cut']} rows cut to {options.max_length}"
+            " tokens"
             for name, data in sets.items()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}: not the description of the data of a sweep ({type(error).__name__}: {error}); restore the "
-            "file, or remove it: the page then says nothing about the data"
+            f"{path}: not the description of the data of a sweep ({type(error).__name__}: {error});"
+            " restore the file, or remove it: the page then says nothing about the data"
         ) from error
     return (
-        f"Model: {model}; {options.steps} steps of {options.batch_size} rows from each set; seeds "
-        f"{', '.join(map(str, settings.seeds))}. Data: {rows}. Scores are of the dev files, as in the paper; overall = "
-        "(sst + para + (sts + 1) / 2) / 3."
+        f"Model: {model}; {options.steps} steps of {options.batch_size} rows from each set; seeds"
+        f" {', '.join(map(str, settings.seeds))}. Data: {rows}. Scores are of the dev files, as in"
+        " the paper; overall = (sst + para + (sts + 1) / 2) / 3."
     )
 
 
@@ -83,10 +90,15 @@ def _tables(cells: Sequence[CellResult], draw_table: DrawTable) -> list[str]:
         for row in table_rows(cells)
     ]
     sweep = [[result.cell.name, *map(result.text, COLUMNS), _verdict(result)] for result in cells]
-    title = "Table 1: paper says / we got (mean +- standard error; strength chosen on the same dev rows, as he did)"
+    title = (
+        "Table 1: paper says / we got (mean +- standard error; strength chosen on the same dev"
+        " rows, as he did)"
+    )
     return [
         draw_table(title, ["penalty", "", *HEADINGS.values()], table),
-        draw_table("Figure 1: the sweep", ["cell", *HEADINGS.values(), "overall against baseline"], sweep),
+        draw_table(
+            "Figure 1: the sweep", ["cell", *HEADINGS.values(), "overall against baseline"], sweep
+        ),
     ]
 
 

@@ -6,17 +6,29 @@ from collections.abc import Sequence
 
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.recipes.mcgrath2024.grid import BASELINE, PAPER_TABLE
-from wellposed.recipes.mcgrath2024.results import COLUMNS, ROW_NAMES, CellResult, best_of, by_strength
+from wellposed.recipes.mcgrath2024.results import (
+    COLUMNS,
+    ROW_NAMES,
+    CellResult,
+    best_of,
+    by_strength,
+)
 from wellposed.roles.layer_paths import layer_index, split_path
 from wellposed.statistics import mean_and_standard_error
 
-HEADINGS = {"sst": "SST accuracy", "para": "Para accuracy", "sts": "STS Pearson", "overall": "overall"}
+HEADINGS = {
+    "sst": "SST accuracy",
+    "para": "Para accuracy",
+    "sts": "STS Pearson",
+    "overall": "overall",
+}
 ROLES = ("token_embedding", "query", "key", "value", "affinity")
 _GREY = 6
 
 
 def figure_1(cells: Sequence[CellResult]) -> list[Panel]:
-    """Return a panel a score: mean and standard error by strength, a line a place or QR form, and the baseline."""
+    """Return a panel a score: mean and standard error by strength, a line a place or QR form, and
+    the baseline."""
     panels = []
     base = best_of(cells, BASELINE)
     for column in COLUMNS:
@@ -28,14 +40,29 @@ def figure_1(cells: Sequence[CellResult]) -> list[Panel]:
         strengths = [x for line in series for x in line.x]
         if base is not None and strengths:
             level = [base.mean(column)[0]] * 2
-            series.append(Series(BASELINE, [min(strengths), max(strengths)], level, "dashed", colour=_GREY))
-        panels.append(Panel(HEADINGS[column], "strength", HEADINGS[column], series, "log", legend=column == COLUMNS[0]))
+            series.append(
+                Series(BASELINE, [min(strengths), max(strengths)], level, "dashed", colour=_GREY)
+            )
+        panels.append(
+            Panel(
+                HEADINGS[column],
+                "strength",
+                HEADINGS[column],
+                series,
+                "log",
+                legend=column == COLUMNS[0],
+            )
+        )
     return panels
 
 
 def figure_3(rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel a role: err_orth of the baseline over its initial value, a line a layer, mean over the seeds."""
-    return [Panel(role.replace("_", " "), "step", "err_orth / initial", _drift(rows, role)) for role in ROLES]
+    """Return a panel a role: err_orth of the baseline over its initial value, a line a layer, mean
+    over the seeds."""
+    return [
+        Panel(role.replace("_", " "), "step", "err_orth / initial", _drift(rows, role))
+        for role in ROLES
+    ]
 
 
 def _drift(rows: Sequence[Row], role: str) -> list[Series]:
@@ -50,8 +77,13 @@ def _drift(rows: Sequence[Row], role: str) -> list[Series]:
 
 
 def table_1(cells: Sequence[CellResult]) -> list[Panel]:
-    """Return a panel a score: his number beside ours with its standard error, for each of his four rows."""
-    best = {place: found for place, group in enumerate(PAPER_TABLE) if (found := best_of(cells, group)) is not None}
+    """Return a panel a score: his number beside ours with its standard error, for each of his four
+    rows."""
+    best = {
+        place: found
+        for place, group in enumerate(PAPER_TABLE)
+        if (found := best_of(cells, group)) is not None
+    }
     names = [ROW_NAMES[group] for group in PAPER_TABLE]
     panels = []
     for column in COLUMNS:
@@ -62,14 +94,27 @@ def table_1(cells: Sequence[CellResult]) -> list[Panel]:
             _with_errors("we got", list(best), ours, dots=True),
         ]
         panels.append(
-            Panel(HEADINGS[column], "penalty", HEADINGS[column], series, legend=column == COLUMNS[0], names=names)
+            Panel(
+                HEADINGS[column],
+                "penalty",
+                HEADINGS[column],
+                series,
+                legend=column == COLUMNS[0],
+                names=names,
+            )
         )
     return panels
 
 
 def _with_errors(
-    label: str, x: Sequence[float], means: Sequence[tuple[float, float | None]], *, dots: bool = False
+    label: str,
+    x: Sequence[float],
+    means: Sequence[tuple[float, float | None]],
+    *,
+    dots: bool = False,
 ) -> Series:
     """Return means with their standard errors as bars."""
     style = "dots" if dots else "solid"
-    return Series(label, x, [mean for mean, _ in means], style, errors=[error or 0.0 for _, error in means])
+    return Series(
+        label, x, [mean for mean, _ in means], style, errors=[error or 0.0 for _, error in means]
+    )

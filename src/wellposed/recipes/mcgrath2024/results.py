@@ -1,4 +1,5 @@
-"""The sweep of McGrath (2024) over its seeds: rows of his figures and table, tests against the baseline, and words."""
+"""The sweep of McGrath (2024) over its seeds: rows of his figures and table, tests against the
+baseline, and words."""
 
 from __future__ import annotations
 
@@ -59,19 +60,25 @@ class CellResult:
 
 
 def cell_results(settings: SweepSettings) -> list[CellResult]:
-    """Return every cell with a result; each is tested against the baseline, with Holm's correction over all cells."""
+    """Return every cell with a result; each is tested against the baseline, with Holm's correction
+    over all cells."""
     found = finished_results(settings)
     cells: list[CellResult] = []
     for cell in settings.cells:
         mine = [run for run in found if run["cell"] == cell.name]
         good = tuple(run for run in mine if run["status"] == "success")
         if mine:
-            cells.append(CellResult(cell, good, tuple(run for run in mine if run["status"] != "success")))
+            cells.append(
+                CellResult(cell, good, tuple(run for run in mine if run["status"] != "success"))
+            )
     if not cells or cells[0].cell.name != BASELINE:
         return cells
     base, *others = cells
     tests = holm_correction([compare_seeds(result.by_seed(), base.by_seed()) for result in others])
-    return [base, *(replace(result, against=test) for result, test in zip(others, tests, strict=True))]
+    return [
+        base,
+        *(replace(result, against=test) for result, test in zip(others, tests, strict=True)),
+    ]
 
 
 def best_of(cells: Sequence[CellResult], group: str) -> CellResult | None:
@@ -121,12 +128,20 @@ def table_rows(cells: Sequence[CellResult]) -> list[dict[str, Any]]:
         rows.append({"row": ROW_NAMES[group], "source": "paper", **paper})
         best = best_of(cells, group)
         if best is not None:
-            rows.append({"row": ROW_NAMES[group], "source": "ours", "cell": best.cell.name, **_score_columns(best)})
+            rows.append(
+                {
+                    "row": ROW_NAMES[group],
+                    "source": "ours",
+                    "cell": best.cell.name,
+                    **_score_columns(best),
+                }
+            )
     return rows
 
 
 def error_rows(cells: Sequence[CellResult], kind: str = "errors") -> list[dict[str, Any]]:
-    """Return err_orth of the baseline over training, or its ``scale_free_errors``, beside its value over the first."""
+    """Return err_orth of the baseline over training, or its ``scale_free_errors``, beside its value
+    over the first."""
     baseline = next((result.runs for result in cells if result.cell.name == BASELINE), ())
     return [
         {
@@ -155,19 +170,30 @@ def ratios_by_weight(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]
 
 def judge_drift(rows: Sequence[Mapping[str, Any]]) -> bool | None:
     """Return whether err_orth of every weight he shows fell, and that of the affinities did not."""
-    shown = {weight: ratios for weight, ratios in ratios_by_weight(rows).items() if set(weight.split(".")) & {*ROLES}}
+    shown = {
+        weight: ratios
+        for weight, ratios in ratios_by_weight(rows).items()
+        if set(weight.split(".")) & {*ROLES}
+    }
     if not all(math.isfinite(ratio) for ratios in shown.values() for ratio in ratios):
         return None
     # Of sixty weights that did not move some are two errors above 1 by chance.
-    tests = holm_correction([paired_comparison(ratios, [1.0] * len(ratios)) for ratios in shown.values()])
-    fell = {weight: _fell(ratios, test) for (weight, ratios), test in zip(shown.items(), tests, strict=True)}
+    tests = holm_correction(
+        [paired_comparison(ratios, [1.0] * len(ratios)) for ratios in shown.values()]
+    )
+    fell = {
+        weight: _fell(ratios, test)
+        for (weight, ratios), test in zip(shown.items(), tests, strict=True)
+    }
     affinities = every(fall for weight, fall in fell.items() if weight.startswith("affinity"))
     weights = every(fall for weight, fall in fell.items() if not weight.startswith("affinity"))
     return every([weights, None if affinities is None else not affinities]) if fell else None
 
 
 def _fell(ratios: Sequence[float], against_1: PairedComparison) -> bool | None:
-    no_spread = against_1.pairs > 1 and against_1.p_value is None  # equal on all seeds: nothing to doubt
+    no_spread = (
+        against_1.pairs > 1 and against_1.p_value is None
+    )  # equal on all seeds: nothing to doubt
     if (against_1.significant or no_spread) and (against_1.mean_difference or 0.0) > 0:
         return False
     return within(ratios, high=1) or None
@@ -183,7 +209,8 @@ def final_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def qr_share(cells: Sequence[CellResult], method: str) -> float | None:
-    """Return the overall score of a QR form at its least strength over the baseline's; None without both."""
+    """Return the overall score of a QR form at its least strength over the baseline's; None without
+    both."""
     base, weakest = best_of(cells, BASELINE), _weakest(cells, method)
     return weakest.mean("overall")[0] / base.mean("overall")[0] if base and weakest else None
 
@@ -210,40 +237,61 @@ def conclusion(cells: Sequence[CellResult]) -> list[str]:
 
 def failures(cells: Sequence[CellResult]) -> list[str]:
     """Return one line for each training that diverged."""
-    return [f"Failed: {run['cell']} seed {run['seed']}: {run['error']}" for result in cells for run in result.failed]
+    return [
+        f"Failed: {run['cell']} seed {run['seed']}: {run['error']}"
+        for result in cells
+        for run in result.failed
+    ]
 
 
 def about_scores(cells: Sequence[CellResult]) -> str:
     """Return the penalised cells against the baseline; empty where nothing can be compared."""
     base = best_of(cells, BASELINE)
-    compared = [(result, result.against) for result in cells if result.cell.form == "gram" and result.against]
+    compared = [
+        (result, result.against)
+        for result in cells
+        if result.cell.form == "gram" and result.against
+    ]
     unsaid = [f"{result.cell.name}: {test.verdict}" for result, test in compared if test.obstacle]
     tested = [(result, test) for result, test in compared if not test.obstacle]
     if base is None or not tested:
         return f"Key and query penalties: {'; '.join(unsaid)}" if unsaid else ""
     best, against = max(tested, key=lambda pair: pair[0].mean("overall")[0])
-    different = [f"{result.cell.name} is {test.verdict}" for result, test in tested if test.significant]
-    said = "; ".join(different) or f"none of the {len(tested)} penalised cells differs significantly from the baseline"
+    different = [
+        f"{result.cell.name} is {test.verdict}" for result, test in tested if test.significant
+    ]
+    said = (
+        "; ".join(different)
+        or f"none of the {len(tested)} penalised cells differs significantly from the baseline"
+    )
     if all(test.p_value is None for _, test in tested):
         said = "nothing can be tested with so few seeds"
     error = against.standard_error
     width = "" if error is None else f" +- {error:.4f}"
-    seen = f" His gain of 0.0024, of one run each, is {0.0024 / error:.1f} of these standard errors." if error else ""
+    seen = (
+        f" His gain of 0.0024, of one run each, is {0.0024 / error:.1f} of these standard errors."
+        if error
+        else ""
+    )
     return (
-        "Key and query penalties (paper: key or query alone gain 0.0024, both lose 0.0068): "
-        f"{'; '.join([said, *unsaid])} (paired t-tests over {len(base.runs)} seed{'s' if len(base.runs) != 1 else ''}, "
-        f"Holm over every cell). The best, {best.cell.name}, differs from the baseline's {base.text('overall')} by "
-        f"{against.mean_difference:+.4f}{width}: {against.verdict}.{seen}"
+        "Key and query penalties (paper: key or query alone gain 0.0024, both lose 0.0068):"
+        f" {'; '.join([said, *unsaid])} (paired t-tests over {len(base.runs)}"
+        f" seed{'s' if len(base.runs) != 1 else ''}, Holm over every cell). The best,"
+        f" {best.cell.name}, differs from the baseline's {base.text('overall')} by"
+        f" {against.mean_difference:+.4f}{width}: {against.verdict}.{seen}"
     )
 
 
 def about_drift(cells: Sequence[CellResult]) -> str:
     """Return how the baseline's own err_orth moved; empty where it was not trained."""
-    raw, scale_free = (_ratios_in_words(error_rows(cells, kind)) for kind in ("errors", "scale_free_errors"))
+    raw, scale_free = (
+        _ratios_in_words(error_rows(cells, kind)) for kind in ("errors", "scale_free_errors")
+    )
     if not raw:
         return ""
     return (
-        "Drift of the unconstrained baseline, err_orth at the end over its initial value, all layers and seeds (paper: "
+        "Drift of the unconstrained baseline, err_orth at the end over its initial value, all"
+        " layers and seeds (paper: "
         f"every weight below 1, the key in every layer, the affinity not): {raw}."
         f"{f' The same of the error that does not change with the scale: {scale_free}.' if scale_free else ''}"
     )
@@ -251,8 +299,8 @@ def about_drift(cells: Sequence[CellResult]) -> str:
 
 def _ratios_in_words(rows: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(
-        f"{role} {plus_minus(mean_and_standard_error(values), 4)} (below 1 in {sum(v < 1 for v in values)} of "
-        f"{len(values)})"
+        f"{role} {plus_minus(mean_and_standard_error(values), 4)} (below 1 in"
+        f" {sum(v < 1 for v in values)} of {len(values)})"
         for role, values in final_ratios(rows).items()
     )
 
@@ -267,9 +315,9 @@ def about_qr(cells: Sequence[CellResult]) -> list[str]:
             continue
         verdict = weakest.against.verdict if weakest.against else "not tested"
         lines.append(
-            f"QR loss by {method} (paper: a failure, accuracy more than halved even at 1e-6, and too slow): at "
-            f"{weakest.cell.name} the overall score is {weakest.text('overall')}, {100 * share:.0f} % of "
-            f"the baseline's: {verdict}; a training takes {weakest.seconds() / base.seconds():.2f} times its processor "
-            "time."
+            f"QR loss by {method} (paper: a failure, accuracy more than halved even at 1e-6, and"
+            f" too slow): at {weakest.cell.name} the overall score is {weakest.text('overall')},"
+            f" {100 * share:.0f} % of the baseline's: {verdict}; a training takes"
+            f" {weakest.seconds() / base.seconds():.2f} times its processor time."
         )
     return lines

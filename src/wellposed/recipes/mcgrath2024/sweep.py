@@ -1,8 +1,10 @@
-"""The sweep of McGrath (2024) over an Optuna journal: stop it, resume it, share it between processes.
+"""The sweep of McGrath (2024) over an Optuna journal: stop it, resume it, share it between
+processes.
 
-Every training is one enqueued trial; seeds are repeats of a cell, kept as attributes and never searched over. A result
-is a file, written whole or not at all; the journal says who is at work on what. A lock held while a training runs
-tells, when it is free, that the process which took the trial is gone.
+Every training is one enqueued trial; seeds are repeats of a cell, kept as attributes and never
+searched over. A result is a file, written whole or not at all; the journal says who is at work on
+what. A lock held while a training runs tells, when it is free, that the process which took the
+trial is gone.
 """
 
 from __future__ import annotations
@@ -81,15 +83,21 @@ class SweepSettings:
     def identity(self) -> dict[str, Any]:
         """Return what may not change between a start and a resume; cells and seeds may be added."""
         imports = {"imports": dict(self.imports)} if self.imports else {}
-        return {"data": str(Path(self.data).resolve()), "scale": self.scale, **self.options.to_dict(), **imports}
+        return {
+            "data": str(Path(self.data).resolve()),
+            "scale": self.scale,
+            **self.options.to_dict(),
+            **imports,
+        }
 
 
 def open_sweep(settings: SweepSettings, resume: str) -> None:
-    """Make the folder of a sweep, or check that it is one of the same settings, and enqueue what is not there yet.
+    """Make the folder of a sweep, or check that it is one of the same settings, and enqueue what is
+    not there yet.
 
     Raises:
-        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other settings; the
-            encoder cannot be loaded or cannot read the data.
+        ConfigError: the folder is in use and ``resume`` is "never", holds no sweep, or one of other
+            settings; the encoder cannot be loaded or cannot read the data.
         DataError: the data cannot be read.
     """
     out = Path(settings.out)
@@ -103,8 +111,8 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     if _is_used(out):
         if resume == "never":
             raise ConfigError(
-                f"{out}: the folder holds files; name another --out, or give --resume auto to keep finished trials "
-                "and go on"
+                f"{out}: the folder holds files; name another --out, or give --resume auto to keep"
+                " finished trials and go on"
             )
         _check_identity(out, settings)
     elif settings.options.encoder is not None:
@@ -112,7 +120,12 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out / LOCK):
         if not (out / SETTINGS).exists():
-            values = {"study": STUDY, "settings": settings.identity(), "date": now(), "versions": versions()}
+            values = {
+                "study": STUDY,
+                "settings": settings.identity(),
+                "date": now(),
+                "versions": versions(),
+            }
             replace_file(out / SETTINGS, to_json(values, indent=2))
         _check_identity(out, settings)
         with _readable_journal(settings):
@@ -125,10 +138,14 @@ def _is_used(out: Path) -> bool:
 
 
 def _try_encoder(sets: Mapping[str, MinBertSet], options: MultiTaskOptions) -> None:
-    """Read a few rows as the encoder would, and load it: a sweep that cannot begin leaves no folder."""
+    """Read a few rows as the encoder would, and load it: a sweep that cannot begin leaves no
+    folder."""
     from wellposed.recipes.mcgrath2024.encoders import build_multitask_model, encode_sets
 
-    few = {name: replace(data, train=data.train.first(8), valid=data.valid.first(8)) for name, data in sets.items()}
+    few = {
+        name: replace(data, train=data.train.first(8), valid=data.valid.first(8))
+        for name, data in sets.items()
+    }
     build_multitask_model(options, encode_sets(few, options).tokenizer)
 
 
@@ -139,7 +156,13 @@ def _unreported(settings: SweepSettings, training: Training, record: Record) -> 
     del settings, training, record
 
 
-def work(settings: SweepSettings, *, announce: Announce, stop: Callable[[], bool], report: Report = _unreported) -> int:
+def work(
+    settings: SweepSettings,
+    *,
+    announce: Announce,
+    stop: Callable[[], bool],
+    report: Report = _unreported,
+) -> int:
     """Train one enqueued trial after the other until none waits; return how many were trained here.
 
     Each is given to ``report`` when its result is written.
@@ -180,14 +203,18 @@ def finished_results(settings: SweepSettings) -> list[dict[str, Any]]:
     return results
 
 
-def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report: Report = _unreported) -> bool:
-    """Run the sweep in ``jobs`` processes, this one alone for 1; return False where the user stopped it.
+def run_sweep(
+    settings: SweepSettings, *, jobs: int, announce: Announce, report: Report = _unreported
+) -> bool:
+    """Run the sweep in ``jobs`` processes, this one alone for 1; return False where the user
+    stopped it.
 
-    With several processes ``announce`` and ``report`` are called in each of them, so they are functions at the top of a
-    module.
+    With several processes ``announce`` and ``report`` are called in each of them, so they are
+    functions at the top of a module.
 
     Raises:
-        ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that meets them.
+        ConfigError: ``jobs < 1``. Errors of data and of encoders come from the first process that
+        meets them.
     """
     check_jobs(jobs)
     if jobs > 1:
@@ -203,16 +230,23 @@ def run_sweep(settings: SweepSettings, *, jobs: int, announce: Announce, report:
         return not request.requested
 
 
-def _work(settings: SweepSettings, announce: Announce, report: Report, stop: Callable[[], bool]) -> None:
+def _work(
+    settings: SweepSettings, announce: Announce, report: Report, stop: Callable[[], bool]
+) -> None:
     work(settings, announce=announce, stop=stop, report=report)
 
 
 def default_jobs(scale: str, device: str = "cpu") -> int:
-    """Return one process for each CPU core at mini and medium scale on CPUs, at most 8, and else one."""
-    return min(os.cpu_count() or 1, MAX_JOBS) if scale in ("mini", "medium") and device == "cpu" else 1
+    """Return one process for each CPU core at mini and medium scale on CPUs, at most 8, and else
+    one."""
+    return (
+        min(os.cpu_count() or 1, MAX_JOBS) if scale in ("mini", "medium") and device == "cpu" else 1
+    )
 
 
-def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]) -> Record:
+def _run(
+    settings: SweepSettings, trial: Any, training: Training, sets: Any, stop: Callable[[], bool]
+) -> Record:
     from wellposed.recipes.mcgrath2024.multitask import train_multitask
 
     def check(step: int) -> None:
@@ -226,7 +260,12 @@ def _run(settings: SweepSettings, trial: Any, training: Training, sets: Any, sto
         record["imports"] = dict(settings.imports)
     try:
         found = train_multitask(
-            sets, settings.options, penalty=cell.penalty(), seed=seed, check=check, device=settings.device
+            sets,
+            settings.options,
+            penalty=cell.penalty(),
+            seed=seed,
+            check=check,
+            device=settings.device,
         )
     except ConvergenceError as error:
         record |= {"status": "failed", "error": str(error)}
@@ -250,7 +289,8 @@ def _tell(study: Any, trial: Any, record: Record) -> None:
 
 
 def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack] | None:
-    """Take the next waiting trial that has no result yet, with the lock that says it is being trained."""
+    """Take the next waiting trial that has no result yet, with the lock that says it is being
+    trained."""
     with _locked(Path(settings.out) / LOCK), _readable_journal(settings):
         study = _study(settings)
         while _trials(study, "WAITING"):
@@ -258,7 +298,9 @@ def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack]
             place, places = _place_parameter(trial.user_attrs["key"])
             parameters = {
                 "place": trial.suggest_categorical(place, places),
-                "form": trial.suggest_categorical("form", ("none", "gram", "householder", "gram_schmidt")),
+                "form": trial.suggest_categorical(
+                    "form", ("none", "gram", "householder", "gram_schmidt")
+                ),
                 "strength": trial.suggest_categorical("strength", (0.0, *STRENGTHS)),
             }
             training = Training(Cell(**parameters), trial.user_attrs["seed"])
@@ -274,7 +316,8 @@ def _take(settings: SweepSettings) -> tuple[Any, Training, contextlib.ExitStack]
 
 
 def _enqueue_missing(settings: SweepSettings) -> None:
-    """Enqueue each training that has no result, does not wait, and is not at work in a living process."""
+    """Enqueue each training that has no result, does not wait, and is not at work in a living
+    process."""
     study = _study(settings)
     taken_care_of = {name for name, _ in _trials(study, "WAITING")}
     for name, trial in _trials(study, "RUNNING"):
@@ -289,18 +332,23 @@ def _enqueue_missing(settings: SweepSettings) -> None:
 
 def _enqueue(study: Any, training: Training) -> None:
     place, _ = _place_parameter(training.name)
-    parameters = {place if name == "place" else name: value for name, value in training.cell.parameters().items()}
+    parameters = {
+        place if name == "place" else name: value
+        for name, value in training.cell.parameters().items()
+    }
     study.enqueue_trial(parameters, user_attrs={"seed": training.seed, "key": training.name})
 
 
 def _place_parameter(training: str) -> tuple[str, tuple[str, ...]]:
-    """Return the parameter that says where a training penalises, and its choices, which a study may never change."""
+    """Return the parameter that says where a training penalises, and its choices, which a study may
+    never change."""
     further = training.startswith(FURTHER_PLACES)
     return ("further_place", FURTHER_PLACES) if further else ("place", ("none", *PLACES))
 
 
 def _trials(study: Any, state: str) -> list[tuple[str, Any]]:
-    """Return the trials of a state, ``WAITING`` or ``RUNNING``, with the names of their trainings."""
+    """Return the trials of a state, ``WAITING`` or ``RUNNING``, with the names of their
+    trainings."""
     trials = study.get_trials(deepcopy=False)
     return [(str(trial.user_attrs["key"]), trial) for trial in trials if trial.state.name == state]
 
@@ -319,9 +367,15 @@ def _study(settings: SweepSettings) -> Any:
         raise missing_extra("optuna", "sweep", "sweeps") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = optuna.storages.JournalStorage(JournalFileBackend(str(Path(settings.out) / JOURNAL)))
-    sampler = optuna.samplers.RandomSampler(seed=0)  # never asked: every trial is enqueued with all its parameters
+    sampler = optuna.samplers.RandomSampler(
+        seed=0
+    )  # never asked: every trial is enqueued with all its parameters
     return optuna.create_study(
-        study_name=STUDY, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
+        study_name=STUDY,
+        storage=storage,
+        sampler=sampler,
+        direction="maximize",
+        load_if_exists=True,
     )
 
 
@@ -333,8 +387,9 @@ def _readable_journal(settings: SweepSettings) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged journal raises whatever Optuna meets in it
         raise CheckpointError(
-            f"{Path(settings.out) / JOURNAL}: cannot be read ({type(error).__name__}: {str(error)[:MAX_SHOWN]}); "
-            "finished trainings do not need it: remove it and go on with --resume auto"
+            f"{Path(settings.out) / JOURNAL}: cannot be read ({type(error).__name__}:"
+            f" {str(error)[:MAX_SHOWN]}); finished trainings do not need it: remove it and go on"
+            " with --resume auto"
         ) from error
 
 
@@ -346,7 +401,9 @@ def _check_identity(out: Path, settings: SweepSettings) -> None:
             f"{out}: holds files but no {SETTINGS}, so it is no sweep to resume; name another --out"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{out / SETTINGS}: damaged ({error}); start again in another folder") from error
+        raise CheckpointError(
+            f"{out / SETTINGS}: damaged ({error}); start again in another folder"
+        ) from error
     wanted = settings.identity()
     changed = [
         f"{name}: {before.get(name)!r} then, {wanted.get(name)!r} now"
@@ -354,7 +411,10 @@ def _check_identity(out: Path, settings: SweepSettings) -> None:
         if before.get(name) != wanted.get(name)
     ]
     if changed:
-        raise ConfigError(f"{out}: the sweep was started with other settings:\n{listed(changed)}\nname another --out")
+        raise ConfigError(
+            f"{out}: the sweep was started with other settings:\n{listed(changed)}\nname another"
+            " --out"
+        )
 
 
 def _write_data(settings: SweepSettings, description: dict[str, Any]) -> None:
@@ -364,7 +424,8 @@ def _write_data(settings: SweepSettings, description: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on ``path``; the system lets go of it when the process ends in whatever way."""
+    """Hold an advisory lock on ``path``; the system lets go of it when the process ends in whatever
+    way."""
     fcntl = _fcntl()
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -387,5 +448,7 @@ def _fcntl() -> Any:
     try:
         import fcntl
     except ImportError as error:
-        raise ConfigError("sweeps need advisory file locks, which this platform lacks; use Linux or macOS") from error
+        raise ConfigError(
+            "sweeps need advisory file locks, which this platform lacks; use Linux or macOS"
+        ) from error
     return fcntl

@@ -1,4 +1,5 @@
-"""A sweep in trackers: one record for each training, when it ends, and one for the tables and figures of all."""
+"""A sweep in trackers: one record for each training, when it ends, and one for the tables and
+figures of all."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ def track_training(settings: SweepSettings, training: Training, record: Mapping[
     folder = settings.result_path(training).with_suffix("")
     if settings.track:
         folder.mkdir(exist_ok=True)
-    config = {"cell": training.cell.name, **training.cell.parameters(), "seed": training.seed, **settings.identity()}
+    config = {
+        "cell": training.cell.name,
+        **training.cell.parameters(),
+        "seed": training.seed,
+        **settings.identity(),
+    }
     title = f"{STUDY} {training.cell.name} seed {training.seed}"
     with Trackers(Tracking(settings.track), folder, title=title, config=config) as trackers:
         for moment in record.get("errors", ()):
@@ -34,5 +40,7 @@ def track_sweep(settings: SweepSettings, images: Images) -> None:
         if result.runs
     }
     tracking = Tracking(settings.track, lambda _: images)
-    with Trackers(tracking, Path(settings.out), title=f"{STUDY} sweep", config=settings.identity()) as trackers:
+    with Trackers(
+        tracking, Path(settings.out), title=f"{STUDY} sweep", config=settings.identity()
+    ) as trackers:
         trackers.end(means, succeeded=True)

@@ -1,4 +1,5 @@
-"""The file of one finished training of a sweep: a JSON object that holds the SHA-256 of the rest of it."""
+"""The file of one finished training of a sweep: a JSON object that holds the SHA-256 of the rest of
+it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def read_record(path: Path) -> Record:
         record = from_json(path.read_bytes())
         _refuse_damage(record)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}; remove it and resume the sweep, which trains it again") from error
+        raise CheckpointError(
+            f"{path}: {error}; remove it and resume the sweep, which trains it again"
+        ) from error
     return record
 
 
@@ -52,9 +55,13 @@ def _refuse_damage(record: Any) -> None:
     wrong = [name for name, kind in wanted.items() if not isinstance(record.get(name), kind)]
     if not wrong and record["status"] == "success":
         scores = record["scores"]
-        wrong = [f"scores.{name}" for name in _SCORES if not isinstance(scores.get(name), (int, float))]
+        wrong = [
+            f"scores.{name}" for name in _SCORES if not isinstance(scores.get(name), (int, float))
+        ]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} missing or of another type, so it is not the result of a training")
+        raise ValueError(
+            f"{', '.join(wrong)} missing or of another type, so it is not the result of a training"
+        )
 
 
 def _digest(record: Record) -> str:

@@ -1,4 +1,5 @@
-"""Tables and figures of Sengupta et al. (2023), "Manifold-Preserving Transformers" (TransJect); free of torch."""
+"""Tables and figures of Sengupta et al. (2023), "Manifold-Preserving Transformers" (TransJect);
+free of torch."""
 
 from wellposed.recipes.recipe import Power, Recipe
 from wellposed.recipes.verdicts import LEVELLED_OFF
@@ -8,20 +9,35 @@ _WORDS = "sengupta2023.studies:seeds_of_words"
 _ARENA_TASKS = "four of the five tasks, drawn or generated here; text is left out"
 _DOCUMENTATION = "words of English prose that ships with Python"
 _OURS = "TransJect less Transformer"
-_ACCURACY = Power(_TEXTS, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, ended=LEVELLED_OFF)
-_ARENA = Power(_ARENAS, "mean test accuracy, in points", 2.0, f"{_OURS} on ListOps", tests=3, ended=LEVELLED_OFF)
+_ACCURACY = Power(
+    _TEXTS, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, ended=LEVELLED_OFF
+)
+_ARENA = Power(
+    _ARENAS,
+    "mean test accuracy, in points",
+    2.0,
+    f"{_OURS} on ListOps",
+    tests=3,
+    ended=LEVELLED_OFF,
+)
 _PERPLEXITY = Power(_WORDS, "test perplexity", 3.5, _OURS, tests=3, ended=LEVELLED_OFF)
-_DISTANCES = Power(_TEXTS, "distances, last layer over embedding", 0.05, "scaled Transformer on IMDb")
+_DISTANCES = Power(
+    _TEXTS, "distances, last layer over embedding", 0.05, "scaled Transformer on IMDb"
+)
 _FACTORS = Power(_TEXTS, "median activation factors", 0.12, "Transformer by dropout on IMDb")
-_ENTROPIES = Power(_TEXTS, "mean entropy of heads and experts, in nats", 0.025, "experts less heads on IMDb")
+_ENTROPIES = Power(
+    _TEXTS, "mean entropy of heads and experts, in nats", 0.025, "experts less heads on IMDb"
+)
 _CORRELATIONS = Power(_TEXTS, "correlations of distances", 0.07, f"{_OURS} on IMDb")
 _EVERY_SEED = Power(_TEXTS)
 
 RECIPES = (
     Recipe(
         "sengupta2023/figure-1",
-        "distances between three pairs of tokens, layer by layer, in a trained Transformer (data: imdb)",
-        "the Euclidean distance between tokens increases in the upper layers, the cosine distance is preserved",
+        "distances between three pairs of tokens, layer by layer, in a trained Transformer (data:"
+        " imdb)",
+        "the Euclidean distance between tokens increases in the upper layers, the cosine distance"
+        " is preserved",
         "sengupta2023.figures_1_4:figure_1",
         {"mini": 11, "medium": 120, "paper": 600},
         takes=("data",),
@@ -31,8 +47,9 @@ RECIPES = (
     Recipe(
         "sengupta2023/table-1",
         "test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news)",
-        "IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect 90.2, Transformer "
-        "88.8; on IMDb one head costs the Transformer 2.1 points, and one expert TransJect 4.7",
+        "IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect"
+        " 90.2, Transformer 88.8; on IMDb one head costs the Transformer 2.1 points, and one expert"
+        " TransJect 4.7",
         "sengupta2023.tables_1_2_3:table_1",
         {"mini": 12, "medium": 154, "paper": 20_000},
         takes=("data",),
@@ -41,8 +58,10 @@ RECIPES = (
     ),
     Recipe(
         "sengupta2023/table-2",
-        "test accuracy on the Long Range Arena of five models (data: a folder with imdb, cifar10_subset, aan, ...)",
-        "average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with ReZero 56.7",
+        "test accuracy on the Long Range Arena of five models (data: a folder with imdb,"
+        " cifar10_subset, aan, ...)",
+        "average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with"
+        " ReZero 56.7",
         "sengupta2023.tables_1_2_3:table_2",
         {"mini": 12, "medium": 460, "paper": 60_000},
         takes=("data",),
@@ -53,7 +72,8 @@ RECIPES = (
     Recipe(
         "sengupta2023/table-3",
         "perplexity on the words of the Penn Treebank of five models (data: a folder with ptb)",
-        "test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7, Transformer 598.9",
+        "test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7,"
+        " Transformer 598.9",
         "sengupta2023.tables_1_2_3:table_3",
         {"mini": 12, "medium": 500, "paper": 2000},
         takes=("data",),
@@ -79,9 +99,10 @@ RECIPES = (
     ),
     Recipe(
         "sengupta2023/figure-3a",
-        "activation factors and entropies by layer of four models, and their correlations (the runs of tables 1 and 2)",
-        "the median activation factor of TransJect is about 1, that of Transformer much higher; entropy -1.3 against "
-        "5.8",
+        "activation factors and entropies by layer of four models, and their correlations (the runs"
+        " of tables 1 and 2)",
+        "the median activation factor of TransJect is about 1, that of Transformer much higher;"
+        " entropy -1.3 against 5.8",
         "sengupta2023.figure_3a:figure_3a",
         {"mini": 19, "medium": 470, "paper": 20_000},
         takes=("data",),
@@ -100,8 +121,10 @@ RECIPES = (
     ),
     Recipe(
         "sengupta2023/figure-4",
-        "Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data: imdb)",
-        "TransJect keeps the relative distances between tokens through the layers; Transformer spreads them",
+        "Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data:"
+        " imdb)",
+        "TransJect keeps the relative distances between tokens through the layers; Transformer"
+        " spreads them",
         "sengupta2023.figures_1_4:figure_4",
         {"mini": 1.3, "medium": 90, "paper": 1200},
         takes=("data",),
@@ -121,8 +144,8 @@ RECIPES = (
     Recipe(
         "sengupta2023/figure-6",
         "activation factor and entropy against experts, layers and dropout (data: imdb)",
-        "more experts raise the activation at the last layer; more layers raise it for Transformer and not for "
-        "TransJect; more dropout lowers activation and entropy of Transformer",
+        "more experts raise the activation at the last layer; more layers raise it for Transformer"
+        " and not for TransJect; more dropout lowers activation and entropy of Transformer",
         "sengupta2023.figure_6:figure_6",
         {"mini": 27, "medium": 520, "paper": 15_000},
         takes=("data",),

@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023), section 4.2: the Transformer with one head and TransJect with one expert, on IMDb."""
+"""Sengupta et al. (2023), section 4.2: the Transformer with one head and TransJect with one expert,
+on IMDb."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Ablation:
 
 
 def ablations(request: Request, study: Study) -> list[Ablation]:
-    """Return both ablations on IMDb, trained at the rate of the whole model; none on another task."""
+    """Return both ablations on IMDb, trained at the rate of the whole model; none on another
+    task."""
     if study.name != "imdb":
         return []
     return [
@@ -44,13 +46,20 @@ def ablations(request: Request, study: Study) -> list[Ablation]:
     ]
 
 
-def _ablation(request: Request, study: Study, variant: str, *, option: str, split: str, printed: float) -> Ablation:
+def _ablation(
+    request: Request, study: Study, variant: str, *, option: str, split: str, printed: float
+) -> Ablation:
     task, whole = train_study(request, study, variants=(variant,))
     study = tuned_study(request, study, task, (variant,))
-    changed = replace(study, name=f"{study.name}-{option}1", sizes=replace(study.sizes, **{option: 1}))
+    changed = replace(
+        study, name=f"{study.name}-{option}1", sizes=replace(study.sizes, **{option: 1})
+    )
     _, runs = train_study(request, changed, variants=(variant,), task=task)
     scores = [100 * run.metric(f"accuracy,{split}") for run in runs]
-    changes = [score - 100 * run.metric(f"accuracy,{split}") for score, run in zip(scores, whole, strict=True)]
+    changes = [
+        score - 100 * run.metric(f"accuracy,{split}")
+        for score, run in zip(scores, whole, strict=True)
+    ]
     return Ablation(f"{LABELS[variant]}, one {option[:-1]}", split, printed, scores, changes)
 
 
@@ -74,7 +83,7 @@ def ablation_row(ablation: Ablation) -> dict[str, Any]:
 def about(ablations: Sequence[Ablation]) -> str:
     """Return the changes in words beside those that the paper prints."""
     return "".join(
-        f"; {found.model} ({found.split}) {plus_minus(mean_and_error(found.changes))} points, paper "
-        f"{found.printed:g}: {_WORDS[found.loses]}"
+        f"; {found.model} ({found.split}) {plus_minus(mean_and_error(found.changes))} points, paper"
+        f" {found.printed:g}: {_WORDS[found.loses]}"
         for found in ablations
     )

@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023), figure 3a: activation factors and entropies by layer, and the correlations of section 5."""
+"""Sengupta et al. (2023), figure 3a: activation factors and entropies by layer, and the
+correlations of section 5."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _DRAWN = ("activation factor, euclidean", "activation factor, cosine", "entropy"
 
 
 def figure_3a(request: Request) -> Reproduction:
-    """Activation factor (three distances) and entropy by layer, and the correlations of section 5."""
+    """Activation factor (three distances) and entropy by layer, and the correlations of section
+    5."""
     rows: list[dict[str, Any]] = []
     panels: list[Panel] = []
     said: list[str] = []
@@ -39,21 +41,32 @@ def figure_3a(request: Request) -> Reproduction:
     for study in studies:
         found = measure_study(request, replace(study, scale_embeddings=False), _MODELS)
         found |= measure_study(request, study, _MODELS[1:])
-        mine = [row for model, runs in found.items() for row in _layer_rows(study, model, [m for m, _ in runs])]
+        mine = [
+            row
+            for model, runs in found.items()
+            for row in _layer_rows(study, model, [m for m, _ in runs])
+        ]
         rows += mine
-        panels += [_panel(study.name, quantity, where(mine, quantity=quantity), list(found)) for quantity in _DRAWN]
+        panels += [
+            _panel(study.name, quantity, where(mine, quantity=quantity), list(found))
+            for quantity in _DRAWN
+        ]
         points = [
-            (layers.median_factor(), layers.entropy(), score) for runs in found.values() for layers, score in runs
+            (layers.median_factor(), layers.entropy(), score)
+            for runs in found.values()
+            for layers, score in runs
         ]
         factors, entropies = (
             {model: [of(layers) for layers, _ in runs] for model, runs in found.items()}
             for of in (Layers.median_factor, Layers.entropy)
         )
         said.append(
-            f"{study.name}: median activation factor {_by_model(factors)}; entropy {_by_model(entropies)}"
-            + _correlations(points)
+            f"{study.name}: median activation factor {_by_model(factors)}; entropy"
+            f" {_by_model(entropies)}" + _correlations(points)
         )
-        verdicts.append(judge_figure_3a(*(factors[LABELS[name]] for name in ("transject", "post_ln"))))
+        verdicts.append(
+            judge_figure_3a(*(factors[LABELS[name]] for name in ("transject", "post_ln")))
+        )
     return Reproduction(
         rows,
         panels,
@@ -62,14 +75,19 @@ def figure_3a(request: Request) -> Reproduction:
         notes=(
             NEIGHBOURS_NOTE,
             SCALE_NOTE,
-            "the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on characters, and Spearman(factor, "
-            "entropy) 1.0, over its four models",
-            "-inf: some value occurs more often than there are neighbours, as TransJect's code of a position does in "
-            "the embeddings of many texts, so that they have no density",
+            (
+                "the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on"
+                " characters, and Spearman(factor, entropy) 1.0, over its four models"
+            ),
+            (
+                "-inf: some value occurs more often than there are neighbours, as TransJect's code"
+                " of a position does in the embeddings of many texts, so that they have no density"
+            ),
         ),
         criterion=Criterion(
-            "at the last layer, on both tasks and without scaled embeddings, the median activation factor of TransJect "
-            f"is within 0.9 to 1.1 and that of the Transformer at least {_MUCH_HIGHER:g} times as high",
+            "at the last layer, on both tasks and without scaled embeddings, the median activation"
+            " factor of TransJect is within 0.9 to 1.1 and that of the Transformer at least"
+            f" {_MUCH_HIGHER:g} times as high",
             studies[0].sizes.seeds,
             UNCERTAINTY,
         ),
@@ -83,7 +101,10 @@ def _panel(task: str, quantity: str, rows: Sequence[Row], models: Sequence[str])
     printed = {LABELS["transject"]: FACTOR} if quantity == _DRAWN[0] else {}
     if quantity == "entropy" and task == "imdb":
         printed = ENTROPY
-    drawn = [printed_line(model, height, layers, models.index(model)) for model, height in printed.items()]
+    drawn = [
+        printed_line(model, height, layers, models.index(model))
+        for model, height in printed.items()
+    ]
     return Panel(task, "layer", quantity, [*boxes, *drawn])
 
 
@@ -94,12 +115,16 @@ def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) ->
 
 
 def _by_model(values: dict[str, list[float]]) -> str:
-    return ", ".join(f"{model} {plus_minus(mean_or_infinite(of_seeds))}" for model, of_seeds in values.items())
+    return ", ".join(
+        f"{model} {plus_minus(mean_or_infinite(of_seeds))}" for model, of_seeds in values.items()
+    )
 
 
 def _layer_rows(study: Study, model: str, seeds: Sequence[Layers]) -> list[dict[str, Any]]:
     """Return quartiles over the sequences of all seeds, for each layer of each quantity."""
-    quantities = [(f"activation factor, {m}", 1, [layers.factors[m] for layers in seeds]) for m in METRICS]
+    quantities = [
+        (f"activation factor, {m}", 1, [layers.factors[m] for layers in seeds]) for m in METRICS
+    ]
     quantities.append(("entropy", 0, [layers.entropies for layers in seeds]))
     quantities.append(("entropy, standardized", 0, [layers.standardized for layers in seeds]))
     rows = []

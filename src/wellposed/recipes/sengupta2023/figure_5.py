@@ -32,7 +32,12 @@ def figure_5(request: Request) -> Reproduction:
             task,
             "layer",
             "alpha / L",
-            lines(where(rows, task=task), "layer", "alpha_over_layers", by=lambda row: f"seed {row['seed']}"),
+            lines(
+                where(rows, task=task),
+                "layer",
+                "alpha_over_layers",
+                by=lambda row: f"seed {row['seed']}",
+            ),
             level=(f"paper: below {LARGEST_WEIGHT:g}", LARGEST_WEIGHT),
         )
         for task in dict.fromkeys(row["task"] for row in rows)
@@ -48,8 +53,14 @@ def figure_5(request: Request) -> Reproduction:
             AGREED,
         ),
         notes=(
-            "alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid starts at one half",
-            "|alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the paper's six",
+            (
+                "alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid"
+                " starts at one half"
+            ),
+            (
+                "|alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the"
+                " paper's six"
+            ),
         ),
     )
 

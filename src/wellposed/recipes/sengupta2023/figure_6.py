@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023), figure 6: activation factor and entropy against experts, layers and dropout."""
+"""Sengupta et al. (2023), figure 6: activation factor and entropy against experts, layers and
+dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from wellposed.recipes.sengupta2023.trained import (
 )
 from wellposed.recipes.verdicts import UNCERTAINTY, every, inside
 
-_SWEPT = (("transject", "experts"), ("transject", "layers"), ("post_ln", "layers"), ("post_ln", "dropout"))
+_SWEPT = (
+    ("transject", "experts"),
+    ("transject", "layers"),
+    ("post_ln", "layers"),
+    ("post_ln", "dropout"),
+)
 _QUANTITIES = {
     "median activation factor, last layer": ("activation_factor", "standard_error"),
     "entropy, mean of layers": ("entropy", "entropy_error"),
@@ -60,17 +66,22 @@ def figure_6(request: Request) -> Reproduction:
         change[model, option] = _change(trained)
     return Reproduction(
         rows,
-        [_panel(rows, variant, option, quantity) for quantity in _QUANTITIES for variant, option in _SWEPT],
+        [
+            _panel(rows, variant, option, quantity)
+            for quantity in _QUANTITIES
+            for variant, option in _SWEPT
+        ],
         got="change of the activation factor from the smallest to the largest value: "
         + ", ".join(
-            f"{model}: {option} {value:+.2f} +- {error:.2f}" for (model, option), (value, error) in change.items()
+            f"{model}: {option} {value:+.2f} +- {error:.2f}"
+            for (model, option), (value, error) in change.items()
         ),
         holds=judge_figure_6(change),
         notes=(NEIGHBOURS_NOTE, SCALE_NOTE, "dropout also on the embeddings"),
         criterion=Criterion(
-            "from the smallest to the largest value tried and without scaled embeddings, experts raise the activation "
-            "factor of TransJect, layers raise that of the Transformer by more than they change TransJect's, and "
-            "dropout lowers the Transformer's",
+            "from the smallest to the largest value tried and without scaled embeddings, experts"
+            " raise the activation factor of TransJect, layers raise that of the Transformer by"
+            " more than they change TransJect's, and dropout lowers the Transformer's",
             study.sizes.seeds,
             UNCERTAINTY,
         ),
@@ -85,7 +96,9 @@ def _panel(rows: Sequence[Row], variant: str, option: str, quantity: str) -> Pan
         mine = [row for row in where(rows, model=name, option=option) if row["trained"]]
         errors = [row[error] for row in mine]
         values, points = [row["value"] for row in mine], [row[column] for row in mine]
-        series.append(Series(name, values, points, errors=errors if all(map(math.isfinite, errors)) else ()))
+        series.append(
+            Series(name, values, points, errors=errors if all(map(math.isfinite, errors)) else ())
+        )
     return Panel(f"{LABELS[variant]}: {option}", option, quantity, series)
 
 
@@ -102,16 +115,26 @@ def judge_figure_6(change: Mapping[tuple[str, str], tuple[float, float]]) -> boo
     )
 
 
-def _configured(request: Request, study: Study, task: Any, variant: str, **changed: float) -> dict[str, Any]:
-    """Train one configuration of figure 6 with every seed and return its row: means, and the error of the factor."""
+def _configured(
+    request: Request, study: Study, task: Any, variant: str, **changed: float
+) -> dict[str, Any]:
+    """Train one configuration of figure 6 with every seed and return its row: means, and the error
+    of the factor."""
     ((option, value),) = changed.items()
-    study = replace(study, name=f"{study.name}-{option}{value:g}", sizes=replace(study.sizes, **changed))
+    study = replace(
+        study, name=f"{study.name}-{option}{value:g}", sizes=replace(study.sizes, **changed)
+    )
     _, runs = train_study(request, study, variants=(variant,), task=task)
     batches = probe_batches(request, task)
     trained = [run for run in runs if run.metrics]
     found = [measure_layers(trained_model(run), batches) for run in trained]
     model = model_name(variant, scaled=study.scale_embeddings)
-    row: dict[str, Any] = {"model": model, "option": option, "value": value, "trained": len(trained)}
+    row: dict[str, Any] = {
+        "model": model,
+        "option": option,
+        "value": value,
+        "trained": len(trained),
+    }
     if not trained:
         return row
     factor, error = mean_and_error([layers.median_factor() for layers in found])

@@ -46,19 +46,30 @@ def figure_7(request: Request) -> Reproduction:
                     for expert, of_expert in enumerate(zip(*weights, strict=True), start=1)
                 ]
         everything = list(itertools.chain(*pooled.values()))
-        reach = quantile([*everything, GATE_MODE], _TAIL), quantile([*everything, GATE_MODE], 1 - _TAIL)
+        reach = (
+            quantile([*everything, GATE_MODE], _TAIL),
+            quantile([*everything, GATE_MODE], 1 - _TAIL),
+        )
         series = [_histogram(f"layer {layer}", values, reach) for layer, values in pooled.items()]
         highest = max(max(bars.y) for bars in series)
-        series.append(Series(f"paper: mode about {GATE_MODE:g}", [GATE_MODE, GATE_MODE], [0, highest], "dashed"))
+        series.append(
+            Series(
+                f"paper: mode about {GATE_MODE:g}", [GATE_MODE, GATE_MODE], [0, highest], "dashed"
+            )
+        )
         panels.append(Panel(study.name, "expert weight", "share of weights", series))
     means = [row["mean_weight"] for row in rows]
     return Reproduction(
         rows,
         panels,
-        got=f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f} being even",
+        got=(
+            f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f}"
+            " being even"
+        ),
         holds=judge_figure_7(means, even),
         criterion=Criterion(
-            "the mean weight of every expert, in every layer of every seed, is within a factor 2 of even",
+            "the mean weight of every expert, in every layer of every seed, is within a factor 2 of"
+            " even",
             len({row["seed"] for row in rows}),
             AGREED,
         ),
@@ -71,7 +82,11 @@ def judge_figure_7(means: Sequence[float], even: float) -> bool:
     return max(means) < 2 * even and min(means) > even / 2
 
 
-def _histogram(label: str, values: Sequence[float], reach: tuple[float, float], bins: int = 20) -> Series:
+def _histogram(
+    label: str, values: Sequence[float], reach: tuple[float, float], bins: int = 20
+) -> Series:
     """Return the share of values in each part of ``reach``."""
     counts, edges = np.histogram(values, bins, range=reach)
-    return Series(label, ((edges[:-1] + edges[1:]) / 2).tolist(), (counts / len(values)).tolist(), "bars")
+    return Series(
+        label, ((edges[:-1] + edges[1:]) / 2).tolist(), (counts / len(values)).tolist(), "bars"
+    )

@@ -1,4 +1,5 @@
-"""What Sengupta et al. (2023) print: tables 1 to 3 with the baselines they quote, ablations, and numbers of figures."""
+"""What Sengupta et al. (2023) print: tables 1 to 3 with the baselines they quote, ablations, and
+numbers of figures."""
 
 from __future__ import annotations
 
@@ -30,18 +31,27 @@ _FROM_CHEN = {
     "Skyformer": (38.7, 64.7, 82.1, 70.7, 40.8, 59.4),
 }
 QUOTED: Mapping[str, Mapping[str, float]] = {
-    **{task: {name: values[i] for name, values in _FROM_TAY.items()} for i, task in enumerate(_OF_TEXTS)},
-    **{task: {name: values[i] for name, values in _FROM_CHEN.items()} for i, task in enumerate(_OF_ARENA)},
+    **{
+        task: {name: values[i] for name, values in _FROM_TAY.items()}
+        for i, task in enumerate(_OF_TEXTS)
+    },
+    **{
+        task: {name: values[i] for name, values in _FROM_CHEN.items()}
+        for i, task in enumerate(_OF_ARENA)
+    },
 }
-"""By task: baselines that the paper quotes, of Tay et al. (2021) in table 1 and Chen et al. (2021) in table 2."""
+"""By task: baselines that the paper quotes, of Tay et al. (2021) in table 1 and Chen et al. (2021)
+in table 2."""
 ONE_HEAD, ONE_EXPERT = -2.1, -4.7
-"""Points on IMDb that the Transformer loses with a single head, and TransJect with a single expert (on valid)."""
+"""Points on IMDb that the Transformer loses with a single head, and TransJect with a single expert
+(on valid)."""
 ENTROPY: Mapping[str, float] = {"TransJect": -1.3, "Transformer": 5.8}
 """Mean entropy on IMDb, figure 3a; it gives 0.12 and 0.13 as standard deviations."""
 PART_ENTROPY: Mapping[str, float] = {"TransJect": -2.2, "Transformer": 0.67}
 """Mean entropy of experts and of heads, figure 3b."""
 FACTOR = 1.0
-"""About the median activation factor of TransJect, figure 3a; of the other models no number is printed."""
+"""About the median activation factor of TransJect, figure 3a; of the other models no number is
+printed."""
 LARGEST_WEIGHT = 0.33
 """What the residual weights of figure 5 stay below."""
 GATE_MODE = 0.25

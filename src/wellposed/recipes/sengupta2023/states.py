@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023): what trained models do to tokens: activation factors, entropies, heads, experts, gates."""
+"""Sengupta et al. (2023): what trained models do to tokens: activation factors, entropies, heads,
+experts, gates."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ _PAIRS = 500
 
 @dataclass
 class Layers:
-    """Per layer 1..L, one value for each test sequence; entropies for the embedding (layer 0) too."""
+    """Per layer 1..L, one value for each test sequence; entropies for the embedding (layer 0)
+    too."""
 
     factors: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By metric: for each layer the mean ratio of each sequence (equation 5 without its outer mean)."""
+    """By metric: for each layer the mean ratio of each sequence (equation 5 without its outer
+    mean)."""
     entropies: list[list[float]] = field(default_factory=list)
     """For each state 0..L the mean over tokens (equation 6) of each batch, in nats."""
     standardized: list[list[float]] = field(default_factory=list)
@@ -54,11 +57,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
-    """Return test examples of at least two tokens, drawn by a fixed seed, in batches without labels."""
+    """Return test examples of at least two tokens, drawn by a fixed seed, in batches without
+    labels."""
     count = request.pick(toy=6, mini=64, medium=256, paper=1000)
     examples, lengths = task.dataset("test"), task.lengths("test")
     usable = [index for index in range(len(examples)) if lengths[index] > 1]
-    chosen = sorted(random.Random("probe").sample(usable, min(count, len(usable))), key=lambda i: -lengths[i])
+    chosen = sorted(
+        random.Random("probe").sample(usable, min(count, len(usable))), key=lambda i: -lengths[i]
+    )
     batches = []
     for start in range(0, len(chosen), _BATCH):
         batch = task.collate([examples[i] for i in chosen[start : start + _BATCH]])
@@ -67,7 +73,8 @@ def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
 
 
 def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
-    """Return activation factors (from at most 500 drawn pairs a sequence) and entropies (nearest neighbours)."""
+    """Return activation factors (from at most 500 drawn pairs a sequence) and entropies (nearest
+    neighbours)."""
     found = Layers()
     for batch in batches:
         states, mask = hidden_states(model.base_model, batch), batch["attention_mask"]
@@ -89,7 +96,8 @@ def _extend(target: list[list[float]], rows: Sequence[Sequence[float]]) -> None:
 
 
 def part_entropies(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[float]]:
-    """Return, for each layer, the entropy of each head's or each expert's output (figure 3b), in nats."""
+    """Return, for each layer, the entropy of each head's or each expert's output (figure 3b), in
+    nats."""
     body = model.base_model
     is_transject = hasattr(body, "stack")
     layers = _layers(body)
@@ -98,10 +106,13 @@ def part_entropies(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[lis
         with _watched_parts(layers, experts=is_transject) as seen, torch.no_grad():
             body(**batch)
         for index, parts in enumerate(seen):
-            # of the layer's parts side by side; the state before it only stands in for the input that is asked for
+            # of the layer's parts side by side; the state before it only stands in for the input
+            # that is asked for
             side_by_side = torch.cat(parts, -1)
             heads = len(parts) if is_transject else layers[index].attention.num_heads
-            entropy = layer_entropy((side_by_side, side_by_side), heads=heads, attention_mask=batch["attention_mask"])
+            entropy = layer_entropy(
+                (side_by_side, side_by_side), heads=heads, attention_mask=batch["attention_mask"]
+            )
             totals[index].append(entropy[0].tolist())  # pyright: ignore[reportArgumentType]
     return [[statistics.fmean(column) for column in zip(*rows, strict=True)] for rows in totals]
 
@@ -112,13 +123,16 @@ def _layers(body: Any) -> list[Any]:
 
 @contextmanager
 def _watched_parts(layers: Sequence[Any], *, experts: bool) -> Iterator[list[list[Tensor]]]:
-    """Collect what experts put out, or what heads hand to their output projection, layer by layer."""
+    """Collect what experts put out, or what heads hand to their output projection, layer by
+    layer."""
     seen: list[list[Tensor]] = [[] for _ in layers]
     handles = []
     for parts, layer in zip(seen, layers, strict=True):
         if experts:
             handles += [
-                expert.register_forward_hook(lambda _module, _args, out, parts=parts: parts.append(out.detach()))
+                expert.register_forward_hook(
+                    lambda _module, _args, out, parts=parts: parts.append(out.detach())
+                )
                 for expert in layer.attention.experts
             ]
         else:
@@ -148,6 +162,7 @@ def gate_weights(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[
 
 
 def residual_weights(model: Any) -> list[float]:
-    """Return ``alpha_l``, the residual weight of each layer before it is divided by L (figure 5)."""
+    """Return ``alpha_l``, the residual weight of each layer before it is divided by L (figure
+    5)."""
     layers = _layers(model.base_model)
     return [float(layer.residual.scale().detach()) * len(layers) for layer in layers]

@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023), table 4: inference time against the length of the text, by N x N and by fused attention."""
+"""Sengupta et al. (2023), table 4: inference time against the length of the text, by N x N and by
+fused attention."""
 
 from __future__ import annotations
 
@@ -41,14 +42,20 @@ def table_4(request: Request) -> Reproduction:
         paper=(512, 6, 4, _LENGTHS, 20),
     )
     device = timing_device()
-    models = {name: model.to(device) for name, model in build_models(width, layers, experts, max(lengths)).items()}
+    models = {
+        name: model.to(device)
+        for name, model in build_models(width, layers, experts, max(lengths)).items()
+    }
     rows: list[dict[str, Any]] = []
     for column, tokens in enumerate(lengths):
         request.announce(f"{tokens} tokens")
         ids = torch.randint(2, _BYTES, (1, tokens), device=device)
         pairs = list(itertools.product(ATTENTIONS, models))
         seconds = median_seconds(
-            {f"{name}, {attention}": partial(_run, models[name], ids, attention) for attention, name in pairs},
+            {
+                f"{name}, {attention}": partial(_run, models[name], ids, attention)
+                for attention, name in pairs
+            },
             repeats,
             warmup=1,
         )
@@ -76,16 +83,21 @@ def table_4(request: Request) -> Reproduction:
             )
             for attention in ATTENTIONS
         ],
-        got="TransJect over Transformer: " + "; ".join(_said(rows, attention) for attention in ATTENTIONS),
-        holds=judge_table_4([row["speedup"] for row in where(rows, attention=_PAPERS, model="TransJect")]),
+        got="TransJect over Transformer: "
+        + "; ".join(_said(rows, attention) for attention in ATTENTIONS),
+        holds=judge_table_4(
+            [row["speedup"] for row in where(rows, attention=_PAPERS, model="TransJect")]
+        ),
         criterion=Criterion(
-            "beside Transformers that form the N x N weights, as the paper's do, TransJect is faster by a factor that "
-            "grows with the length, to at least 20 at 4k tokens",
+            "beside Transformers that form the N x N weights, as the paper's do, TransJect is"
+            " faster by a factor that grows with the length, to at least 20 at 4k tokens",
             uncertainty=f"medians of {repeats} interleaved passes",
         ),
         notes=(
-            f"median of {repeats} interleaved passes without gradient, batch 1, float32, on {device}; the paper prints "
-            "neither batch nor device",
+            (
+                f"median of {repeats} interleaved passes without gradient, batch 1, float32, on"
+                f" {device}; the paper prints neither batch nor device"
+            ),
         ),
     )
 
@@ -97,7 +109,9 @@ def _run(model: Any, ids: torch.Tensor, attention: str) -> None:
 
 def _said(rows: Sequence[Row], attention: str) -> str:
     mine = where(rows, attention=attention)
-    gains = ", ".join(f"{row['speedup']:.1f}x at {row['tokens']}" for row in where(mine, model="TransJect"))
+    gains = ", ".join(
+        f"{row['speedup']:.1f}x at {row['tokens']}" for row in where(mine, model="TransJect")
+    )
     slope, plain = (_slope(where(mine, model=name)) for name in ("TransJect", "Transformer"))
     return f"{attention} attention {gains}, slope in log-log {slope:.2f} against {plain:.2f}"
 
@@ -108,11 +122,20 @@ def judge_table_4(gains: Sequence[float]) -> bool:
 
 
 def build_models(width: int, layers: int, experts: int, positions: int) -> dict[str, Any]:
-    """Return the four models of the table, byte-level classifiers in evaluation mode with random weights."""
-    shared = {"vocab_size": _BYTES, "hidden_size": width, "num_hidden_layers": layers, "num_labels": 2}
+    """Return the four models of the table, byte-level classifiers in evaluation mode with random
+    weights."""
+    shared = {
+        "vocab_size": _BYTES,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_labels": 2,
+    }
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "Transformer": ("wellposed", {"num_attention_heads": 8}),
-        "Transformer+ReZero": ("wellposed", {"num_attention_heads": 8, "norm": "none", "residual": "rezero"}),
+        "Transformer+ReZero": (
+            "wellposed",
+            {"num_attention_heads": 8, "norm": "none", "residual": "rezero"},
+        ),
         "Orthogonal Transformer": ("wellposed", {"num_attention_heads": 8}),
         "TransJect": ("transject", {"num_experts": experts}),
     }

@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023), tables 1 to 3: accuracy and perplexity of five models, with what they do to tokens."""
+"""Sengupta et al. (2023), tables 1 to 3: accuracy and perplexity of five models, with what they do
+to tokens."""
 
 from __future__ import annotations
 
@@ -38,13 +39,18 @@ _NOTES = {
     "toy": (),
     "mini": (
         "small models, short texts and few steps, the same for all five",
-        "learning rates are ours: each model's own, best on valid with one more seed, by "
-        "benchmarks/sengupta2023_rates.py",
+        (
+            "learning rates are ours: each model's own, best on valid with one more seed, by "
+            "benchmarks/sengupta2023_rates.py"
+        ),
     ),
     "medium": (
         "small models and short texts, the same for all five",
-        "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 the best on valid, with one "
-        "more seed, of three about it and of those further on where that is the first or the last",
+        (
+            "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 the"
+            " best on valid, with one more seed, of three about it and of those further on where"
+            " that is the first or the last"
+        ),
     ),
     "paper": ("8 heads and, for the Long Range Arena, the learning rate are not printed",),
 }
@@ -52,9 +58,9 @@ _WORDS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
 Means = Mapping[str, float]
 """The mean test metric of each variant."""
 _CRITERION = (
-    "is better than Transformer, with ReZero and Orthogonal Transformer by a significant difference each, or is "
-    f"against the claim where one of them is significantly better; not judged before every training has levelled off: "
-    f"{LEVELLED_OFF}"
+    "is better than Transformer, with ReZero and Orthogonal Transformer by a significant"
+    " difference each, or is against the claim where one of them is significantly better; not"
+    f" judged before every training has levelled off: {LEVELLED_OFF}"
 )
 _PAIRED = "paired t-tests over seeds, Holm-corrected over the three, at 5 %"
 
@@ -74,11 +80,15 @@ class Scores:
 
 
 def judge(scores: Scores, winner: str, *, higher_is_better: bool = True) -> bool | None:
-    """Say whether the winner beats every plain Transformer; None where training goes on or the seeds cannot tell."""
+    """Say whether the winner beats every plain Transformer; None where training goes on or the
+    seeds cannot tell."""
     if not scores.level or not all(map(math.isfinite, itertools.chain(*scores.test.values()))):
         return None
     ours = scores.test[winner]
-    tests = [paired_comparison(ours, scores.test[plain], higher_is_better=higher_is_better) for plain in _PLAIN]
+    tests = [
+        paired_comparison(ours, scores.test[plain], higher_is_better=higher_is_better)
+        for plain in _PLAIN
+    ]
     return every(
         ((test.mean_difference or 0.0) > 0) == higher_is_better if test.significant else None
         for test in holm_correction(tests)
@@ -92,24 +102,31 @@ def table_1(request: Request) -> Reproduction:
     found = [study for study in studies if find_data(request.data, study.folders) is not None]
     if not found:
         raise ConfigError(
-            "sengupta2023/table-1 needs data: give data=FOLDER that holds imdb and ag_news (label and text in tsv, "
-            "csv or jsonl files), or one of these folders"
+            "sengupta2023/table-1 needs data: give data=FOLDER that holds imdb and ag_news (label"
+            " and text in tsv, csv or jsonl files), or one of these folders"
         )
-    notes = [f"{study.name} is not in the data and was left out" for study in studies if study not in found]
+    notes = [
+        f"{study.name} is not in the data and was left out"
+        for study in studies
+        if study not in found
+    ]
     # At medium scale the paper's single rate stands beside rates that are tuned for each model.
     plain = [at_one_rate(study) for study in found if study.sizes.factors]
     rows, scores = _compare(request, [*found, *plain], "accuracy")
     verdicts = {name: judge(of, winners[base_name(name)]) for name, of in scores.items()}
     notes += [
-        f"{study.name}, the paper's {study.sizes.learning_rate:g} for all: {_WORDS[verdicts[study.name]]} at this "
-        "width, which says nothing about the paper: a step of Adam moves an orthogonal weight by up to rate x D "
-        f"(spectral), {PAPER_WIDTH // study.sizes.width} times as far at its D = {PAPER_WIDTH}"
+        f"{study.name}, the paper's {study.sizes.learning_rate:g} for all:"
+        f" {_WORDS[verdicts[study.name]]} at this width, which says nothing about the paper: a step"
+        " of Adam moves an orthogonal weight by up to rate x D (spectral),"
+        f" {PAPER_WIDTH // study.sizes.width} times as far at its D = {PAPER_WIDTH}"
         for study in plain
     ]
     without = [ablation for study in found for ablation in ablations(request, study)]
     rows += [ablation_row(ablation) for ablation in without]
     criterion = Criterion(
-        f"TransJect on IMDb and Random-TransJect on AG News {_CRITERION}", found[0].sizes.seeds, _PAIRED
+        f"TransJect on IMDb and Random-TransJect on AG News {_CRITERION}",
+        found[0].sizes.seeds,
+        _PAIRED,
     )
     return _reproduction(
         request,
@@ -139,8 +156,8 @@ def table_2(request: Request) -> Reproduction:
     means = _means(scores)
     learnt = [name for name in means if _is_learnt(rows, name)]
     notes += [
-        f"{name}: no model is two standard errors above always saying the commonest class, so it has no part in "
-        "the verdict"
+        f"{name}: no model is two standard errors above always saying the commonest class, so it"
+        " has no part in the verdict"
         for name in means
         if name not in learnt
     ]
@@ -148,12 +165,18 @@ def table_2(request: Request) -> Reproduction:
     for (variant, value), printed in zip(average.items(), PAPER["average"], strict=True):
         rows.append({"task": "average", "model": LABELS[variant], "paper": printed, "ours": value})
     rows += _quoted("average")
-    holds = judge(average_scores([scores[name] for name in learnt]), "transject") if learnt else None
+    holds = (
+        judge(average_scores([scores[name] for name in learnt]), "transject") if learnt else None
+    )
     criterion = Criterion(
-        f"the average of TransJect over the tasks that are learnt {_CRITERION}", studies[0].sizes.seeds, _PAIRED
+        f"the average of TransJect over the tasks that are learnt {_CRITERION}",
+        studies[0].sizes.seeds,
+        _PAIRED,
     )
     means = {**means, "average": average}
-    return _reproduction(request, rows, studies, means, holds=holds, notes=notes + builtin, criterion=criterion)
+    return _reproduction(
+        request, rows, studies, means, holds=holds, notes=notes + builtin, criterion=criterion
+    )
 
 
 def table_3(request: Request) -> Reproduction:
@@ -164,20 +187,30 @@ def table_3(request: Request) -> Reproduction:
     for row, printed in zip(rows, PAPER_VALID_PERPLEXITY, strict=True):
         row["paper_valid"] = printed
     notes = [
-        "the released language model does not run and its Gram matrix sees later words, so the printed perplexities "
-        "are no target; ours is causal by construction",
-        "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the perplexity of ours on valid "
-        "from 178.0 to 275.8 (Transformer), so one rate for all explains part of the printed 598.9",
+        (
+            "the released language model does not run and its Gram matrix sees later words, so the"
+            " printed perplexities are no target; ours is causal by construction"
+        ),
+        (
+            "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the"
+            " perplexity of ours on valid from 178.0 to 275.8 (Transformer), so one rate for all"
+            " explains part of the printed 598.9"
+        ),
     ]
     holds = judge(scores[study.name], "transject", higher_is_better=False)
     criterion = Criterion(f"the perplexity of TransJect {_CRITERION}", study.sizes.seeds, _PAIRED)
-    return _reproduction(request, rows, [study], _means(scores), holds=holds, notes=notes, criterion=criterion)
+    return _reproduction(
+        request, rows, [study], _means(scores), holds=holds, notes=notes, criterion=criterion
+    )
 
 
 def average_scores(of_studies: Sequence[Scores]) -> Scores:
     """Return the mean over studies, seed by seed."""
     test = {
-        variant: [statistics.fmean(same) for same in zip(*(of.test[variant] for of in of_studies), strict=True)]
+        variant: [
+            statistics.fmean(same)
+            for same in zip(*(of.test[variant] for of in of_studies), strict=True)
+        ]
         for variant in VARIANTS
     }
     return Scores(test, all(of.level for of in of_studies))
@@ -187,8 +220,12 @@ def _means(scores: Mapping[str, Scores]) -> dict[str, Means]:
     return {name: of.means() for name, of in scores.items()}
 
 
-def _average(means: Mapping[str, Means], studies: Sequence[str] | Mapping[str, Any]) -> dict[str, float]:
-    return {variant: statistics.fmean(means[name][variant] for name in studies) for variant in VARIANTS}
+def _average(
+    means: Mapping[str, Means], studies: Sequence[str] | Mapping[str, Any]
+) -> dict[str, float]:
+    return {
+        variant: statistics.fmean(means[name][variant] for name in studies) for variant in VARIANTS
+    }
 
 
 def _is_learnt(rows: Sequence[Row], study: str) -> bool:
@@ -197,23 +234,35 @@ def _is_learnt(rows: Sequence[Row], study: str) -> bool:
     return any(row["ours"] - 2 * row["standard_error"] > row["reference"] for row in ours)
 
 
-def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[list[dict[str, Any]], dict[str, Scores]]:
-    """Train every study and return a row per task and model, and what each seed reached (percent for accuracy)."""
+def _compare(
+    request: Request, studies: Sequence[Study], metric: str
+) -> tuple[list[dict[str, Any]], dict[str, Scores]]:
+    """Train every study and return a row per task and model, and what each seed reached (percent
+    for accuracy)."""
     rows: list[dict[str, Any]] = []
     found: dict[str, Scores] = {}
     scale = 100.0 if metric == "accuracy" else 1.0
     for study in studies:
         task, runs = train_study(request, study)
         batches = probe_batches(request, task)
-        by_variant = {variant: [run for run in runs if run.variant == variant] for variant in VARIANTS}
+        by_variant = {
+            variant: [run for run in runs if run.variant == variant] for variant in VARIANTS
+        }
         test, valid = (
-            {variant: [scale * run.metric(f"{metric},{split}") for run in mine] for variant, mine in by_variant.items()}
+            {
+                variant: [scale * run.metric(f"{metric},{split}") for run in mine]
+                for variant, mine in by_variant.items()
+            }
             for split in ("test", "valid")
         )
         found[study.name] = Scores(test, all(run.settled for run in runs))
-        for (variant, values), printed in zip(test.items(), PAPER[base_name(study.name)], strict=True):
+        for (variant, values), printed in zip(
+            test.items(), PAPER[base_name(study.name)], strict=True
+        ):
             mean, error = mean_and_error(values)
-            gain, gain_error = mean_and_error([a - b for a, b in zip(values, test["post_ln"], strict=True)])
+            gain, gain_error = mean_and_error(
+                [a - b for a, b in zip(values, test["post_ln"], strict=True)]
+            )
             rows.append(
                 {
                     "task": study.name,
@@ -236,11 +285,15 @@ def _compare(request: Request, studies: Sequence[Study], metric: str) -> tuple[l
 def _quoted(task: str) -> list[dict[str, Any]]:
     """Return the baselines that the paper quotes for a task; ours has no such models."""
     quoted = QUOTED.get(task, {})
-    return [{"task": task, "model": f"{model} (quoted)", "paper": value} for model, value in quoted.items()]
+    return [
+        {"task": task, "model": f"{model} (quoted)", "paper": value}
+        for model, value in quoted.items()
+    ]
 
 
 def _about_tokens(runs: Sequence[FinishedRun], batches: Sequence[Any]) -> dict[str, float]:
-    """Return activation factor and entropies of a variant's models, means over seeds; nothing where all diverged."""
+    """Return activation factor and entropies of a variant's models, means over seeds; nothing where
+    all diverged."""
     layers = [measure_layers(trained_model(run), batches) for run in runs if run.metrics]
     columns = {
         "activation_factor": [found.median_factor() for found in layers],
@@ -270,9 +323,20 @@ def _reproduction(
         f"{name}: " + ", ".join(f"{LABELS[variant]} {value:.1f}" for variant, value in of.items())
         for name, of in means.items()
     )
-    factors = [row["activation_factor"] for row in where(rows, model="TransJect") if "activation_factor" in row]
-    kept = f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}" if factors else ""
-    data = [f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}" for study in studies]
+    factors = [
+        row["activation_factor"]
+        for row in where(rows, model="TransJect")
+        if "activation_factor" in row
+    ]
+    kept = (
+        f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}"
+        if factors
+        else ""
+    )
+    data = [
+        f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}"
+        for study in studies
+    ]
     return Reproduction(
         rows,
         [chart(study, where(rows, task=study.name)) for study in studies],

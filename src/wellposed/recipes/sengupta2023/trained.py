@@ -1,4 +1,5 @@
-"""Sengupta et al. (2023): the runs behind tables 1 to 3 and the figures, trained once and shared; free of torch."""
+"""Sengupta et al. (2023): the runs behind tables 1 to 3 and the figures, trained once and shared;
+free of torch."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ LABELS = {
 }
 VARIANTS = tuple(LABELS)
 SCALE_NOTE = (
-    'the paper prints no scale of the embeddings: the verdict is on models without one; "scaled" multiplies them by '
-    "sqrt(D), as ours do by default"
+    'the paper prints no scale of the embeddings: the verdict is on models without one; "scaled"'
+    " multiplies them by sqrt(D), as ours do by default"
 )
 TUNING_SEED = 1000
 PAPER_WIDTH = 512
@@ -58,8 +59,8 @@ class Sizes:
     rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rates of variants that do not take `learning_rate`."""
     factors: Sequence[float] = ()
-    """Every variant tries its rate times these and takes the best on valid, further ones where that is the first or
-    the last; its rate as it is where empty."""
+    """Every variant tries its rate times these and takes the best on valid, further ones where that
+    is the first or the last; its rate as it is where empty."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ class Study:
     task: str
     sizes: Sizes
     folders: tuple[str, ...] = ()
-    """Names of the data set's folder inside the folder given as data; empty where the builtin source is wanted."""
+    """Names of the data set's folder inside the folder given as data; empty where the builtin
+    source is wanted."""
     needs_data: bool = True
     """Whether there is no builtin source."""
     scale_embeddings: bool = True
-    """Whether Transformers multiply embeddings by sqrt(D), as is common; the paper prints no scale."""
+    """Whether Transformers multiply embeddings by sqrt(D), as is common; the paper prints no
+    scale."""
 
     def group(self, variant: str) -> str:
         """Return the name of the folder of a variant's runs; TransJect has no such scale."""
@@ -87,8 +90,9 @@ class Study:
         found = find_data(request.data, self.folders)
         if found is None and self.needs_data:
             raise ConfigError(
-                f"the study {self.name!r} needs data: give data=FOLDER that holds {' or '.join(self.folders)} "
-                "(label and text in tsv, csv or jsonl files), or that is this folder itself"
+                f"the study {self.name!r} needs data: give data=FOLDER that holds"
+                f" {' or '.join(self.folders)} (label and text in tsv, csv or jsonl files), or that"
+                " is this folder itself"
             )
         return {**self.sizes.options, **({} if found is None else {"data": found})}
 
@@ -98,7 +102,9 @@ _ONE_RATE = "-one-rate"
 
 def at_one_rate(study: Study) -> Study:
     """Return the study with the same rate for every variant."""
-    return replace(study, name=f"{study.name}{_ONE_RATE}", sizes=replace(study.sizes, rates={}, factors=()))
+    return replace(
+        study, name=f"{study.name}{_ONE_RATE}", sizes=replace(study.sizes, rates={}, factors=())
+    )
 
 
 def base_name(name: str) -> str:
@@ -107,7 +113,8 @@ def base_name(name: str) -> str:
 
 
 def find_data(data: str | None, folders: Sequence[str]) -> str | None:
-    """Return ``data/<one of folders>`` where it exists, ``data`` itself where its name is one, else None.
+    """Return ``data/<one of folders>`` where it exists, ``data`` itself where its name is one, else
+    None.
 
     Raises:
         DataError: ``data`` does not exist.
@@ -118,7 +125,9 @@ def find_data(data: str | None, folders: Sequence[str]) -> str | None:
         return data if folders else None
     root = Path(data)
     if not root.exists():
-        raise DataError(f"{root}: no such file or folder; give a folder that holds {', '.join(folders)}")
+        raise DataError(
+            f"{root}: no such file or folder; give a folder that holds {', '.join(folders)}"
+        )
     for name in folders:
         if (root / name).exists():
             return str(root / name)
@@ -128,10 +137,13 @@ def find_data(data: str | None, folders: Sequence[str]) -> str | None:
 
 
 def refuse_other_data(data: str | None, studies: Sequence[Study]) -> None:
-    """Raise `DataError` where data is given and none of the studies, which have builtin sources, would read it."""
+    """Raise `DataError` where data is given and none of the studies, which have builtin sources,
+    would read it."""
     if data is not None and not any(find_data(data, study.folders) for study in studies):
         wanted = ", ".join(folder for study in studies for folder in study.folders)
-        raise DataError(f"{data}: is none of {wanted} and holds none; give one, or leave --data out")
+        raise DataError(
+            f"{data}: is none of {wanted} and holds none; give one, or leave --data out"
+        )
 
 
 def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int) -> RunConfig:
@@ -182,7 +194,8 @@ def train_study(
     seeds: Sequence[int] | None = None,
     task: Any = None,
 ) -> tuple[Any, list[FinishedRun]]:
-    """Train the variants of a study, every seed on the same batches; finished runs are kept for the next recipe.
+    """Train the variants of a study, every seed on the same batches; finished runs are kept for the
+    next recipe.
 
     Returns:
         The task, and the runs, seed by seed.
@@ -198,15 +211,19 @@ def train_study(
             f"{study.name}, {LABELS.get(variant, variant)}, seed {seed}",
             run_config(study, options, variant, seed),
         )
-        for seed, variant in itertools.product(range(study.sizes.seeds) if seeds is None else seeds, variants)
+        for seed, variant in itertools.product(
+            range(study.sizes.seeds) if seeds is None else seeds, variants
+        )
     ]
     return task, train_grid(request, planned, task=task)
 
 
 def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[str]) -> Study:
-    """Return the study with the rate of each variant that is best on valid, by a seed that nothing reports.
+    """Return the study with the rate of each variant that is best on valid, by a seed that nothing
+    reports.
 
-    A best rate at an end of those tried is followed further. A study without factors is returned as it is.
+    A best rate at an end of those tried is followed further. A study without factors is returned as
+    it is.
     """
     sizes, options = study.sizes, study.options(request)
     if not sizes.factors:
@@ -216,13 +233,21 @@ def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[st
         return PlannedRun(
             request.runs(study.group(variant)) / variant_folder(variant) / f"rate-{rate:g}",
             f"{study.name}, {LABELS.get(variant, variant)}, rate {rate:g}",
-            run_config(replace(study, sizes=replace(sizes, rates={variant: rate})), options, variant, TUNING_SEED),
+            run_config(
+                replace(study, sizes=replace(sizes, rates={variant: rate})),
+                options,
+                variant,
+                TUNING_SEED,
+            ),
         )
 
     tried = try_rates(
         lambda planned: train_grid(request, planned, task=task, test_batches=1),
         plan,
-        {variant: rates_about(sizes.rates.get(variant, sizes.learning_rate), sizes.factors) for variant in variants},
+        {
+            variant: rates_about(sizes.rates.get(variant, sizes.learning_rate), sizes.factors)
+            for variant in variants
+        },
         score=_score,
         most=2 * len(sizes.factors),
     )
@@ -231,12 +256,20 @@ def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[st
 
 
 def _score(run: FinishedRun) -> float:
-    return -run.metric("perplexity,valid") if run.config.task == "word_lm" else run.metric("accuracy,valid")
+    return (
+        -run.metric("perplexity,valid")
+        if run.config.task == "word_lm"
+        else run.metric("accuracy,valid")
+    )
 
 
 def model_name(variant: str, *, scaled: bool) -> str:
     """Return what to call a model, with the scale of its embeddings where it has one."""
-    return f"{LABELS[variant]}, scaled" if scaled and not variant.startswith("transject") else LABELS[variant]
+    return (
+        f"{LABELS[variant]}, scaled"
+        if scaled and not variant.startswith("transject")
+        else LABELS[variant]
+    )
 
 
 def trained_model(run: FinishedRun) -> Any:

@@ -1,4 +1,5 @@
-"""Tables of Zhang et al. (2021), "On Orthogonality Constraints for Transformers", and its theorem; free of torch."""
+"""Tables of Zhang et al. (2021), "On Orthogonality Constraints for Transformers", and its theorem;
+free of torch."""
 
 from wellposed.recipes.corpora import GENERATED
 from wellposed.recipes.recipe import Power, Recipe
@@ -45,7 +46,8 @@ RECIPES = (
     Recipe(
         "zhang2021/table-3",
         "BLEU of VAR-III on three corpora of characters",
-        "VAR-III raises En-Fr from 18.74 to 19.40, Ro-En from 22.04 to 22.61, De-En from 27.59 to 28.02",
+        "VAR-III raises En-Fr from 18.74 to 19.40, Ro-En from 22.04 to 22.61, De-En from 27.59 to"
+        " 28.02",
         "zhang2021.tables_1_2_3_4:table_3",
         {"mini": 13, "medium": 590, "paper": 105_000},
         ("multi30k", "iwslt14_de_en"),
@@ -57,7 +59,8 @@ RECIPES = (
     Recipe(
         "zhang2021/table-4",
         "nine measures of dialogue on PersonaChat and DailyDialog",
-        "the best variant beats the Transformer in all nine measures on both (BLEU-1 13.2 to 16.3 and 12.1 to 14.0)",
+        "the best variant beats the Transformer in all nine measures on both (BLEU-1 13.2 to 16.3"
+        " and 12.1 to 14.0)",
         "zhang2021.tables_1_2_3_4:table_4",
         {"mini": 21, "medium": 500, "paper": 26_000},
         ("dailydialog", "personachat"),

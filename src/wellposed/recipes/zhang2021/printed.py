@@ -1,4 +1,5 @@
-"""What Zhang et al. (2021) print in Tables 1 to 4, by column and variant; all of it is legible in the text at hand."""
+"""What Zhang et al. (2021) print in Tables 1 to 4, by column and variant; all of it is legible in
+the text at hand."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ LABELS = {
     OC3_PRINTED: "VAR-III, unsquared",
 }
 FORM_NOTE = (
-    "VAR-III squares every norm, and VAR-III, unsquared, all but those of the feed-forward weights, as the paper "
-    "prints it; its tables have one VAR-III, which stands beside both"
+    "VAR-III squares every norm, and VAR-III, unsquared, all but those of the feed-forward weights,"
+    " as the paper prints it; its tables have one VAR-III, which stands beside both"
 )
 STRENGTHS = (1e-6, 1e-8, 1e-10)
 
@@ -22,7 +23,10 @@ Column = Mapping[str, float]
 
 
 def _columns(names: Sequence[str], rows: Mapping[str, Sequence[float]]) -> dict[str, Column]:
-    return {name: {variant: values[i] for variant, values in rows.items()} for i, name in enumerate(names)}
+    return {
+        name: {variant: values[i] for variant, values in rows.items()}
+        for i, name in enumerate(names)
+    }
 
 
 TABLE_1 = _columns(
@@ -44,7 +48,9 @@ TABLE_1_GAINS: Mapping[str, float] = {
 }
 """In percent, as printed. That of En-Mk is of VAR-II; its best, VAR-I, gains 5.6."""
 TABLE_2 = _columns(("En-De base", "En-De big"), {TRANSFORMER: (27.3, 28.4), OC3: (28.5, 29.6)})
-TABLE_3 = _columns(("En-Fr", "Ro-En", "De-En"), {TRANSFORMER: (18.74, 22.04, 27.59), OC3: (19.40, 22.61, 28.02)})
+TABLE_3 = _columns(
+    ("En-Fr", "Ro-En", "De-En"), {TRANSFORMER: (18.74, 22.04, 27.59), OC3: (19.40, 22.61, 28.02)}
+)
 TABLE_3_GAINS: Mapping[str, float] = {"En-Fr": 3.5, "Ro-En": 2.6, "De-En": 1.6}
 
 MEASURES = (
@@ -72,6 +78,10 @@ TABLE_4 = {
     ),
 }
 TABLE_4_GAINS: Mapping[str, Column] = {
-    "PersonaChat": dict(zip(MEASURES, (23.5, 22.5, 9.8, 6.3, 6.0, 4.8, 0.7, 0.0, 1.1), strict=True)),
-    "DailyDialog": dict(zip(MEASURES, (15.7, 14.3, 6.0, 2.8, 3.5, 0.4, 0.9, 0.5, 0.7), strict=True)),
+    "PersonaChat": dict(
+        zip(MEASURES, (23.5, 22.5, 9.8, 6.3, 6.0, 4.8, 0.7, 0.0, 1.1), strict=True)
+    ),
+    "DailyDialog": dict(
+        zip(MEASURES, (15.7, 14.3, 6.0, 2.8, 3.5, 0.4, 0.9, 0.5, 0.7), strict=True)
+    ),
 }

@@ -1,4 +1,5 @@
-"""Zhang et al. (2021), Tables 1 to 4: the variants at three strengths beside the Transformer, paper beside ours."""
+"""Zhang et al. (2021), Tables 1 to 4: the variants at three strengths beside the Transformer, paper
+beside ours."""
 
 from __future__ import annotations
 
@@ -43,17 +44,29 @@ from wellposed.recipes.zhang2021.printed import (
     TRANSFORMER,
     Column,
 )
-from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction, mean_and_standard_error
+from wellposed.statistics import (
+    Failure,
+    SeedResults,
+    compare_seeds,
+    holm_correction,
+    mean_and_standard_error,
+)
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 EMBEDDINGS_NOTE = (
-    "embedding average, vector extrema and greedy matching need --vectors, and the cosine of sentences, which replaces "
-    "SkipThought, needs --encoder; columns without them are empty"
+    "embedding average, vector extrema and greedy matching need --vectors, and the cosine of"
+    " sentences, which replaces SkipThought, needs --encoder; columns without them are empty"
 )
-MINI_NOTE = "tiny models on one corpus where the paper has large ones on each; a difference here says little of theirs"
+MINI_NOTE = (
+    "tiny models on one corpus where the paper has large ones on each; a difference here says"
+    " little of theirs"
+)
 III = (OC3, OC3_PRINTED)
 """Both forms of VAR-III."""
-NORM_NOTE = "post-LN; Tensor2Tensor's later settings, which the paper may have used, put LayerNorm before the sublayer"
+NORM_NOTE = (
+    "post-LN; Tensor2Tensor's later settings, which the paper may have used, put LayerNorm before"
+    " the sublayer"
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,9 @@ def table_1(request: Request) -> Reproduction:
         studies = _of_corpora(request, SUBWORD, paper)
     else:
         studies = [_small_study(request, "subwords", width=_width(request, 128))]
-    return _reproduce(request, "table-1", studies, (OC1, OC2, *III), paper, gains=_bleu_gains(TABLE_1_GAINS))
+    return _reproduce(
+        request, "table-1", studies, (OC1, OC2, *III), paper, gains=_bleu_gains(TABLE_1_GAINS)
+    )
 
 
 def table_2(request: Request) -> Reproduction:
@@ -85,7 +100,10 @@ def table_2(request: Request) -> Reproduction:
         studies = _of_corpora(request, WMT16, paper)
     else:
         base = _width(request, 64)
-        studies = [_small_study(request, "base", width=base), _small_study(request, "big", width=2 * base)]
+        studies = [
+            _small_study(request, "base", width=base),
+            _small_study(request, "big", width=2 * base),
+        ]
     return _reproduce(request, "table-2", studies, III, paper)
 
 
@@ -105,7 +123,9 @@ def table_4(request: Request) -> Reproduction:
     return _reproduce(request, "table-4", studies, (OC1, OC2, *III), TABLE_4, gains=TABLE_4_GAINS)
 
 
-def _bleu(corpora: Sequence[Corpus], printed: Mapping[str, Column]) -> dict[str, Mapping[str, Column]]:
+def _bleu(
+    corpora: Sequence[Corpus], printed: Mapping[str, Column]
+) -> dict[str, Mapping[str, Column]]:
     return {corpus.pair: {"bleu": printed[corpus.pair]} for corpus in corpora}
 
 
@@ -113,17 +133,22 @@ def _bleu_gains(gains: Mapping[str, float]) -> dict[str, Column]:
     return {label: {"bleu": gain} for label, gain in gains.items()}
 
 
-def _of_corpora(request: Request, corpora: Sequence[Corpus], paper: Mapping[str, Any]) -> list[Study]:
+def _of_corpora(
+    request: Request, corpora: Sequence[Corpus], paper: Mapping[str, Any]
+) -> list[Study]:
     configs = paper_runs(request, corpora)
-    return [Study(corpus.pair, config, paper[corpus.pair]) for corpus, config in zip(corpora, configs, strict=True)]
+    return [
+        Study(corpus.pair, config, paper[corpus.pair])
+        for corpus, config in zip(corpora, configs, strict=True)
+    ]
 
 
 def _dialogues(request: Request) -> list[Study]:
     """Return the paper's runs on both sets, which take the settings of its first corpus."""
     if request.data is None:
         raise ConfigError(
-            "zhang2021/table-4 at paper scale needs --data FOLDER with the folders personachat and dailydialog, each "
-            "in its released format"
+            "zhang2021/table-4 at paper scale needs --data FOLDER with the folders personachat and"
+            " dailydialog, each in its released format"
         )
     base = replace(SUBWORD[0], steps=20_000).run_config()
     shared = {"vocab_size": 32768, "tokens_per_batch": 4096, **T2T_BEAMS, **_scorers(request)}
@@ -141,7 +166,9 @@ def _dialogues(request: Request) -> list[Study]:
 
 def _small_study(request: Request, label: str, *, width: int, tokenizer: str = "bpe") -> Study:
     options = small_corpus(request, max_tokens=300, vocab_size=2000 if tokenizer == "bpe" else None)
-    return Study(label, _small_run(request, "translation", {**options, "tokenizer": tokenizer}, width), {})
+    return Study(
+        label, _small_run(request, "translation", {**options, "tokenizer": tokenizer}, width), {}
+    )
 
 
 def _width(request: Request, medium: int) -> int:
@@ -150,7 +177,9 @@ def _width(request: Request, medium: int) -> int:
 
 def _small_dialogues(request: Request) -> Study:
     data = request.data or str(
-        _generate_dialogues(request.out / "dialogues", request.pick(toy=40, mini=1000, medium=10_000, paper=0))
+        _generate_dialogues(
+            request.out / "dialogues", request.pick(toy=40, mini=1000, medium=10_000, paper=0)
+        )
     )
     options = {
         "data": data,
@@ -161,11 +190,17 @@ def _small_dialogues(request: Request) -> Study:
         "generate_max_examples": request.pick(toy=4, mini=200, medium=500, paper=0),
         **_scorers(request),
     }
-    return Study("dialogue", _small_run(request, "dialogue", options, _width(request, 64)), {}, _dialogue_metrics())
+    return Study(
+        "dialogue",
+        _small_run(request, "dialogue", options, _width(request, 64)),
+        {},
+        _dialogue_metrics(),
+    )
 
 
 def _scorers(request: Request) -> dict[str, str]:
-    """Return the options of the task `dialogue` that the four measures of embeddings need, as far as they are given."""
+    """Return the options of the task `dialogue` that the four measures of embeddings need, as far
+    as they are given."""
     given = {"vectors": request.vectors, "sentence_encoder": request.encoder}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -199,7 +234,8 @@ def _dialogue_metrics() -> tuple[str, ...]:
 
 
 def _generate_dialogues(folder: Path, dialogues: int) -> Path:
-    """Write dialogues in which each speaker says what the other said backwards, in the format of DailyDialog."""
+    """Write dialogues in which each speaker says what the other said backwards, in the format of
+    DailyDialog."""
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "validation", "test"):
         rng = random.Random(f"{split}/{dialogues}")
@@ -208,7 +244,9 @@ def _generate_dialogues(folder: Path, dialogues: int) -> Path:
             said = " ".join(random_walk(rng))
             turns = [said if turn % 2 == 0 else said[::-1] for turn in range(rng.randint(2, 4))]
             dialogue_lines.append("".join(f"{turn} __eou__ " for turn in turns))
-        (folder / f"dialogues_{split}.txt").write_text("\n".join(dialogue_lines) + "\n", encoding="utf-8")
+        (folder / f"dialogues_{split}.txt").write_text(
+            "\n".join(dialogue_lines) + "\n", encoding="utf-8"
+        )
     return folder
 
 
@@ -227,7 +265,10 @@ def _reproduce(
     gains: Mapping[str, Column] | None = None,
 ) -> Reproduction:
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[:1]
-    names = [TRANSFORMER, *(f"{variant}:{strength:g}" for variant in variants for strength in strengths)]
+    names = [
+        TRANSFORMER,
+        *(f"{variant}:{strength:g}" for variant in variants for strength in strengths),
+    ]
     seeds = seeds_of(request)
     generated = request.scale != "paper" and request.data is None
     rows: list[dict[str, Any]] = []
@@ -241,39 +282,52 @@ def _reproduce(
     metric = studies[0].metrics[0]
     first_columns = [(label, *next(iter(columns.items()))) for label, columns in paper.items()]
     printed = "; ".join(
-        f"{label} {column} " + ", ".join(f"{LABELS[variant]} {value:g}" for variant, value in values.items())
+        f"{label} {column} "
+        + ", ".join(f"{LABELS[variant]} {value:g}" for variant, value in values.items())
         for label, column, values in first_columns
     )
     small = request.scale != "paper"
     return Reproduction(
         rows,
-        [panel for study in studies for panel in table_panels(study, where(rows, corpus=study.label))],
+        [
+            panel
+            for study in studies
+            for panel in table_panels(study, where(rows, corpus=study.label))
+        ],
         got="; ".join(texts),
         holds=None if generated else every(verdicts),
         criterion=Criterion(
-            "on every corpus some variant, at its best strength on valid, is significantly better than the "
-            "Transformer; one on which the significant differences are all for the worse is against the claim, and a "
-            "generated corpus cannot say",
+            "on every corpus some variant, at its best strength on valid, is significantly better"
+            " than the Transformer; one on which the significant differences are all for the worse"
+            " is against the claim, and a generated corpus cannot say",
             seeds,
             "paired t-tests over seeds, Holm-corrected, at 5 %",
         ),
         notes=(
             f"paper, {metric}: {printed}",
             *(
-                [f"gain of the best variant in %, as printed (recomputed): {about_gains(paper, gains)}"]
+                [
+                    "gain of the best variant in %, as printed (recomputed):"
+                    f" {about_gains(paper, gains)}"
+                ]
                 if gains
                 else []
             ),
             FORM_NOTE,
             NORM_NOTE,
-            *([EMBEDDINGS_NOTE] if len(studies[0].metrics) > 1 and len(_scorers(request)) < 2 else []),
+            *(
+                [EMBEDDINGS_NOTE]
+                if len(studies[0].metrics) > 1 and len(_scorers(request)) < 2
+                else []
+            ),
             *((MINI_NOTE,) if small else ()),
         ),
     )
 
 
 def about_gains(paper: Mapping[str, Mapping[str, Column]], gains: Mapping[str, Column]) -> str:
-    """Return the printed gains in every measure of each corpus beside those that its printed values give.
+    """Return the printed gains in every measure of each corpus beside those that its printed values
+    give.
 
     >>> about_gains({"De-En": {"bleu": {TRANSFORMER: 20.0, OC1: 21.0}}}, {"De-En": {"bleu": 4.9}})
     'De-En bleu 4.9 (5.0)'
@@ -282,11 +336,16 @@ def about_gains(paper: Mapping[str, Mapping[str, Column]], gains: Mapping[str, C
     for label, columns in paper.items():
         for measure, values in columns.items():
             best = max(value for variant, value in values.items() if variant != TRANSFORMER)
-            texts.append(f"{label} {measure} {gains[label][measure]:g} ({100 * (best / values[TRANSFORMER] - 1):.1f})")
+            texts.append(
+                f"{label} {measure} {gains[label][measure]:g}"
+                f" ({100 * (best / values[TRANSFORMER] - 1):.1f})"
+            )
     return ", ".join(texts)
 
 
-def _train(request: Request, item: str, study: Study, names: Sequence[str], seeds: int) -> list[FinishedRun]:
+def _train(
+    request: Request, item: str, study: Study, names: Sequence[str], seeds: int
+) -> list[FinishedRun]:
     folder = request.runs(f"zhang2021-{item}") / study.label.replace(" ", "-")
     finished = compare(
         study.base,
@@ -307,18 +366,27 @@ def _split_name(run: FinishedRun) -> tuple[str, float | None]:
     return name, float(strength) if strength else None
 
 
-def _best_strength(runs: Sequence[FinishedRun], variant: str) -> tuple[float | None, list[FinishedRun]]:
-    """Return the strength with the least mean perplexity on valid, as the paper tunes it there, and its runs."""
+def _best_strength(
+    runs: Sequence[FinishedRun], variant: str
+) -> tuple[float | None, list[FinishedRun]]:
+    """Return the strength with the least mean perplexity on valid, as the paper tunes it there, and
+    its runs."""
     by_strength: dict[float | None, list[FinishedRun]] = {}
     for run in runs:
         name, strength = _split_name(run)
         if name == variant:
             by_strength.setdefault(strength, []).append(run)
-    return min(by_strength.items(), key=lambda item: sum(run.metric("perplexity,valid", math.inf) for run in item[1]))
+    return min(
+        by_strength.items(),
+        key=lambda item: sum(run.metric("perplexity,valid", math.inf) for run in item[1]),
+    )
 
 
-def compare_variants(study: Study, runs: Sequence[FinishedRun], variants: Sequence[str]) -> tuple[str, bool | None]:
-    """Return what was found in words and whether some variant is better; None where the seeds cannot tell."""
+def compare_variants(
+    study: Study, runs: Sequence[FinishedRun], variants: Sequence[str]
+) -> tuple[str, bool | None]:
+    """Return what was found in words and whether some variant is better; None where the seeds
+    cannot tell."""
     plain = _by_seed(study, _best_strength(runs, TRANSFORMER)[1])
     texts = [f"{study.label}, {study.metrics[0]}: Transformer {_mean(plain)}"]
     tests = []
@@ -328,7 +396,11 @@ def compare_variants(study: Study, runs: Sequence[FinishedRun], variants: Sequen
         texts.append(f"{LABELS[variant]} ({strength:g}) {_mean(mine)}")
         tests.append(compare_seeds(mine, plain, higher_is_better=True))
     tests = holm_correction(tests)
-    unsaid = [f"{LABELS[name]}: {test.verdict}" for name, test in zip(variants, tests, strict=True) if test.obstacle]
+    unsaid = [
+        f"{LABELS[name]}: {test.verdict}"
+        for name, test in zip(variants, tests, strict=True)
+        if test.obstacle
+    ]
     if unsaid:
         return ", ".join([*texts, *unsaid]), None
     gains = [test.mean_difference or 0.0 for test in tests]
@@ -343,12 +415,20 @@ def _by_seed(study: Study, runs: Sequence[FinishedRun]) -> SeedResults:
     return SeedResults(
         LABELS[_split_name(runs[0])[0]],
         {run.seed: run.metric(metric) for run in runs if metric in run.metrics},
-        {run.seed: Failure("failed", f"no {study.metrics[0]}") for run in runs if metric not in run.metrics},
+        {
+            run.seed: Failure("failed", f"no {study.metrics[0]}")
+            for run in runs
+            if metric not in run.metrics
+        },
     )
 
 
 def _mean(results: SeedResults) -> str:
-    return plus_minus(mean_and_standard_error(list(results.values.values()))) if results.values else "failed"
+    return (
+        plus_minus(mean_and_standard_error(list(results.values.values())))
+        if results.values
+        else "failed"
+    )
 
 
 def _row(study: Study, run: FinishedRun) -> dict[str, Any]:
@@ -368,26 +448,54 @@ def _row(study: Study, run: FinishedRun) -> dict[str, Any]:
 
 
 def table_panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel for each measure that was computed: means and errors by strength, and the paper's values."""
-    known = {metric: [row for row in rows if row[f"{metric}_ours"] is not None] for metric in study.metrics}
-    return [_panel(f"{study.label}, {metric}", metric, mine) for metric, mine in known.items() if mine]
+    """Return a panel for each measure that was computed: means and errors by strength, and the
+    paper's values."""
+    known = {
+        metric: [row for row in rows if row[f"{metric}_ours"] is not None]
+        for metric in study.metrics
+    }
+    return [
+        _panel(f"{study.label}, {metric}", metric, mine) for metric, mine in known.items() if mine
+    ]
 
 
 def _panel(title: str, metric: str, rows: Sequence[Row]) -> Panel:
     strengths = list(dict.fromkeys(row["strength"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    printed = {row["variant"]: row[f"{metric}_paper"] for row in rows if row[f"{metric}_paper"] is not None}
+    printed = {
+        row["variant"]: row[f"{metric}_paper"] for row in rows if row[f"{metric}_paper"] is not None
+    }
     series = []
     for number, variant in enumerate(variants):
         mine = where(rows, variant=variant)
         shift = 0.12 * (number - (len(variants) - 1) / 2)
         found = [
-            (place + shift, *mean_and_error([row[f"{metric}_ours"] for row in where(mine, strength=strength)]))
+            (
+                place + shift,
+                *mean_and_error([row[f"{metric}_ours"] for row in where(mine, strength=strength)]),
+            )
             for place, strength in enumerate(strengths)
             if where(mine, strength=strength)
         ]
-        found += [(len(strengths) + shift, printed[variant], math.nan)] if variant in printed else []
+        found += (
+            [(len(strengths) + shift, printed[variant], math.nan)] if variant in printed else []
+        )
         x, means, errors = (list(column) for column in zip(*found, strict=True))
-        series.append(Series(variant, x, means, "dots", number, [0.0 if math.isnan(each) else each for each in errors]))
+        series.append(
+            Series(
+                variant,
+                x,
+                means,
+                "dots",
+                number,
+                [0.0 if math.isnan(each) else each for each in errors],
+            )
+        )
     names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
-    return Panel(title, "strength", f"{metric} on test", series, names=[*names, *(["paper"] if printed else [])])
+    return Panel(
+        title,
+        "strength",
+        f"{metric} on test",
+        series,
+        names=[*names, *(["paper"] if printed else [])],
+    )

@@ -1,8 +1,10 @@
-"""Zhang et al. (2021), Theorem 2.1: how far a row of affinities moves when its query moves, beside the bounds.
+"""Zhang et al. (2021), Theorem 2.1: how far a row of affinities moves when its query moves, beside
+the bounds.
 
-``A_i = softmax(alpha K q)`` and ``A'_i`` the same at ``q + delta``, |delta| = eps. Printed: ``2 alpha |K| eps``. The
-softmax is 1/2-Lipschitz in the 2-norm and blind to what its inputs share, so ``alpha |K - 1 kbar^T| eps / 2`` holds
-too, for any row vector kbar (the mean key here), and two distributions are never further apart than sqrt 2.
+``A_i = softmax(alpha K q)`` and ``A'_i`` the same at ``q + delta``, |delta| = eps. Printed: ``2
+alpha |K| eps``. The softmax is 1/2-Lipschitz in the 2-norm and blind to what its inputs share, so
+``alpha |K - 1 kbar^T| eps / 2`` holds too, for any row vector kbar (the mean key here), and two
+distributions are never further apart than sqrt 2.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def gaussian_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor
 
 
 def shifted_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor:
-    """Return Gaussian keys around a large common vector, which moves no affinity but enters the norm of K."""
+    """Return Gaussian keys around a large common vector, which moves no affinity but enters the
+    norm of K."""
     common = 3 * torch.randn(width, dtype=torch.float64, generator=generator)
     return gaussian_keys(tokens, width, generator) + common
 
@@ -58,7 +61,8 @@ KEYS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
 
 
 def row_change(query: Tensor, delta: Tensor, keys: Tensor, alpha: float) -> Tensor:
-    """Return |softmax(alpha K (q + delta)) - softmax(alpha K q)| for queries and deltas (..., width)."""
+    """Return |softmax(alpha K (q + delta)) - softmax(alpha K q)| for queries and deltas (...,
+    width)."""
     before, after = ((alpha * (q @ keys.T)).softmax(-1) for q in (query, query + delta))
     return (after - before).norm(dim=-1)
 
@@ -75,15 +79,28 @@ def tight_bound(keys: Tensor, alpha: float, eps: float) -> float:
 
 
 def theorem_2_1(request: Request) -> Reproduction:
-    """Measured change of affinity rows by the size of the noise, random and adversarial, beside the bounds."""
+    """Measured change of affinity rows by the size of the noise, random and adversarial, beside the
+    bounds."""
     sizes = request.pick(
         toy=Sizes(4, 4, (1e-2, 1.0), random=20, restarts=2, steps=20),
-        mini=Sizes(32, 16, (1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0), random=1000, restarts=16, steps=200),
+        mini=Sizes(
+            32, 16, (1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0), random=1000, restarts=16, steps=200
+        ),
         medium=Sizes(
-            64, 32, (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0), random=10_000, restarts=64, steps=500
+            64,
+            32,
+            (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0),
+            random=10_000,
+            restarts=64,
+            steps=500,
         ),
         paper=Sizes(
-            128, 64, (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0), random=20_000, restarts=128, steps=1000
+            128,
+            64,
+            (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0),
+            random=20_000,
+            restarts=128,
+            steps=1000,
         ),
     )
     generator = torch.Generator().manual_seed(0)
@@ -93,25 +110,37 @@ def theorem_2_1(request: Request) -> Reproduction:
         alpha = 1 / math.sqrt(sizes.width)
         for eps in sizes.scales:
             request.announce(f"{name} keys, eps = {eps:g}")
-            rows.append({"keys": name, "tokens": len(keys), "eps": eps, **_measure(keys, alpha, eps, sizes, generator)})
+            rows.append(
+                {
+                    "keys": name,
+                    "tokens": len(keys),
+                    "eps": eps,
+                    **_measure(keys, alpha, eps, sizes, generator),
+                }
+            )
     worst = max(row["measured_over_tight"] for row in rows)
     loosest = min(row["printed_over_measured"] for row in rows)
     reached = max(row["measured_over_tight"] for row in rows if row["keys"] == "two opposite")
     return Reproduction(
         rows,
         [_panel(name, rows) for name in KEYS],
-        got=f"no change of a row exceeds the bound with 1/2: the largest measured over tight is {worst:.6f}, reached "
-        f"with two opposite keys ({reached:.6f}); the printed bound is at least {loosest:.2f} times what was measured",
+        got=(
+            "no change of a row exceeds the bound with 1/2: the largest measured over tight is"
+            f" {worst:.6f}, reached with two opposite keys ({reached:.6f}); the printed bound is at"
+            f" least {loosest:.2f} times what was measured"
+        ),
         holds=judge_theorem(rows),
         criterion=Criterion(
-            "no change found by random or adversarial noise exceeds the bound with 1/2, a quarter of the printed one, "
-            "and two opposite keys reach 0.99 of it",
+            "no change found by random or adversarial noise exceeds the bound with 1/2, a quarter"
+            " of the printed one, and two opposite keys reach 0.99 of it",
             uncertainty="changes are attained values: more effort can only raise them",
         ),
         notes=(
             "the printed constant 2 is valid and four times too large: 1/2 holds and is reached",
-            "only the query moves here, as in the theorem; in self-attention the keys move with it, so this is no "
-            "Lipschitz bound of self-attention",
+            (
+                "only the query moves here, as in the theorem; in self-attention the keys move with"
+                " it, so this is no Lipschitz bound of self-attention"
+            ),
         ),
     )
 
@@ -119,10 +148,15 @@ def theorem_2_1(request: Request) -> Reproduction:
 def judge_theorem(rows: Sequence[Row]) -> bool:
     """Say whether the tight bound is never exceeded and is reached."""
     sound = all(row["adversarial"] <= row["tight"] * (1 + _ROUNDING) for row in rows)
-    return sound and max(row["measured_over_tight"] for row in rows if row["keys"] == "two opposite") > 0.99
+    return (
+        sound
+        and max(row["measured_over_tight"] for row in rows if row["keys"] == "two opposite") > 0.99
+    )
 
 
-def _measure(keys: Tensor, alpha: float, eps: float, sizes: Sizes, generator: torch.Generator) -> dict[str, float]:
+def _measure(
+    keys: Tensor, alpha: float, eps: float, sizes: Sizes, generator: torch.Generator
+) -> dict[str, float]:
     shape = (sizes.random, keys.shape[1])
     queries = torch.randn(shape, dtype=torch.float64, generator=generator)
     directions = _unit(torch.randn(shape, dtype=torch.float64, generator=generator))
@@ -142,8 +176,11 @@ def _measure(keys: Tensor, alpha: float, eps: float, sizes: Sizes, generator: to
     }
 
 
-def ascend(keys: Tensor, alpha: float, eps: float, *, restarts: int, steps: int, generator: torch.Generator) -> float:
-    """Return the largest change of a row that Adam finds over queries and directions of length ``eps``."""
+def ascend(
+    keys: Tensor, alpha: float, eps: float, *, restarts: int, steps: int, generator: torch.Generator
+) -> float:
+    """Return the largest change of a row that Adam finds over queries and directions of length
+    ``eps``."""
     shape = (restarts, keys.shape[1])
     query = torch.randn(shape, dtype=torch.float64, generator=generator)
     query[: restarts // 2] = 0
@@ -176,5 +213,8 @@ def _panel(name: str, rows: Sequence[Row]) -> Panel:
         "random, largest": ("random_largest", "solid"),
         "random, median": ("random_median", "solid"),
     }
-    series = [Series(label, eps, [row[column] for row in mine], style) for label, (column, style) in curves.items()]
+    series = [
+        Series(label, eps, [row[column] for row in mine], style)
+        for label, (column, style) in curves.items()
+    ]
     return Panel(f"{name} keys", "eps", "change of a row", series, x_scale="log", y_scale="log")

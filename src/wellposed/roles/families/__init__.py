@@ -1,4 +1,5 @@
-"""One file per model family; a new family is one file here, imported below, that registers itself."""
+"""One file per model family; a new family is one file here, imported below, that registers
+itself."""
 
 from wellposed.roles.families import _bart as _bart
 from wellposed.roles.families import _bert as _bert

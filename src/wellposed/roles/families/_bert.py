@@ -1,4 +1,5 @@
-"""BERT and RoBERTa, and ViT of older transformers: ``self.{query,key,value}``, ``intermediate``, ``output``."""
+"""BERT and RoBERTa, and ViT of older transformers: ``self.{query,key,value}``, ``intermediate``,
+``output``."""
 
 from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._roles import AttentionRole
@@ -14,4 +15,6 @@ def _attention(place: LocatedModule) -> AttentionRole | None:
     return next((role for reader in _READERS if (role := reader(place)) is not None), None)
 
 
-FAMILIES.register("bert")(Family(_attention, feedforward_named("intermediate.dense", "output.dense")))
+FAMILIES.register("bert")(
+    Family(_attention, feedforward_named("intermediate.dense", "output.dense"))
+)

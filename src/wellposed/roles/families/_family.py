@@ -1,4 +1,5 @@
-"""What a family tells: which child of a module is the query, key, value, output or feed-forward weight."""
+"""What a family tells: which child of a module is the query, key, value, output or feed-forward
+weight."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from wellposed.roles._views import WeightView, chunked, is_linear, view_of
 
 @dataclass(frozen=True)
 class Family:
-    """Two readers: each returns the role a module plays, or None where the module is not of this family."""
+    """Two readers: each returns the role a module plays, or None where the module is not of this
+    family."""
 
     attention: Callable[[LocatedModule], AttentionRole | None]
     feedforward: Callable[[LocatedModule], FeedForwardRole | None]
@@ -22,7 +24,9 @@ class Family:
 FAMILIES = Registry[Family]("model family", entry_points="wellposed.families")
 
 
-def attention_named(query: str, key: str, value: str, output: str) -> Callable[[LocatedModule], AttentionRole | None]:
+def attention_named(
+    query: str, key: str, value: str, output: str
+) -> Callable[[LocatedModule], AttentionRole | None]:
     """Read an attention whose four weights are four linear layers of these names."""
     names = {"query": query, "key": key, "value": value, "output": output}
 
@@ -40,13 +44,18 @@ def attention_fused(fused: str, output: str) -> Callable[[LocatedModule], Attent
         layers = linear_views(place, {"fused": fused, "output": output})
         if len(layers) != 2 or layers["fused"].shape[0] != 3 * layers["output"].shape[1]:
             return None  # grouped heads share the rows unevenly
-        views = {role: chunked(layers["fused"], (i, 3)) for i, role in enumerate(("query", "key", "value"))}
+        views = {
+            role: chunked(layers["fused"], (i, 3))
+            for i, role in enumerate(("query", "key", "value"))
+        }
         return attention_role(place, {**views, "output": layers["output"]})
 
     return read
 
 
-def feedforward_named(up: str, down: str, gate: str | None = None) -> Callable[[LocatedModule], FeedForwardRole | None]:
+def feedforward_named(
+    up: str, down: str, gate: str | None = None
+) -> Callable[[LocatedModule], FeedForwardRole | None]:
     """Read a feed-forward network of these names; a gate that is named must be there."""
     names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
 

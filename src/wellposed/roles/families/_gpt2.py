@@ -1,4 +1,5 @@
-"""GPT-2: fused ``c_attn`` and ``c_proj`` stored (in, out); cross-attention has its own ``q_attn``."""
+"""GPT-2: fused ``c_attn`` and ``c_proj`` stored (in, out); cross-attention has its own
+``q_attn``."""
 
 from wellposed.roles._located_module import LocatedModule, attention_role
 from wellposed.roles._roles import AttentionRole

@@ -1,4 +1,5 @@
-"""Our L2 attention: where it is tied, one projection is query and key; with free values it is the value as well."""
+"""Our L2 attention: where it is tied, one projection is query and key; with free values it is the
+value as well."""
 
 from wellposed.roles._located_module import LocatedModule, attention_role
 from wellposed.roles._roles import AttentionRole

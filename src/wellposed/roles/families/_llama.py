@@ -1,4 +1,5 @@
-"""Llama, Mistral, Qwen and kin: ``self_attn.{q,k,v,o}_proj`` (grouped heads) and a gated ``mlp``."""
+"""Llama, Mistral, Qwen and kin: ``self_attn.{q,k,v,o}_proj`` (grouped heads) and a gated
+``mlp``."""
 
 from wellposed.roles.families._family import FAMILIES, Family, attention_named, feedforward_named
 

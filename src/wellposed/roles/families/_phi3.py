@@ -15,9 +15,15 @@ def _attention(place: LocatedModule) -> AttentionRole | None:
     shared = (whole.shape[0] - width) // 2  # key rows, and as many value rows
 
     def rows(start: int, stop: int) -> WeightView:
-        return WeightView(whole.owner_path, whole.owner, whole.attribute, (start, stop), whole.transposed)
+        return WeightView(
+            whole.owner_path, whole.owner, whole.attribute, (start, stop), whole.transposed
+        )
 
-    views = {"query": rows(0, width), "key": rows(width, width + shared), "value": rows(width + shared, whole.shape[0])}
+    views = {
+        "query": rows(0, width),
+        "key": rows(width, width + shared),
+        "value": rows(width + shared, whole.shape[0]),
+    }
     return attention_role(place, {**views, "output": out})
 
 
@@ -26,7 +32,9 @@ def _feedforward(place: LocatedModule) -> FeedForwardRole | None:
     if merged is None or down is None:
         return None
     gate, up = (view_of(place.join("gate_up_proj"), merged, chunk=(index, 2)) for index in range(2))
-    return FeedForwardRole(place.path, place.stack, place.layer, up, view_of(place.join("down_proj"), down), gate)
+    return FeedForwardRole(
+        place.path, place.stack, place.layer, up, view_of(place.join("down_proj"), down), gate
+    )
 
 
 FAMILIES.register("phi3")(Family(_attention, _feedforward))

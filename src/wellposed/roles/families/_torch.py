@@ -1,4 +1,5 @@
-"""`torch.nn.MultiheadAttention` (fused or separate projections) and the `torch.nn` Transformer layers."""
+"""`torch.nn.MultiheadAttention` (fused or separate projections) and the `torch.nn` Transformer
+layers."""
 
 from torch import nn
 
@@ -18,7 +19,9 @@ def _attention(place: LocatedModule) -> AttentionRole | None:
         views = {role: chunked(fused, (index, 3)) for index, role in enumerate(roles)}
     else:
         views = {role: WeightView(place.path, module, f"{role[0]}_proj_weight") for role in roles}
-    return attention_role(place, {**views, "output": view_of(place.join("out_proj"), module.out_proj)})
+    return attention_role(
+        place, {**views, "output": view_of(place.join("out_proj"), module.out_proj)}
+    )
 
 
 FAMILIES.register("torch")(Family(_attention, feedforward_named("linear1", "linear2")))

@@ -1,4 +1,5 @@
-"""A text as blocks for a language model: every token but the first is predicted exactly once, at any offset."""
+"""A text as blocks for a language model: every token but the first is predicted exactly once, at
+any offset."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 class BlockDataset(Rows[Example]):
     """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it.
 
-    A block of n tokens holds n - 1 predictions, so the one-token overlap makes the blocks' predictions a partition of
-    tokens 1..N-1. Index ``b`` below ``len(self)`` is block b at offset 0. The text can also be cut at an offset
-    o in 1..seq_len-2: first a block of o + 1 tokens, then full ones. Those blocks have the indices of `indices(o)`,
-    all above ``len(self)``, so that an epoch's cut is part of its batches and needs no state. Where the bytes that each
-    token stands for are known, they are the ``label_bytes`` of a block.
+    A block of n tokens holds n - 1 predictions, so the one-token overlap makes the blocks'
+    predictions a partition of tokens 1..N-1. Index ``b`` below ``len(self)`` is block b at offset
+    0. The text can also be cut at an offset o in 1..seq_len-2: first a block of o + 1 tokens, then
+      full ones. Those blocks have the indices of `indices(o)`,
+    all above ``len(self)``, so that an epoch's cut is part of its batches and needs no state. Where
+    the bytes that each token stands for are known, they are the ``label_bytes`` of a block.
 
     >>> import numpy as np
     >>> blocks = BlockDataset(np.arange(6), seq_len=3, where="text")
@@ -39,9 +41,13 @@ class BlockDataset(Rows[Example]):
         token_bytes: NDArray[np.integer] | None = None,
     ) -> None:
         if seq_len < 2:
-            raise ConfigError(f"seq_len = {seq_len}, expected at least 2: a block predicts seq_len - 1 tokens")
+            raise ConfigError(
+                f"seq_len = {seq_len}, expected at least 2: a block predicts seq_len - 1 tokens"
+            )
         if len(tokens) < 2:
-            raise DataError(f"{where}: {len(tokens)} tokens, expected at least 2: the first one is only context")
+            raise DataError(
+                f"{where}: {len(tokens)} tokens, expected at least 2: the first one is only context"
+            )
         self.tokens = tokens
         self.token_bytes = token_bytes
         self.stride = seq_len - 1
@@ -75,7 +81,11 @@ class BlockDataset(Rows[Example]):
     def _row(self, index: int) -> Example:
         start, stop = self.bounds(index + len(self) if index < 0 else index)
         block = {"input_ids": self.tokens[start:stop].tolist()}
-        return block if self.token_bytes is None else {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
+        return (
+            block
+            if self.token_bytes is None
+            else {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
+        )
 
 
 class BlockLengths(Rows[int]):

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask and unshifted labels, (batch, tokens) int64; labels are -100 on padding.
+    """Return input_ids, attention_mask and unshifted labels, (batch, tokens) int64; labels are -100
+    on padding.
 
     The label_bytes of examples that have them are returned too, 0 on padding.
 
@@ -24,15 +25,19 @@ def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, 
     import torch
 
     inputs = pad_inputs(examples, pad_id=pad_id)
-    batch = {**inputs, "labels": torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORED_LABEL)}
+    batch = {
+        **inputs,
+        "labels": torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORED_LABEL),
+    }
     return batch | _padded(examples, "label_bytes")
 
 
 def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
     """Return input_ids, attention_mask (batch, tokens) and labels (batch,), all int64.
 
-    Examples with token_type_ids, pairs in one sequence, give those too, 0 on padding. Examples of two documents give
-    input_ids_pair and attention_mask_pair too; each side is padded to its own longest.
+    Examples with token_type_ids, pairs in one sequence, give those too, 0 on padding. Examples of
+    two documents give input_ids_pair and attention_mask_pair too; each side is padded to its own
+    longest.
 
     >>> examples = [{"input_ids": [5, 6], "labels": [1]}, {"input_ids": [7], "labels": [0]}]
     >>> batch = collate_classification(examples, pad_id=0)
@@ -43,16 +48,23 @@ def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[
 
     batch = pad_inputs(examples, pad_id=pad_id) | _padded(examples, "token_type_ids")
     if "input_ids_pair" in examples[0]:
-        second = pad_inputs([{"input_ids": example["input_ids_pair"]} for example in examples], pad_id=pad_id)
+        second = pad_inputs(
+            [{"input_ids": example["input_ids_pair"]} for example in examples], pad_id=pad_id
+        )
         batch |= {f"{name}_pair": value for name, value in second.items()}
-    return {**batch, "labels": torch.tensor([example["labels"][0] for example in examples], dtype=torch.int64)}
+    return {
+        **batch,
+        "labels": torch.tensor([example["labels"][0] for example in examples], dtype=torch.int64),
+    }
 
 
 def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask (batch, source), decoder_input_ids and labels (batch, target), all int64.
+    """Return input_ids, attention_mask (batch, source), decoder_input_ids and labels (batch,
+    target), all int64.
 
-    The decoder reads the target moved right by one after ``bos_id``: position t predicts ``labels[:, t]``, so nothing
-    is shifted later. Labels are -100 on padding; the decoder's inputs need no mask, as padding comes after the end.
+    The decoder reads the target moved right by one after ``bos_id``: position t predicts
+    ``labels[:, t]``, so nothing is shifted later. Labels are -100 on padding; the decoder's inputs
+    need no mask, as padding comes after the end.
 
     >>> batch = collate_seq2seq([{"input_ids": [5, 3], "labels": [7, 8, 3]}, {"input_ids": [6, 9, 3], "labels": [3]}],
     ...                         pad_id=0, bos_id=2)
@@ -78,7 +90,11 @@ def _padded(examples: Sequence[Example], name: str) -> dict[str, Tensor]:
 
     from wellposed.tasks.batches.ragged import pad_right
 
-    return {name: torch.from_numpy(pad_right([row[name] for row in examples], 0))} if name in examples[0] else {}
+    return (
+        {name: torch.from_numpy(pad_right([row[name] for row in examples], 0))}
+        if name in examples[0]
+        else {}
+    )
 
 
 def pad_inputs(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:

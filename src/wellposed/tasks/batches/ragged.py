@@ -1,4 +1,5 @@
-"""Token sequences of different lengths in one flat array: a few bytes a token, where lists of integers take eight."""
+"""Token sequences of different lengths in one flat array: a few bytes a token, where lists of
+integers take eight."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class Ragged:
     ([5, 6], [7], 2, [2, 1])
     """
 
-    def __init__(self, flat: NDArray[np.integer], lengths: NDArray[np.integer] | Sequence[int]) -> None:
+    def __init__(
+        self, flat: NDArray[np.integer], lengths: NDArray[np.integer] | Sequence[int]
+    ) -> None:
         self.flat = flat
         self.lengths: NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
@@ -29,7 +32,10 @@ class Ragged:
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
         """Build from one list of token ids per row."""
         lengths = [len(row) for row in rows]
-        return cls(np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=sum(lengths)), lengths)
+        return cls(
+            np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=sum(lengths)),
+            lengths,
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -10,7 +10,8 @@ Element = TypeVar("Element")
 
 
 class Rows(Sequence[Element]):
-    """A sequence from its length and `_row`, which makes the element of an index; a slice makes a list.
+    """A sequence from its length and `_row`, which makes the element of an index; a slice makes a
+    list.
 
     >>> class Squares(Rows[int]):
     ...     def __len__(self) -> int:

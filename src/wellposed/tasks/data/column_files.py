@@ -1,4 +1,5 @@
-"""Files of named columns: one JSON object a line (``.jsonl``), a list of them (``.json``), or ``.parquet``."""
+"""Files of named columns: one JSON object a line (``.jsonl``), a list of them (``.json``), or
+``.parquet``."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def read_columns(path: Path) -> tuple[Any, dict[str, Any]]:
         if (lacking := [name for name in names if name not in row])
     ]
     refuse_rows(path, problems)
-    return NamedColumns({name: [row[name] for _, row in objects] for name in names}), file.description()
+    return NamedColumns(
+        {name: [row[name] for _, row in objects] for name in names}
+    ), file.description()
 
 
 def parquet_rows(path: Path) -> Any:
@@ -70,14 +73,17 @@ def parquet_rows(path: Path) -> Any:
     try:
         rows = Dataset(pyarrow.parquet.read_table(path))
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}; copy the file again") from error
+        raise DataError(
+            f"{path}: cannot be read as parquet: {error}; copy the file again"
+        ) from error
     if not len(rows):
         raise DataError(f"{path}: no rows; give a file with a row for each text")
     return rows
 
 
 def json_objects(file: TextFile) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    """Return the objects of a JSON file with their line or number, and one line for each row that is none."""
+    """Return the objects of a JSON file with their line or number, and one line for each row that
+    is none."""
     rows: list[tuple[int, dict[str, Any]]] = []
     problems: list[str] = []
     for number, row in _parsed(file):
@@ -128,5 +134,6 @@ def refuse_rows(where: Path | str, problems: list[str]) -> None:
     """Raise `DataError` naming every malformed row, if there are any."""
     if problems:
         raise DataError(
-            f"{where}: {len(problems)} rows that cannot be used; correct or remove them:\n" + listed(problems)
+            f"{where}: {len(problems)} rows that cannot be used; correct or remove them:\n"
+            + listed(problems)
         )

@@ -1,4 +1,5 @@
-"""DailyDialog (Li et al. 2017) as released: one dialogue a line, ``__eou__`` after every utterance."""
+"""DailyDialog (Li et al. 2017) as released: one dialogue a line, ``__eou__`` after every
+utterance."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Dialogue:
     partner_persona: tuple[str, ...] = ()
     """What the first speaker says of himself, where the data has it."""
     second_speaker_only: bool = False
-    """Whether replies are the turns of the second speaker alone, as in PersonaChat; else every turn but the first."""
+    """Whether replies are the turns of the second speaker alone, as in PersonaChat; else every turn
+    but the first."""
     candidates: int = 0
     """Candidate replies that the data lists, over all turns."""
 
@@ -43,12 +45,15 @@ def parse_dailydialog(file: TextFile) -> list[Dialogue]:
         if not turns:
             problems.append(f"{file.path}:{number}: no {END_OF_UTTERANCE}: {line[:60]!r}")
         elif rest:
-            problems.append(f"{file.path}:{number}: text after the last {END_OF_UTTERANCE}: {rest[:60]!r}")
+            problems.append(
+                f"{file.path}:{number}: text after the last {END_OF_UTTERANCE}: {rest[:60]!r}"
+            )
         elif not all(turns):
             problems.append(f"{file.path}:{number}: utterance {turns.index('') + 1} is empty")
         dialogues.append(Dialogue(number, tuple(turns)))
     if problems:
         raise DataError(
-            f"lines that are no dialogue of utterances, each followed by {END_OF_UTTERANCE}:\n" + listed(problems)
+            f"lines that are no dialogue of utterances, each followed by {END_OF_UTTERANCE}:\n"
+            + listed(problems)
         )
     return dialogues

@@ -1,4 +1,5 @@
-"""Dialogues of every split: which files hold them, in which format, and which dialogues occur twice."""
+"""Dialogues of every split: which files hold them, in which format, and which dialogues occur
+twice."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ class Dialogues(tuple[Dialogue, ...]):
 def load_dialogues(
     data: str, *, valid: str | None = None, test: str | None = None, file_format: Format = "auto"
 ) -> tuple[dict[Split, Dialogues], dict[str, Any]]:
-    """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues at a time.
+    """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues
+    at a time.
 
-    Where a split is cut, equal dialogues and dialogues linked by persona lines that they share stay in one split.
+    Where a split is cut, equal dialogues and dialogues linked by persona lines that they share stay
+    in one split.
     """
     if data == "builtin":
         raise no_builtin_data()
@@ -63,7 +66,8 @@ def load_dialogues(
 
 
 def fingerprint(dialogue: Dialogue) -> tuple[str, ...]:
-    """Return the turns without white space: what two dialogues share that are the same but for spacing."""
+    """Return the turns without white space: what two dialogues share that are the same but for
+    spacing."""
     return tuple("".join(turn.split()) for turn in dialogue.turns)
 
 
@@ -74,17 +78,22 @@ def repeated(dialogues: Sequence[Dialogue], earlier: Sequence[Dialogue]) -> list
 
 
 def _train_file(root: Path) -> Path:
-    """Return the train file of a folder, the label files of DailyDialog left aside; a file is itself."""
+    """Return the train file of a folder, the label files of DailyDialog left aside; a file is
+    itself."""
     if not root.is_dir():
         return root
     names = sorted(path.name for path in root.iterdir() if path.is_file())
-    texts = [name for name in names if name.lower().removesuffix(".gz").endswith(".txt") and not _LABELS.search(name)]
+    texts = [
+        name
+        for name in names
+        if name.lower().removesuffix(".gz").endswith(".txt") and not _LABELS.search(name)
+    ]
     trains = [name for name in texts if train_position(name)]
     if len(trains) != 1:
         what = f"{len(trains)} train files" if trains else "no train file"
         raise DataError(
-            f"{root}: {what}, expected one named like dialogues_train.txt or train.txt (.gz too); the folder holds: "
-            f"{', '.join(names[:10]) or 'nothing'}; give the file itself"
+            f"{root}: {what}, expected one named like dialogues_train.txt or train.txt (.gz too);"
+            f" the folder holds: {', '.join(names[:10]) or 'nothing'}; give the file itself"
         )
     return root / trains[0]
 
@@ -97,8 +106,8 @@ def detect_format(file: TextFile) -> str:
     if NUMBERED.match(first):
         return "personachat"
     raise DataError(
-        f"{file.path}:1: neither format is recognised: DailyDialog has {END_OF_UTTERANCE} after every utterance, "
-        f"PersonaChat a number before every line; received {first[:60]!r}"
+        f"{file.path}:1: neither format is recognised: DailyDialog has {END_OF_UTTERANCE} after"
+        f" every utterance, PersonaChat a number before every line; received {first[:60]!r}"
     )
 
 
@@ -106,7 +115,9 @@ def _read_hub(rows: Any, where: str) -> Dialogues:
     column = next((name for name in HUB_COLUMNS if name in rows.column_names), None)
     if column is None:
         held = ", ".join(rows.column_names)
-        raise DataError(f"{where}: no column of utterances named {', '.join(HUB_COLUMNS)}; it has {held}")
+        raise DataError(
+            f"{where}: no column of utterances named {', '.join(HUB_COLUMNS)}; it has {held}"
+        )
     dialogues = [tuple(str(turn).strip() for turn in turns) for turns in rows[column]]
     problems = [
         f"{where} row {number}: an utterance is empty, or there is none"
@@ -118,7 +129,9 @@ def _read_hub(rows: Any, where: str) -> Dialogues:
     return Dialogues(Dialogue(number, turns) for number, turns in enumerate(dialogues, start=1))
 
 
-def _draw_groups(train: Dialogues, missing: Sequence[Split], wanted: int, where: str) -> dict[Split, list[int]]:
+def _draw_groups(
+    train: Dialogues, missing: Sequence[Split], wanted: int, where: str
+) -> dict[Split, list[int]]:
     """Return the rows of each missing split and of train, inseparable dialogues in one split."""
     groups = shuffled(_inseparable(train))
     rows: dict[Split, list[int]] = {}
@@ -128,14 +141,15 @@ def _draw_groups(train: Dialogues, missing: Sequence[Split], wanted: int, where:
             rows[split] += groups.pop()
         if not rows[split]:
             raise DataError(
-                f"{where}: all dialogues are linked by persona lines that they share, so no {split} split can be cut; "
-                f"give it with the option {split}"
+                f"{where}: all dialogues are linked by persona lines that they share, so no {split}"
+                f" split can be cut; give it with the option {split}"
             )
     return {**rows, "train": [row for group in groups for row in group]}
 
 
 def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
-    """Return the positions of the dialogues in groups of which no two share a persona line or a whole dialogue."""
+    """Return the positions of the dialogues in groups of which no two share a persona line or a
+    whole dialogue."""
     parents: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -156,7 +170,8 @@ def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
 
 
 def read_synonyms(path: Path) -> dict[str, str]:
-    """Read words of equal meaning, one group a line, separated by spaces: the first word names its group."""
+    """Read words of equal meaning, one group a line, separated by spaces: the first word names its
+    group."""
     if not path.exists():
         raise missing_file(path)
     names: dict[str, str] = {}

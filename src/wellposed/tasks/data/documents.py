@@ -1,4 +1,5 @@
-"""Where pairs of documents come from: AAN files of the Long Range Arena, and passages of CPython's documentation."""
+"""Where pairs of documents come from: AAN files of the Long Range Arena, and passages of CPython's
+documentation."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ _SPLIT_OF_TENTH: dict[int, Split] = {8: "valid", 9: "test"}
 
 @dataclass(frozen=True)
 class PairTable:
-    """Documents, each once, and pairs of them: ``documents[first[i]]`` and ``documents[second[i]]``."""
+    """Documents, each once, and pairs of them: ``documents[first[i]]`` and
+    ``documents[second[i]]``."""
 
     documents: LabelledTexts
-    """``labels`` are document ids where the source is a pair file; ``places`` are the lines they are first seen at."""
+    """``labels`` are document ids where the source is a pair file; ``places`` are the lines they
+    are first seen at."""
     first: Sequence[int]
     second: Sequence[int]
     labels: Sequence[int]
@@ -45,7 +48,9 @@ class PairTable:
         """Return first, second and labels as arrays."""
         import numpy as np
 
-        first, second, labels = (np.array(values, np.int64) for values in (self.first, self.second, self.labels))
+        first, second, labels = (
+            np.array(values, np.int64) for values in (self.first, self.second, self.labels)
+        )
         return first, second, labels
 
     def select(self, rows: Sequence[int]) -> PairTable:
@@ -61,7 +66,8 @@ class PairTable:
 
 
 def is_pair_file(data: str) -> bool:
-    """Return whether the train file of ``data`` is a tsv whose first lines, most of 20, have five columns."""
+    """Return whether the train file of ``data`` is a tsv whose first lines, most of 20, have five
+    columns."""
     if data.startswith("hf:") or has_class_folders(data):
         return False
     path = find_split_files(data, suffixes=SUFFIXES).paths["train"]
@@ -72,8 +78,11 @@ def is_pair_file(data: str) -> bool:
     return 2 * pairs > sum(map(bool, lines))
 
 
-def read_pairs(data: str, *, valid: str | None, test: str | None) -> tuple[dict[Split, PairTable], dict[str, Any]]:
-    """Read the pair files of ``data``, of which the valid one may be named eval; missing splits are cut from train."""
+def read_pairs(
+    data: str, *, valid: str | None, test: str | None
+) -> tuple[dict[Split, PairTable], dict[str, Any]]:
+    """Read the pair files of ``data``, of which the valid one may be named eval; missing splits are
+    cut from train."""
 
     def read_file(path: Path) -> tuple[PairTable, dict[str, Any]]:
         file = read_text(path)
@@ -96,7 +105,8 @@ def _eval_file(data: str) -> str | None:
 
 
 def read_pair_file(file: TextFile) -> PairTable:
-    """Read rows of label (0, 1, 0.0 or 1.0), id, id, text and text between tabs; a document is its text."""
+    """Read rows of label (0, 1, 0.0 or 1.0), id, id, text and text between tabs; a document is its
+    text."""
     numbers: dict[str, int] = {}
     ids: list[str] = []
     lines: list[int] = []
@@ -132,12 +142,15 @@ def _problem(fields: Sequence[str]) -> str | None:
 
 
 def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
-    """Cut the sections of the builtin prose into passages labelled by section, each section in one split."""
+    """Cut the sections of the builtin prose into passages labelled by section, each section in one
+    split."""
     from wellposed.tasks.data.prose import gather_prose
 
     prose = gather_prose()
     sections = [section for section in prose.text.split("\n\n\n") if len(section) >= 2 * _PASSAGE]
-    found: dict[Split, tuple[list[str], list[str], list[int]]] = {split: ([], [], []) for split in SPLITS}
+    found: dict[Split, tuple[list[str], list[str], list[int]]] = {
+        split: ([], [], []) for split in SPLITS
+    }
     for number, section in enumerate(sections):
         texts, labels, lines = found[_SPLIT_OF_TENTH.get(number % 10, "train")]
         for start in range(0, len(section) - _PASSAGE + 1, _PASSAGE):
@@ -145,7 +158,10 @@ def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
             labels.append(str(number))
             lines.append(number)
     described = {
-        "source": "builtin: passages of CPython's documentation and docstrings; related = of the same section",
+        "source": (
+            "builtin: passages of CPython's documentation and docstrings; related = of the same"
+            " section"
+        ),
         **prose.description(),
         "passage_characters": _PASSAGE,
         "sections": len(sections),

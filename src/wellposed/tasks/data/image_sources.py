@@ -1,4 +1,5 @@
-"""Labelled images of every split: drawn, from npz files, from CIFAR-10 as released, or from a folder for each class."""
+"""Labelled images of every split: drawn, from npz files, from CIFAR-10 as released, or from a
+folder for each class."""
 
 from __future__ import annotations
 
@@ -56,18 +57,24 @@ def load_images(
     read_folder: Callable[[Path], tuple[Folder, list[str], dict[str, Any]]],
     prefer: str | None = None,
 ) -> tuple[Mapping[Split, Images | Folder], list[str] | None, dict[str, Any]]:
-    """Return the images of every split, the names of the labels where they have names, and a description.
+    """Return the images of every split, the names of the labels where they have names, and a
+    description.
 
-    ``read_folder`` reads a folder that holds a folder of images for each class; ``prefer`` is a word that chooses among
-    several npz files. Splits that are missing are cut from train.
+    ``read_folder`` reads a folder that holds a folder of images for each class; ``prefer`` is a
+    word that chooses among several npz files. Splits that are missing are cut from train.
     """
     given = " and ".join(given_options(options, ("valid", "test")))
     if options.data == "builtin":
         if given:
-            raise ConfigError(f"{task}: {given} need data=FILE; the builtin shapes are gray, in splits of their own")
+            raise ConfigError(
+                f"{task}: {given} need data=FILE; the builtin shapes are gray, in splits of"
+                " their own"
+            )
         return _shapes(options.data_seed or 0)
     if options.data_seed is not None:
-        raise ConfigError(f"{task}: data_seed says what is drawn and has no effect on {options.data}")
+        raise ConfigError(
+            f"{task}: data_seed says what is drawn and has no effect on {options.data}"
+        )
     root = Path(options.data)
     if not root.exists() and not options.data.startswith("hf:"):
         raise missing_file(root)
@@ -84,18 +91,26 @@ def load_images(
             raise ConfigError(f"{task}: {given} name npz files; {root} is a batch of CIFAR-10")
         return read_cifar(root.parent, [root], with_test=False)
     _refuse_loose_images(root)
-    images, described = read_npz_splits(options.data, valid=options.valid, test=options.test, prefer=prefer)
+    images, described = read_npz_splits(
+        options.data, valid=options.valid, test=options.test, prefer=prefer
+    )
     return images, None, described
 
 
-def label_names(images: Mapping[Split, LabelledImages], names: Sequence[str] | None, where: str) -> list[str]:
+def label_names(
+    images: Mapping[Split, LabelledImages], names: Sequence[str] | None, where: str
+) -> list[str]:
     """Return the names of the labels of train; other splits have no others."""
     known = set(images["train"].labels.tolist())
     foreign = {split: sorted(set(images[split].labels.tolist()) - known) for split in SPLITS[1:]}
     if any(foreign.values()):
-        raise DataError(f"{where}: labels that train does not have: {foreign}; give another train file")
+        raise DataError(
+            f"{where}: labels that train does not have: {foreign}; give another train file"
+        )
     if len(known) < 2:
-        raise DataError(f"{where}: every image has the label {known.pop()}, expected two labels or more")
+        raise DataError(
+            f"{where}: every image has the label {known.pop()}, expected two labels or more"
+        )
     return list(names or map(str, range(max(known) + 1)))
 
 
@@ -117,15 +132,24 @@ def _refuse_loose_images(root: Path) -> None:
     entries = sorted(root.iterdir()) if root.is_dir() else [root]
     loose = [entry for entry in entries if entry.suffix.lower() in IMAGE_SUFFIXES]
     if loose and not any(entry.suffix == ".npz" for entry in entries):
-        where = "is an image" if loose == [root] else f"holds {len(loose)} images, such as {loose[0].name}"
+        where = (
+            "is an image"
+            if loose == [root]
+            else f"holds {len(loose)} images, such as {loose[0].name}"
+        )
         raise DataError(
-            f"{root}: {where}, and nothing says of which class; name a folder that has one folder for each class"
+            f"{root}: {where}, and nothing says of which class; name a folder that has one folder"
+            " for each class"
         )
 
 
 def _holds_folders(root: Path) -> bool:
     """Whether ``root`` is a folder of folders, with no npz file beside them."""
-    return root.is_dir() and not any(root.glob("*.npz")) and any(entry.is_dir() for entry in root.iterdir())
+    return (
+        root.is_dir()
+        and not any(root.glob("*.npz"))
+        and any(entry.is_dir() for entry in root.iterdir())
+    )
 
 
 def _read_class_folders(
@@ -145,4 +169,13 @@ def _read_class_folders(
         if classes != names:
             raise DataError(f"{folder}: classes {classes}, expected those of train: {names}")
     images, cut = cut_missing(images, str(root))
-    return images, names, {"source": str(root), "files": files, "splits": "folders" if folders else "one folder", **cut}
+    return (
+        images,
+        names,
+        {
+            "source": str(root),
+            "files": files,
+            "splits": "folders" if folders else "one folder",
+            **cut,
+        },
+    )

@@ -1,4 +1,5 @@
-"""Images as arrays of bytes: decoded from image files, turned gray, shrunk, and as token sequences."""
+"""Images as arrays of bytes: decoded from image files, turned gray, shrunk, and as token
+sequences."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Images:
         return hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
 
     def tokens(self) -> Ragged:
-        """Return each image as one sequence, row by row, a channel after the other at each pixel."""
+        """Return each image as one sequence, row by row, a channel after the other at each
+        pixel."""
         import numpy as np
 
         from wellposed.tasks.batches.ragged import Ragged
@@ -102,7 +104,9 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
     except MemoryError:
         raise
     except (image_module.DecompressionBombError, image_module.DecompressionBombWarning):
-        raise DataError(f"{path}: has more than {image_module.MAX_IMAGE_PIXELS:,} pixels; shrink it first") from None
+        raise DataError(
+            f"{path}: has more than {image_module.MAX_IMAGE_PIXELS:,} pixels; shrink it first"
+        ) from None
     except Exception as error:  # a damaged file raises whatever its decoder does
         raise DataError(f"{path}: cannot be decoded: {error or type(error).__name__}") from None
 
@@ -122,12 +126,17 @@ def _decoded(image: Any) -> NDArray[np.uint8]:
     if image.mode.startswith("I;16"):
         return np.rint(np.asarray(image) / 257).astype(np.uint8)
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are {image.mode} (32 bits a value); save it with 8 or 16 bits a channel")
+        raise ValueError(
+            f"its pixels are {image.mode} (32 bits a value); save it with 8 or 16 bits a channel"
+        )
     return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
 
 
-def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: list[str] | None = None) -> Images:
-    """Decode images of one size, all in colour where some are; those that cannot be used are named at once.
+def read_image_files(
+    paths: Sequence[Path], labels: Sequence[int], *, skipped: list[str] | None = None
+) -> Images:
+    """Decode images of one size, all in colour where some are; those that cannot be used are named
+    at once.
 
     Where ``skipped`` is given, files that cannot be decoded are left out and described there.
     """
@@ -147,19 +156,26 @@ def read_image_files(paths: Sequence[Path], labels: Sequence[int], *, skipped: l
     if not problems and decoded:
         shape = decoded[0].shape[:2]
         problems = [
-            f"{path}: {image.shape[1]} x {image.shape[0]} pixels, expected {shape[1]} x {shape[0]} as {kept[0][0].name}"
+            f"{path}: {image.shape[1]} x {image.shape[0]} pixels, expected {shape[1]} x {shape[0]}"
+            f" as {kept[0][0].name}"
             for (path, _), image in zip(kept, decoded, strict=True)
             if image.shape[:2] != shape
         ]
     if problems:
-        raise DataError(f"{len(problems)} images that cannot be used; correct or remove them:\n" + listed(problems))
+        raise DataError(
+            f"{len(problems)} images that cannot be used; correct or remove them:\n"
+            + listed(problems)
+        )
     if len({image.ndim for image in decoded}) > 1:
-        decoded = [np.repeat(image[..., None], 3, -1) if image.ndim == 2 else image for image in decoded]
+        decoded = [
+            np.repeat(image[..., None], 3, -1) if image.ndim == 2 else image for image in decoded
+        ]
     return Images(np.stack(decoded), np.array([label for _, label in kept], np.int64))
 
 
 def find_class_files(folder: Path) -> tuple[ImageFiles, list[str], dict[str, Any]]:
-    """Return the images below ``folder/<class>/``, the classes in alphabetical order, and a description.
+    """Return the images below ``folder/<class>/``, the classes in alphabetical order, and a
+    description.
 
     A class without an image is an error; files that are not named as images are counted.
     """
@@ -178,7 +194,10 @@ def find_class_files(folder: Path) -> tuple[ImageFiles, list[str], dict[str, Any
         others += len(files) - len(images)
         empty += [] if images else [f"{folder / name}: no image ({', '.join(IMAGE_SUFFIXES)})"]
     if empty or not classes:
-        raise DataError(f"{folder}: expected a folder of images for each class:\n" + listed(empty or ["it has none"]))
+        raise DataError(
+            f"{folder}: expected a folder of images for each class:\n"
+            + listed(empty or ["it has none"])
+        )
     described: dict[str, Any] = {"path": str(folder), "files": len(paths)}
     described |= {"other_files_not_read": others} if others else {}
     return ImageFiles(tuple(paths), np.array(labels, np.int64)), classes, described
@@ -204,11 +223,14 @@ def to_gray(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def shrink(pixels: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8]:
-    """Return images of ``size`` x ``size``, each pixel the rounded mean of a block; it must divide the sides."""
+    """Return images of ``size`` x ``size``, each pixel the rounded mean of a block; it must divide
+    the sides."""
     import numpy as np
 
     number, height, width = pixels.shape[:3]
     if height % size or width % size:
-        raise DataError(f"{where}: images of {width} x {height} pixels; size = {size} does not divide them")
+        raise DataError(
+            f"{where}: images of {width} x {height} pixels; size = {size} does not divide them"
+        )
     blocks = pixels.reshape(number, size, height // size, size, width // size, *pixels.shape[3:])
     return np.rint(blocks.mean((2, 4))).astype(np.uint8)

@@ -10,7 +10,13 @@ from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks.data.columns import TableOptions
 from wellposed.tasks.data.files import describe_file, read_text
 from wellposed.tasks.data.splits import cut_missing, load_splits, refuse_split_files
-from wellposed.tasks.data.tables import SUFFIXES, LabelledTexts, read_parquet, read_table, table_from_hub
+from wellposed.tasks.data.tables import (
+    SUFFIXES,
+    LabelledTexts,
+    read_parquet,
+    read_table,
+    table_from_hub,
+)
 from wellposed.tasks.data.text_folders import has_class_folders, read_text_folders
 from wellposed.tasks.task import SPLITS, Split
 
@@ -33,7 +39,8 @@ class TextOptions(Protocol):
 def load_labelled(
     data: str, *, valid: str | None, test: str | None, table: TableOptions | None = None
 ) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
-    """Read the labelled texts of the splits, cut missing ones from train, and describe where they came from."""
+    """Read the labelled texts of the splits, cut missing ones from train, and describe where they
+    came from."""
     table_options = table or TableOptions()
 
     def read_file(path: Path) -> tuple[LabelledTexts, dict[str, Any]]:
@@ -47,7 +54,9 @@ def load_labelled(
     if data == "builtin":
         raise no_builtin_data()
     if not data.startswith("hf:") and has_class_folders(data):
-        refuse_split_files("folders of texts by class bring their own splits", valid=valid, test=test)
+        refuse_split_files(
+            "folders of texts by class bring their own splits", valid=valid, test=test
+        )
         tables, found = read_text_folders(data)
         described = {"source": data, **found}
     else:
@@ -65,13 +74,17 @@ def load_labelled(
 
 def no_builtin_data() -> ConfigError:
     """Build the error for ``data='builtin'`` where a task has none."""
-    return ConfigError("data = 'builtin': this task has no built-in data; give a file, a folder or hf:name[:config]")
+    return ConfigError(
+        "data = 'builtin': this task has no built-in data; give a file, a folder or"
+        " hf:name[:config]"
+    )
 
 
 def encode_labelled(
     encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: TextOptions, *, noun: str
 ) -> tuple[dict[Split, Encoded], dict[str, Any]]:
-    """Return the token ids of every text, cut or refused as ``options`` say, and what was cut, unknown or repeated."""
+    """Return the token ids of every text, cut or refused as ``options`` say, and what was cut,
+    unknown or repeated."""
     ids: dict[Split, Encoded] = {}
     truncated, unknown = {}, {}
     for split in SPLITS:
@@ -89,7 +102,9 @@ def encode_labelled(
         "overflow": options.overflow,
         f"truncated_{noun}": truncated,
         "unknown_pieces": unknown,
-        f"{noun}_also_in_train": {split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]},
+        f"{noun}_also_in_train": {
+            split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]
+        },
     }
 
 
@@ -102,32 +117,53 @@ def _encode_table(encoder: TextEncoder, table: LabelledTexts, max_length: int) -
 
 
 def _refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:
-    problems = [f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0]
+    problems = [
+        f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0
+    ]
     if problems:
-        raise DataError("rows without a token cannot be classified; correct or remove them:\n" + listed(problems))
+        raise DataError(
+            "rows without a token cannot be classified; correct or remove them:\n"
+            + listed(problems)
+        )
 
 
-def refuse_longer(table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str) -> None:
+def refuse_longer(
+    table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str
+) -> None:
     """Raise `DataError` naming every row with more than ``max_length`` tokens."""
-    problems = [f"{table.where(i)}: {length} tokens" for i, length in enumerate(lengths) if length > max_length]
+    problems = [
+        f"{table.where(i)}: {length} tokens"
+        for i, length in enumerate(lengths)
+        if length > max_length
+    ]
     if problems:
-        raise DataError(f"rows with more than max_length = {max_length} tokens; {remedy}:\n" + listed(problems))
+        raise DataError(
+            f"rows with more than max_length = {max_length} tokens; {remedy}:\n" + listed(problems)
+        )
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:
     """Return the distinct labels, as numbers in order if all are whole numbers."""
     distinct = set(labels)
-    if all(label.removeprefix("-").isascii() and label.removeprefix("-").isdigit() for label in distinct):
+    if all(
+        label.removeprefix("-").isascii() and label.removeprefix("-").isdigit()
+        for label in distinct
+    ):
         return sorted(distinct, key=lambda label: (int(label), label))
     return sorted(distinct)
 
 
 def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
-    """Return each row's index into ``known``, or raise naming every row whose label is not there."""
+    """Return each row's index into ``known``, or raise naming every row whose label is not
+    there."""
     import numpy as np
 
     index = {label: number for number, label in enumerate(known)}
-    problems = [f"{table.where(i)}: label {label!r}" for i, label in enumerate(table.labels) if label not in index]
+    problems = [
+        f"{table.where(i)}: label {label!r}"
+        for i, label in enumerate(table.labels)
+        if label not in index
+    ]
     if problems:
         raise DataError(
             f"{split} has labels that train does not have; known: {', '.join(map(repr, known))}; "

@@ -1,9 +1,10 @@
-"""The three sets of the minBERT study: Stanford Sentiment, Quora duplicate questions, STS benchmark.
+"""The three sets of the minBERT study: Stanford Sentiment, Quora duplicate questions, STS
+benchmark.
 
 Files are tab separated with a header, quoted as CSV, plain or gzip: the names of the CS224N project
-(``ids-sst-train.csv``, ``quora-train.csv``, ``sts-dev.csv``) and any with one more part (``quora-train-15k.csv.gz``).
-All train files of a set are joined; dev or valid files are the validation split. Files without labels
-(``test-student``) are not read.
+(``ids-sst-train.csv``, ``quora-train.csv``, ``sts-dev.csv``) and any with one more part
+(``quora-train-15k.csv.gz``). All train files of a set are joined; dev or valid files are the
+validation split. Files without labels (``test-student``) are not read.
 """
 
 from __future__ import annotations
@@ -74,12 +75,15 @@ class MinBertSet:
 
 
 def read_minbert(folder: str | Path) -> dict[str, MinBertSet]:
-    """Read sst, para and sts, in this order, from the folder of the project; malformed rows are named by file."""
+    """Read sst, para and sts, in this order, from the folder of the project; malformed rows are
+    named by file."""
     folder = Path(folder)
     if not folder.exists():
         raise missing_file(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder}: is a file, expected the folder that holds the sst, quora and sts files")
+        raise DataError(
+            f"{folder}: is a file, expected the folder that holds the sst, quora and sts files"
+        )
     found = {(f.name, split): _files(folder, f, split) for f in FORMATS for split in _SPLIT_WORDS}
     missing = [
         f"{f.name}, {split}: a file named like {f.stem}-{_WORDS_OF[split]}.csv[.gz]"
@@ -113,7 +117,9 @@ def _read_set(form: SetFormat, train: Sequence[Path], valid: Sequence[Path]) -> 
             rows = _parse(file, form)
             sentences += rows.sentences
             labels += rows.labels
-            described.append({**file.description(), "path": path.name, "split": split, "rows": len(rows)})
+            described.append(
+                {**file.description(), "path": path.name, "split": split, "rows": len(rows)}
+            )
         splits[split] = Rows(tuple(sentences), tuple(labels))
     return MinBertSet(form.name, splits["train"], splits["valid"], tuple(described))
 
@@ -135,7 +141,9 @@ def _parse(file: TextFile, form: SetFormat) -> Rows:
         sentences.append(tuple(texts))
         labels.append(float(label))
     if problems:
-        raise DataError(f"{len(problems)} malformed rows; correct or remove them:\n" + listed(problems))
+        raise DataError(
+            f"{len(problems)} malformed rows; correct or remove them:\n" + listed(problems)
+        )
     if not labels:
         raise DataError(f"{file.path}: a header and no row; give a file that holds examples")
     return Rows(tuple(sentences), tuple(labels))
@@ -155,7 +163,11 @@ def _columns(path: Path, header: Sequence[str], form: SetFormat) -> list[int]:
 def _problem(row: Sequence[str], columns: Sequence[int], width: int, form: SetFormat) -> str | None:
     if len(row) != width:
         return f"{len(row)} fields, expected {width} as in the header"
-    empty = [name for name, column in zip(form.sentences, columns, strict=False) if not row[column].strip()]
+    empty = [
+        name
+        for name, column in zip(form.sentences, columns, strict=False)
+        if not row[column].strip()
+    ]
     if empty:
         return f"{' and '.join(empty)} is empty"
     expected = f"{'a whole number' if form.whole else 'a number'} in {form.low:g}..{form.high:g}"
@@ -164,27 +176,45 @@ def _problem(row: Sequence[str], columns: Sequence[int], width: int, form: SetFo
         value = float(text)
     except ValueError:
         return f"{form.label} is {text!r}, expected {expected}"
-    usable = math.isfinite(value) and form.low <= value <= form.high and not (form.whole and value % 1)
+    usable = (
+        math.isfinite(value) and form.low <= value <= form.high and not (form.whole and value % 1)
+    )
     return None if usable else f"{form.label} is {text!r}, expected {expected}"
 
 
-def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
-    """Return a lower-casing BERT tokenizer whose word pieces are learned from ``texts``; pairs are joined by [SEP].
+def train_word_pieces(
+    texts: Sequence[str], *, vocab_size: int, max_length: int
+) -> PreTrainedTokenizerBase:
+    """Return a lower-casing BERT tokenizer whose word pieces are learned from ``texts``; pairs are
+    joined by [SEP].
 
     >>> tokenizer = train_word_pieces(["a cat sat", "a dog sat"], vocab_size=60, max_length=16)
     >>> tokenizer.decode(tokenizer("a cat", "a dog")["input_ids"])
     '[CLS] a cat [SEP] a dog [SEP]'
     """
     try:
-        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+        from tokenizers import (
+            Tokenizer,
+            decoders,
+            models,
+            normalizers,
+            pre_tokenizers,
+            processors,
+            trainers,
+        )
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise missing_extra("tokenizers", "hf", "word-piece tokenizers") from error
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    normalizer, splitter = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     teacher: Any = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
     teacher.normalizer, teacher.pre_tokenizer = normalizer, splitter
-    # The trainer numbers continuations in the order of a hash table that is new in every process, and ties between
-    # merges go by number: naming the continuations first, in order, makes the same pieces of the same texts.
+    # The trainer numbers continuations in the order of a hash table that is new in every process,
+    # and ties between
+    # merges go by number: naming the continuations first, in order, makes the same pieces of the
+    # same texts.
     letters = sorted(set().union(*(normalizer.normalize_str(text) for text in texts)) - set(" "))
     trainer: Any = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -216,7 +246,8 @@ def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int)
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows as the tokenizer's own columns (``input_ids``, ``attention_mask``, ...), and how many were cut."""
+    """Rows as the tokenizer's own columns (``input_ids``, ``attention_mask``, ...), and how many
+    were cut."""
 
     columns: dict[str, list[list[int]]]
     labels: tuple[float, ...]
@@ -227,11 +258,18 @@ class EncodedRows:
 
 
 def encode_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> EncodedRows:
-    """Encode every row, one sentence or a pair, and cut to ``max_length`` tokens, the longer sentence first."""
+    """Encode every row, one sentence or a pair, and cut to ``max_length`` tokens, the longer
+    sentence first."""
     if tokenizer.pad_token_id is None:
-        raise ConfigError("the tokenizer has no pad token; give an encoder (BERT, RoBERTa, ...) and its tokenizer")
+        raise ConfigError(
+            "the tokenizer has no pad token; give an encoder (BERT, RoBERTa, ...) and its tokenizer"
+        )
     parts: Any = [list(part) for part in zip(*rows.sentences, strict=True)]
     full: Any = tokenizer(*parts, verbose=False)
     cut = sum(len(row) > max_length for row in full["input_ids"])
-    kept: Any = tokenizer(*parts, truncation="longest_first", max_length=max_length, verbose=False) if cut else full
+    kept: Any = (
+        tokenizer(*parts, truncation="longest_first", max_length=max_length, verbose=False)
+        if cut
+        else full
+    )
     return EncodedRows({name: list(kept[name]) for name in kept}, rows.labels, cut)

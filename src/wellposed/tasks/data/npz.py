@@ -18,17 +18,23 @@ HOW_TO_SAVE = "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
 def read_npz_splits(
     data: str, *, valid: str | None = None, test: str | None = None, prefer: str | None = None
 ) -> tuple[dict[Split, Images], dict[str, Any]]:
-    """Read the npz files of the splits; ``prefer`` is a word that chooses among several train files."""
+    """Read the npz files of the splits; ``prefer`` is a word that chooses among several train
+    files."""
     if data.startswith("hf:"):
-        raise ConfigError(f"{data}: hub data sets of images are not read; save them as npz with arrays x and y")
+        raise ConfigError(
+            f"{data}: hub data sets of images are not read; save them as npz with arrays x and y"
+        )
     train = _preferred(data, prefer)
-    images, described = load_splits(train, valid=valid, test=test, suffixes=(".npz",), read_file=read_npz)
+    images, described = load_splits(
+        train, valid=valid, test=test, suffixes=(".npz",), read_file=read_npz
+    )
     images, cut = cut_missing(images, described["files"]["train"]["path"])
     return images, {**described, "source": data, **cut}
 
 
 def _preferred(data: str, word: str | None) -> str:
-    """Return the one train file of a folder whose name holds ``word``, where there are several train files."""
+    """Return the one train file of a folder whose name holds ``word``, where there are several
+    train files."""
     root = Path(data)
     if word is None or not root.is_dir():
         return data
@@ -43,13 +49,14 @@ def _unpacked_size(path: Path) -> int:
 
 
 def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
-    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz file."""
+    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz
+    file."""
     import numpy as np
 
     if not zipfile.is_zipfile(path):
         raise DataError(
-            f"{path}: is not an npz file (its {path.stat().st_size} bytes are no whole zip archive), expected one with "
-            f"arrays x and y; write it with {HOW_TO_SAVE}"
+            f"{path}: is not an npz file (its {path.stat().st_size} bytes are no whole zip"
+            f" archive), expected one with arrays x and y; write it with {HOW_TO_SAVE}"
         )
     try:
         refuse_bomb(path, path.stat().st_size, _unpacked_size(path))
@@ -59,15 +66,25 @@ def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
         raise
     except Exception as error:  # a damaged archive raises whatever its reader meets in it
         raise DataError(
-            f"{path}: cannot be read as npz without unpickling ({error}); save it again with {HOW_TO_SAVE}"
+            f"{path}: cannot be read as npz without unpickling ({error}); save it again with"
+            f" {HOW_TO_SAVE}"
         ) from None
     missing = [name for name in ("x", "y") if name not in found]
     if missing:
-        raise DataError(f"{path}: no array {' and '.join(missing)}; it has {', '.join(found) or 'none'}")
+        raise DataError(
+            f"{path}: no array {' and '.join(missing)}; it has {', '.join(found) or 'none'}"
+        )
     x, y = found["x"], found["y"]
     problems = []
-    if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] != 3) or 0 in x.shape:
-        problems.append(f"x is {x.dtype} of shape {x.shape}, expected uint8 of shape (n, h, w) or (n, h, w, 3)")
+    if (
+        x.dtype != np.uint8
+        or x.ndim not in (3, 4)
+        or (x.ndim == 4 and x.shape[3] != 3)
+        or 0 in x.shape
+    ):
+        problems.append(
+            f"x is {x.dtype} of shape {x.shape}, expected uint8 of shape (n, h, w) or (n, h, w, 3)"
+        )
     if y.dtype.kind not in "iu" or y.ndim != 1:
         problems.append(f"y is {y.dtype} of shape {y.shape}, expected whole numbers of shape (n,)")
     elif len(x) != len(y):

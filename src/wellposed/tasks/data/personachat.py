@@ -1,8 +1,9 @@
-"""PersonaChat (Zhang et al. 2018) in ParlAI's text format: numbered lines, persona lines, exchanges with a tab.
+"""PersonaChat (Zhang et al. 2018) in ParlAI's text format: numbered lines, persona lines, exchanges
+with a tab.
 
-``N your persona: ...`` and ``N partner's persona: ...`` describe the speakers; ``N utterance<TAB>reply`` is one
-exchange, with a reward and candidate replies after two more tabs where the file has them. N is 1 where a dialogue
-starts and counts its lines.
+``N your persona: ...`` and ``N partner's persona: ...`` describe the speakers; ``N
+utterance<TAB>reply`` is one exchange, with a reward and candidate replies after two more tabs where
+the file has them. N is 1 where a dialogue starts and counts its lines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ class _Draft:
     candidates: int = 0
 
     def finished(self) -> Dialogue:
-        return Dialogue(self.line, tuple(self.turns), tuple(self.own), tuple(self.partner), True, self.candidates)
+        return Dialogue(
+            self.line,
+            tuple(self.turns),
+            tuple(self.own),
+            tuple(self.partner),
+            True,
+            self.candidates,
+        )
 
 
 def parse_personachat(file: TextFile) -> list[Dialogue]:
@@ -84,10 +92,13 @@ def _add_persona(text: str, lines: list[str], draft: _Draft) -> None:
 
 def _add_exchange(text: str, draft: _Draft) -> None:
     fields = [part.strip() for part in text.split("\t")]
-    # An exchange is kept even where it is malformed, so that its dialogue is not reported a second time.
+    # An exchange is kept even where it is malformed, so that its dialogue is not reported a second
+    # time.
     draft.turns += [fields[0], fields[1] if len(fields) > 1 else ""]
     if len(fields) < 2:
-        raise ValueError(f"expected an utterance, a tab and a reply, received no tab: {text[:60]!r}")
+        raise ValueError(
+            f"expected an utterance, a tab and a reply, received no tab: {text[:60]!r}"
+        )
     if len(fields) > 4:
         raise ValueError(f"{len(fields)} columns, expected utterance, reply, reward and candidates")
     if not fields[0] or not fields[1]:

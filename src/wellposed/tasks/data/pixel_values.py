@@ -1,4 +1,5 @@
-"""From decoded images to what a model of images reads: by its own processor, or by one made from the train images."""
+"""From decoded images to what a model of images reads: by its own processor, or by one made from
+the train images."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def load_processor(source: str | Path) -> Any:
     folder = Path(source)
     if folder.is_dir() and not has_processor(folder):
         raise CheckpointError(
-            f"{folder}: no {PROCESSOR_FILES[0]}, which says how images become numbers; copy it from where the model "
-            "came from"
+            f"{folder}: no {PROCESSOR_FILES[0]}, which says how images become numbers; copy it from"
+            " where the model came from"
         )
     return load_pretrained(AutoImageProcessor, source)
 
@@ -52,8 +53,9 @@ def has_processor(folder: Path) -> bool:
 def build_processor(name: str, train: LabelledImages, where: str) -> Any:
     """Return the processor that the option ``name`` describes, one of `FORMS`.
 
-    hf: is read as it is. Otherwise channels have mean 0 and standard deviation 1 over the train images (a fixed draw of
-    `MEASURED` where there are more), after they were brought to the size of the model (config:) or all have (data).
+    hf: is read as it is. Otherwise channels have mean 0 and standard deviation 1 over the train
+    images (a fixed draw of `MEASURED` where there are more), after they were brought to the size of
+    the model (config:) or all have (data).
     """
     form, _, source = name.partition(":")
     if form == "hf" and source:
@@ -68,7 +70,8 @@ def build_processor(name: str, train: LabelledImages, where: str) -> Any:
 
 
 def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
-    """Return (channels, height, width) of an image (h, w) or (h, w, 3); gray and colour become what the model has.
+    """Return (channels, height, width) of an image (h, w) or (h, w, 3); gray and colour become what
+    the model has.
 
     Raises:
         DataError: the processor cannot take it.
@@ -80,11 +83,14 @@ def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
     if not gray and image.ndim == 2:
         shaped = shaped.repeat(3, axis=-1)
     try:
-        return processor(shaped, return_tensors="pt", input_data_format="channels_last")["pixel_values"][0]
+        return processor(shaped, return_tensors="pt", input_data_format="channels_last")[
+            "pixel_values"
+        ][0]
     except (ValueError, TypeError, KeyError) as error:
         height, width = image.shape[:2]
         raise DataError(
-            f"{type(processor).__name__} makes no pixel_values of an image of {width} x {height} pixels: {error}"
+            f"{type(processor).__name__} makes no pixel_values of an image of {width} x {height}"
+            f" pixels: {error}"
         ) from error
 
 
@@ -99,8 +105,9 @@ def stack_images(images: Sequence[Tensor]) -> Tensor:
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1:
         raise DataError(
-            f"the processor gives images of different shapes, {', '.join(map(str, sorted(shapes)))}, and a model reads "
-            "one: give a processor whose size is a height and a width, or that crops"
+            "the processor gives images of different shapes,"
+            f" {', '.join(map(str, sorted(shapes)))}, and a model reads one: give a processor whose"
+            " size is a height and a width, or that crops"
         )
     return torch.stack(list(images))
 
@@ -121,8 +128,9 @@ def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
         size = (size, size)
     if not isinstance(size, list | tuple) or len(size) != 2:
         raise ConfigError(
-            f"{source}: a {config.model_type} configuration has no image_size; expected a model of images; for one "
-            "that reads any size give --processor data, or hf:FOLDER with a preprocessor_config.json"
+            f"{source}: a {config.model_type} configuration has no image_size; expected a model of"
+            " images; for one that reads any size give --processor data, or hf:FOLDER with a"
+            " preprocessor_config.json"
         )
     return (int(size[0]), int(size[1])), int(getattr(config, "num_channels", 3))
 
@@ -132,14 +140,16 @@ def _common_size(train: LabelledImages, where: str) -> tuple[int, int]:
     if len(sizes) > 1:
         shown = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:3])
         raise DataError(
-            f"{where}: images of {len(sizes)} sizes ({shown}, ...); give --processor config:FOLDER to bring them to "
-            "the size of a model, or hf:FOLDER for its own processor"
+            f"{where}: images of {len(sizes)} sizes ({shown}, ...); give --processor config:FOLDER"
+            " to bring them to the size of a model, or hf:FOLDER for its own processor"
         )
     height, width = sizes.pop()
     return height, width
 
 
-def _measured_processor(size: tuple[int, int], count: int, train: LabelledImages, where: str) -> Any:
+def _measured_processor(
+    size: tuple[int, int], count: int, train: LabelledImages, where: str
+) -> Any:
     import numpy as np
 
     if count not in (1, 3):
@@ -154,7 +164,9 @@ def _measured_processor(size: tuple[int, int], count: int, train: LabelledImages
     mean = first / len(rows)
     std = np.sqrt(np.maximum(second / len(rows) - mean**2, 0.0))
     if not std.min() > 0:
-        raise DataError(f"{where}: every train image has the same pixels (standard deviation {std.tolist()})")
+        raise DataError(
+            f"{where}: every train image has the same pixels (standard deviation {std.tolist()})"
+        )
     return _processor(size, mean.tolist(), std.tolist())
 
 
@@ -167,5 +179,8 @@ def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> An
         from transformers import ViTImageProcessor
 
         return ViTImageProcessor(
-            size={"height": height, "width": width}, image_mean=mean, image_std=std, do_convert_rgb=len(mean) == 3
+            size={"height": height, "width": width},
+            image_mean=mean,
+            image_std=std,
+            do_convert_rgb=len(mean) == 3,
         )

@@ -1,7 +1,8 @@
-"""English prose that ships with every CPython: the language reference of ``help()`` and docstrings of the library.
+"""English prose that ships with every CPython: the language reference of ``help()`` and docstrings
+of the library.
 
-Docstrings are parsed out of the source files, so no module is executed. The text depends on the Python version alone;
-its sha256 is in the task's description.
+Docstrings are parsed out of the source files, so no module is executed. The text depends on the
+Python version alone; its sha256 is in the task's description.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Prose:
 def gather_prose() -> Prose:
     """Gather the prose: the same text, byte for byte, for the same Python version.
 
-    Documents (a topic, or the docstrings of one module) are ordered by the hash of their names, so that a contiguous
-    cut into train, valid and test gives each a mixture.
+    Documents (a topic, or the docstrings of one module) are ordered by the hash of their names, so
+    that a contiguous cut into train, valid and test gives each a mixture.
     """
     documents = dict(_topics())
     missing = []
@@ -72,7 +73,8 @@ def gather_prose() -> Prose:
             documents[f"module {module}"] = text
     if not documents:
         raise DataError(
-            f"builtin prose: {library} holds no library source and pydoc_data is absent; give data=FILE instead"
+            f"builtin prose: {library} holds no library source and pydoc_data is absent; give"
+            " data=FILE instead"
         )
     names = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     text = "\n\n\n".join(documents[name].strip() for name in names) + "\n"
@@ -90,7 +92,8 @@ def _topics() -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(source: Path) -> Iterator[str]:
-    """Yield docstrings in the order of the source; statements alone are visited, as expressions hold none."""
+    """Yield docstrings in the order of the source; statements alone are visited, as expressions
+    hold none."""
     pending: list[ast.AST] = [ast.parse(source.read_bytes())]
     while pending:
         node = pending.pop()

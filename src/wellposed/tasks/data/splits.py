@@ -1,4 +1,5 @@
-"""The splits of a data source: their files found by name and read, and those that are missing cut from train."""
+"""The splits of a data source: their files found by name and read, and those that are missing cut
+from train."""
 
 from __future__ import annotations
 
@@ -55,18 +56,30 @@ def load_splits(
 ) -> tuple[dict[Split, Read], dict[str, Any]]:
     """Read every split that ``data`` has, and describe where it came from.
 
-    A file is read by ``read_file``, from its path to what it holds and its description; a split of a hub data set by
-    ``read_hub``, from its rows and a name for errors. Without ``read_hub``, ``data`` is always a path.
+    A file is read by ``read_file``, from its path to what it holds and its description; a split of
+    a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``,
+    ``data`` is always a path.
     """
     if read_hub is not None and data.startswith("hf:"):
         refuse_split_files("hf: data sets bring their own splits", valid=valid, test=test)
         hub = load_hub_dataset(data)
-        files = {s: {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)} for s, rows in hub.items()}
-        splits: dict[Split, Read] = {split: read_hub(rows, f"{data} ({split})") for split, rows in hub.items()}
+        files = {
+            s: {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
+            for s, rows in hub.items()
+        }
+        splits: dict[Split, Read] = {
+            split: read_hub(rows, f"{data} ({split})") for split, rows in hub.items()
+        }
         return splits, {"source": data, "files": files, "splits": "published"}
     found = find_split_files(data, valid=valid, test=test, suffixes=suffixes)
-    read: dict[Split, tuple[Read, dict[str, Any]]] = {split: read_file(path) for split, path in found.paths.items()}
-    described = {"source": data, "files": {split: file for split, (_, file) in read.items()}, "splits": found.how}
+    read: dict[Split, tuple[Read, dict[str, Any]]] = {
+        split: read_file(path) for split, path in found.paths.items()
+    }
+    described = {
+        "source": data,
+        "files": {split: file for split, (_, file) in read.items()},
+        "splits": found.how,
+    }
     contents: dict[Split, Read] = {split: content for split, (content, _) in read.items()}
     return contents, described
 
@@ -81,15 +94,19 @@ def refuse_split_files(reason: str, *, valid: str | None, test: str | None) -> N
 def find_split_files(
     data: str, *, valid: str | None = None, test: str | None = None, suffixes: Sequence[str]
 ) -> SplitFiles:
-    """Resolve a train file, or a folder, to the files of the splits, or raise `DataError` saying what is missing.
+    """Resolve a train file, or a folder, to the files of the splits, or raise `DataError` saying
+    what is missing.
 
-    A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same name with ``train``
-    replaced by valid, validation, val or dev, and by test, with or without ``.gz``. In a folder the one file with
-    ``train`` in its name is taken, and names with one more part, as in ``test_a.tsv.gz``, are accepted too.
+    A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same
+    name with ``train`` replaced by valid, validation, val or dev, and by test, with or without
+    ``.gz``. In a folder the one file with ``train`` in its name is taken, and names with one more
+    part, as in ``test_a.tsv.gz``, are accepted too.
     """
     root = Path(data)
     given: dict[Split, str | None] = {"valid": valid, "test": test}
-    explicit: dict[Split, Path] = {split: Path(path) for split, path in given.items() if path is not None}
+    explicit: dict[Split, Path] = {
+        split: Path(path) for split, path in given.items() if path is not None
+    }
     for path in (root, *explicit.values()):
         if not path.exists():
             raise missing_file(path)
@@ -97,7 +114,8 @@ def find_split_files(
     found: dict[Split, Path] = {
         split: path
         for split in SPLITS[1:]
-        if split not in explicit and (path := _sibling(train, split, loose=root.is_dir())) is not None
+        if split not in explicit
+        and (path := _sibling(train, split, loose=root.is_dir())) is not None
     }
     how = "found by name" if found else "one file"
     if explicit:
@@ -118,19 +136,23 @@ def find_split_folders(root: Path) -> dict[Split, Path]:
 def _train_file(folder: Path, suffixes: Sequence[str]) -> Path:
     endings = tuple(suffix + gz for suffix in suffixes for gz in ("", ".gz"))
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    trains = [name for name in names if name.lower().endswith(endings) and train_position(name) is not None]
+    trains = [
+        name
+        for name in names
+        if name.lower().endswith(endings) and train_position(name) is not None
+    ]
     if len(trains) == 1:
         return folder / trains[0]
     if trains:
         raise DataError(
-            f"{folder}: {len(trains)} train files, expected one; give one of them instead of the folder:\n"
-            + listed([str(folder / name) for name in trains])
+            f"{folder}: {len(trains)} train files, expected one; give one of them instead of the"
+            " folder:\n" + listed([str(folder / name) for name in trains])
         )
     looked_for = ", ".join(f"train{suffix}[.gz]" for suffix in suffixes)
     holds = ", ".join(names[:10]) or "nothing"
     raise DataError(
-        f"{folder}: no train file; looked for names like {looked_for} (with a prefix such as 'name.train' or "
-        f"'name_train'), and found: {holds}; give the file itself"
+        f"{folder}: no train file; looked for names like {looked_for} (with a prefix such as"
+        f" 'name.train' or 'name_train'), and found: {holds}; give the file itself"
     )
 
 
@@ -141,7 +163,8 @@ def train_position(name: str) -> tuple[int, int] | None:
 
 
 def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
-    """Return the file of a split beside the train file; ``loose`` accepts one more part in its name."""
+    """Return the file of a split beside the train file; ``loose`` accepts one more part in its
+    name."""
     position = train_position(train.name)
     if position is None:
         return None
@@ -166,7 +189,9 @@ def _matches(names: Sequence[str], start: str, end: str, *, loose: bool) -> list
     exact = [by_lower[name.lower()] for name in wanted if name.lower() in by_lower]
     if exact or not loose:
         return exact[:1]
-    pattern = re.compile(re.escape(start) + r"[._-].*" + re.escape(plain) + r"(\.gz)?", re.IGNORECASE)
+    pattern = re.compile(
+        re.escape(start) + r"[._-].*" + re.escape(plain) + r"(\.gz)?", re.IGNORECASE
+    )
     return [name for name in names if pattern.fullmatch(name)]
 
 
@@ -212,10 +237,12 @@ def cut_missing(
     remedy: str = "give them with the options {missing}",
     draw: Draw | None = None,
 ) -> tuple[dict[Split, Rows], dict[str, Any]]:
-    """Cut the splits that are missing from train, by a fixed shuffle; return all splits and what was cut.
+    """Cut the splits that are missing from train, by a fixed shuffle; return all splits and what
+    was cut.
 
-    Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows; fewer rows than ``at_least`` are not
-    cut, and the error names them by ``noun`` and ends with ``remedy``. ``note`` is added to the description of the cut.
+    Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows; fewer rows than
+    ``at_least`` are not cut, and the error names them by ``noun`` and ends with ``remedy``.
+    ``note`` is added to the description of the cut.
 
     >>> class Numbers(tuple):
     ...     def select(self, rows):
@@ -231,12 +258,15 @@ def cut_missing(
     names = " and ".join(missing)
     if len(train) < at_least:
         raise DataError(
-            f"{where}: {len(train)} {noun} are too few to cut {names} from, expected at least {at_least}; "
-            + remedy.format(missing=names)
+            f"{where}: {len(train)} {noun} are too few to cut {names} from, expected at least"
+            f" {at_least}; " + remedy.format(missing=names)
         )
     rows = (draw or _draw_rows(len(train)))(missing, max(1, round(len(train) * share)))
     cut = {**splits, **{split: train.select(sorted(chosen)) for split, chosen in rows.items()}}
-    described = {split: f"{len(rows[split])} of {len(train)} {noun}{note}, by a fixed shuffle" for split in missing}
+    described = {
+        split: f"{len(rows[split])} of {len(train)} {noun}{note}, by a fixed shuffle"
+        for split in missing
+    }
     return {split: cut[split] for split in SPLITS}, {"cut_from_train": described}
 
 
@@ -258,19 +288,24 @@ def shuffled(values: Sequence[Read]) -> list[Read]:
     return order
 
 
-def cut_missing_text(texts: Mapping[Split, str], where: str) -> tuple[dict[Split, str], dict[str, Any]]:
-    """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of train each."""
+def cut_missing_text(
+    texts: Mapping[Split, str], where: str
+) -> tuple[dict[Split, str], dict[str, Any]]:
+    """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of
+    train each."""
     train = texts["train"]
     missing: list[Split] = [split for split in SPLITS if split not in texts]
     if missing and len(train) < MIN_CHARACTERS_TO_CUT:
         raise DataError(
-            f"{where}: {len(train)} characters are too few to cut {' and '.join(missing)} from; expected >= "
-            f"{MIN_CHARACTERS_TO_CUT}"
+            f"{where}: {len(train)} characters are too few to cut {' and '.join(missing)} from;"
+            f" expected >= {MIN_CHARACTERS_TO_CUT}"
         )
     count = round(len(train) * CUT_SHARE)
     start = len(train) - count * len(missing)
     cut: dict[Split, str] = {
         split: train[start + i * count : start + (i + 1) * count] for i, split in enumerate(missing)
     }
-    described = {"cut_from_train": dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")} if missing else {}
+    described = (
+        {"cut_from_train": dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")} if missing else {}
+    )
     return {**texts, "train": train[:start], **cut}, described

@@ -1,4 +1,5 @@
-"""Running text of every split, for language models: files, the prose that ships with Python, or the hub."""
+"""Running text of every split, for language models: files, the prose that ships with Python, or the
+hub."""
 
 from __future__ import annotations
 
@@ -43,8 +44,12 @@ def load_texts(
         data, valid=valid, test=test, suffixes=SUFFIXES, read_file=read_file, read_hub=_join_rows
     )
     if spaced:
-        named = [split for split, file in described["files"].items() if Path(file["path"]) in spaced]
-        described["spaced_format"] = f"space between characters removed, _ read as a space, in: {', '.join(named)}"
+        named = [
+            split for split, file in described["files"].items() if Path(file["path"]) in spaced
+        ]
+        described["spaced_format"] = (
+            f"space between characters removed, _ read as a space, in: {', '.join(named)}"
+        )
     texts, cut = cut_missing_text(texts, data)
     return texts, described | cut
 

@@ -1,6 +1,7 @@
 """ListOps expressions: what they mean, and how the Long Range Arena draws them.
 
-Source: Nangia and Bowman 2018 (the language), Tay et al. 2021 (the generator's settings and the long lengths).
+Source: Nangia and Bowman 2018 (the language), Tay et al. 2021 (the generator's settings and the
+long lengths).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ GENERATOR_VERSION = 1
 DIGITS = tuple("0123456789")
 CLOSE = "]"
 PARENTHESES = "()"
-_SLOTS = 40  # equally likely outcomes of a node: the first quarter is an operator, three are each digit
+_SLOTS = (
+    40  # equally likely outcomes of a node: the first quarter is an operator, three are each digit
+)
 _OPERATOR_SLOTS = 10
 _SLOT_DIGITS = [0] * _OPERATOR_SLOTS + [digit for digit in range(10) for _ in range(3)]
 MAX_FRUITLESS_TRIES = 200_000
@@ -39,7 +42,8 @@ VOCABULARY = (*DIGITS, *OPERATORS, CLOSE)
 
 
 def evaluate(tokens: Sequence[str]) -> int:
-    """Return the value, 0 to 9, of an expression; MED is the median rounded down, SM the sum modulo 10.
+    """Return the value, 0 to 9, of an expression; MED is the median rounded down, SM the sum modulo
+    10.
 
     Raises:
         ValueError: the expression is malformed; the message says at which token.
@@ -61,7 +65,10 @@ def evaluate(tokens: Sequence[str]) -> int:
         elif len(token) == 1 and token in DIGITS:
             stack[-1][1].append(int(token))
         else:
-            raise ValueError(f"token {position} is {token!r}, expected a digit, ']' or one of {', '.join(OPERATORS)}")
+            raise ValueError(
+                f"token {position} is {token!r}, expected a digit, ']' or one of"
+                f" {', '.join(OPERATORS)}"
+            )
     if len(stack) > 1:
         raise ValueError(f"{stack[-1][0]!r} is not closed by ']'")
     values = stack[0][1]
@@ -75,7 +82,8 @@ class ListOpsRules:
     """Bounds of the generator; Long Range Arena is (10, 10, 500, 2000)."""
 
     max_depth: int
-    """Operators nest at most max_depth - 1 deep, so that digits stand at depth max_depth at most."""
+    """Operators nest at most max_depth - 1 deep, so that digits stand at depth max_depth at
+    most."""
     max_args: int
     """An operator has 2 to max_args arguments, each count equally likely."""
     min_length: int
@@ -91,8 +99,8 @@ class ListOpsRules:
             problems.append(f"max_args = {self.max_args}, expected at least 2")
         if self.max_length <= max(self.min_length, 3) + 1:
             problems.append(
-                f"min_length = {self.min_length} and max_length = {self.max_length} leave no length strictly between "
-                "them that an expression (4 tokens or more) can have"
+                f"min_length = {self.min_length} and max_length = {self.max_length} leave no length"
+                " strictly between them that an expression (4 tokens or more) can have"
             )
         if problems:
             raise ConfigError("listops cannot be generated: " + "; ".join(problems))
@@ -103,12 +111,14 @@ class _TooLongError(Exception):
 
 
 class ListOpsGenerator:
-    """Draws distinct expressions: trees by the Long Range Arena's law, given that the length is within bounds.
+    """Draws distinct expressions: trees by the Long Range Arena's law, given that the length is
+    within bounds.
 
-    A node above max_depth is an operator with probability 1/4, else a digit; operator, digit and number of arguments
-    are uniform. A tree whose length is out of bounds is drawn again (and abandoned as soon as it is too long, which
-    leaves the law as it is). An expression is a ``bytes`` of token numbers, indices into ``VOCABULARY``. Labels are
-    computed while the tree is drawn.
+    A node above max_depth is an operator with probability 1/4, else a digit; operator, digit and
+    number of arguments are uniform. A tree whose length is out of bounds is drawn again (and
+    abandoned as soon as it is too long, which leaves the law as it is). An expression is a
+    ``bytes`` of token numbers, indices into ``VOCABULARY``. Labels are computed while the tree is
+    drawn.
 
     >>> expression, label = ListOpsGenerator(ListOpsRules(4, 4, 5, 12), seed=1).draw()
     >>> tokens = [VOCABULARY[token] for token in expression]
@@ -119,7 +129,9 @@ class ListOpsGenerator:
     def __init__(self, rules: ListOpsRules, *, seed: int) -> None:
         self.rules = rules
         self._random = random.Random(f"listops/{GENERATOR_VERSION}/{seed}").random
-        self._operators = [(VOCABULARY.index(name), OPERATORS[name]) for name in GENERATED_OPERATORS]
+        self._operators = [
+            (VOCABULARY.index(name), OPERATORS[name]) for name in GENERATED_OPERATORS
+        ]
         self._close = VOCABULARY.index(CLOSE)
         self._tokens: list[int] = []
 
@@ -134,8 +146,8 @@ class ListOpsGenerator:
             if len(self._tokens) > self.rules.min_length:
                 return bytes(self._tokens), value
         raise ConfigError(
-            f"listops: no expression within the bounds in {MAX_FRUITLESS_TRIES} draws of {self.rules}; "
-            "lower min_length, or raise max_length, max_depth or max_args"
+            f"listops: no expression within the bounds in {MAX_FRUITLESS_TRIES} draws of"
+            f" {self.rules}; lower min_length, or raise max_length, max_depth or max_args"
         )
 
     def draw_distinct(self, count: int) -> dict[bytes, int]:
@@ -148,8 +160,9 @@ class ListOpsGenerator:
             drawn[expression] = value
             if fruitless > MAX_FRUITLESS_TRIES:
                 raise ConfigError(
-                    f"listops: {self.rules} allow too few different expressions: {len(drawn)} found, {count} wanted; "
-                    "lower num_train, num_valid and num_test, or raise max_length, max_depth or max_args"
+                    f"listops: {self.rules} allow too few different expressions: {len(drawn)}"
+                    f" found, {count} wanted; lower num_train, num_valid and num_test, or raise"
+                    " max_length, max_depth or max_args"
                 )
         return drawn
 
@@ -162,7 +175,8 @@ class ListOpsGenerator:
         return _SLOT_DIGITS[slot]
 
     def _operator(self, depth: int) -> int:
-        """Draw an operator and its arguments; one random number decides between operator and digit, and which digit."""
+        """Draw an operator and its arguments; one random number decides between operator and digit,
+        and which digit."""
         draw, tokens, limit = self._random, self._tokens, self.rules.max_length - 1
         token, function = self._operators[int(draw() * len(self._operators))]
         tokens.append(token)

@@ -38,9 +38,14 @@ class MarkedRules:
             if value < 2
         ]
         if not self.repeats and self.question == "order":
-            problems.append("repeats = False belongs to question recall; the two words of order always differ")
+            problems.append(
+                "repeats = False belongs to question recall; the two words of order always differ"
+            )
         elif not self.repeats and self.words < self.slots:
-            problems.append(f"words = {self.words}, expected at least slots = {self.slots} where none may repeat")
+            problems.append(
+                f"words = {self.words}, expected at least slots = {self.slots} where none may"
+                " repeat"
+            )
         if problems:
             raise ConfigError("marked cannot be generated: " + "; ".join(problems))
 
@@ -52,7 +57,11 @@ class MarkedRules:
     @property
     def vocabulary(self) -> tuple[str, ...]:
         """Every token of a row."""
-        asks = (ASK, *FILLERS) if self.question == "order" else tuple(f"@{slot}" for slot in range(self.slots))
+        asks = (
+            (ASK, *FILLERS)
+            if self.question == "order"
+            else tuple(f"@{slot}" for slot in range(self.slots))
+        )
         return (*asks, *self.answers)
 
 
@@ -63,14 +72,20 @@ def answer_of(tokens: tuple[str, ...]) -> str:
     ('w5', 'w0')
     """
     ask, *slots = tokens
-    return slots[int(ask[1:])] if ask.startswith("@") else next(word for word in slots if word.startswith("w"))
+    return (
+        slots[int(ask[1:])]
+        if ask.startswith("@")
+        else next(word for word in slots if word.startswith("w"))
+    )
 
 
 def bag_accuracy(rows: list[Drawn]) -> float:
-    """Return the share of rows that a guess from the bag of their words alone gets right, at best, in expectation.
+    """Return the share of rows that a guess from the bag of their words alone gets right, at best,
+    in expectation.
 
-    Exact for the law of the generator: given the words, but not their places, every slot is equally likely to be the
-    one asked for, so the best guess is the most frequent word, right as often as its share of the words.
+    Exact for the law of the generator: given the words, but not their places, every slot is equally
+    likely to be the one asked for, so the best guess is the most frequent word, right as often as
+    its share of the words.
 
     >>> bag_accuracy([Drawn(("@1", "w4", "w0", "w4", "w4"), "w0")])
     0.75
@@ -93,15 +108,18 @@ def draw_distinct(rules: MarkedRules, count: int, seed: int) -> list[Drawn]:
         fruitless = fruitless + 1 if len(drawn) == before else 0
         if fruitless > MAX_FRUITLESS_TRIES:
             raise ConfigError(
-                f"marked: {rules} allow too few different rows: {len(drawn)} found, {count} wanted; lower num_train, "
-                "num_valid and num_test, or raise slots or words"
+                f"marked: {rules} allow too few different rows: {len(drawn)} found, {count} wanted;"
+                " lower num_train, num_valid and num_test, or raise slots or words"
             )
     return [Drawn(tokens, answer_of(tokens)) for tokens in drawn]
 
 
 def _draw(rules: MarkedRules, generator: random.Random) -> tuple[str, ...]:
     if rules.question == "recall":
-        place, draw = generator.randrange(rules.slots), generator.choices if rules.repeats else generator.sample
+        place, draw = (
+            generator.randrange(rules.slots),
+            generator.choices if rules.repeats else generator.sample,
+        )
         return (f"@{place}", *draw(rules.answers, k=rules.slots))
     slots = generator.choices(FILLERS, k=rules.slots)
     places = generator.sample(range(rules.slots), 2)

@@ -1,13 +1,16 @@
-"""Pathfinder images: two long dashed curves, short distractors and two dots; the label is known from the drawing.
+"""Pathfinder images: two long dashed curves, short distractors and two dots; the label is known
+from the drawing.
 
-Curves are drawn so that connectivity can be read off the picture: consecutive dashes of a curve are one pixel apart,
-dashes of different curves at least 1.4, and a dot is at least 1.4 pixels away from every curve but its own. Sizes are
-those of the Long Range Arena's 32 x 32 release (dash 2, gap 1, thickness 0.5, dot radius 1.5). The random numbers are
-those of `random.Random` with a text for a seed, so an image is the same on every machine whose cosine rounds alike.
+Curves are drawn so that connectivity can be read off the picture: consecutive dashes of a curve are
+one pixel apart, dashes of different curves at least 1.4, and a dot is at least 1.4 pixels away from
+every curve but its own. Sizes are those of the Long Range Arena's 32 x 32 release (dash 2, gap 1,
+thickness 0.5, dot radius 1.5). The random numbers are those of `random.Random` with a text for a
+seed, so an image is the same on every machine whose cosine rounds alike.
 
-The dots must not tell the label. Ends of one curve lie at a typical distance and face each other, ends of two do not:
-dots on ends chosen afterwards would give the label away. Here a seed gives two ways of drawing two long curves, which
-have the two dots, the dashes at them and a third end in common, and the label says which of the two is drawn. Curves of
+The dots must not tell the label. Ends of one curve lie at a typical distance and face each other,
+ends of two do not: dots on ends chosen afterwards would give the label away. Here a seed gives two
+ways of drawing two long curves, which have the two dots, the dashes at them and a third end in
+common, and the label says which of the two is drawn. Curves of
 one or two dashes leave no room for that: with them the distance of the dots does tell the label.
 """
 
@@ -70,23 +73,29 @@ class Drawing:
 
 
 def draw_image(rules: PathfinderRules, label: int, seed: str) -> Drawing:
-    """Return the drawing that the arguments determine; `ConfigError` where it does not fit in 100 tries."""
+    """Return the drawing that the arguments determine; `ConfigError` where it does not fit in 100
+    tries."""
     generator = random.Random(f"pathfinder/{GENERATOR_VERSION}/{seed}")
     for _ in range(_IMAGE_TRIES):
         wirings = _wirings(rules, generator)
         short = None if wirings is None else _distractors(rules, wirings[label], generator)
         if wirings is not None and short is not None:
             first, second = wirings[label]
-            return Drawing((first, second, *short), (first[0][:2], (first[-1] if label else second[-1])[2:]), label)
+            return Drawing(
+                (first, second, *short),
+                (first[0][:2], (first[-1] if label else second[-1])[2:]),
+                label,
+            )
     raise ConfigError(
-        f"pathfinder: {rules.distractors} distractors of {rules.distractor_length} dashes and two curves of "
-        f"{rules.contour_length} do not fit into {rules.size} x {rules.size} pixels; lower contour_length or "
-        "distractors, or raise size or max_turn"
+        f"pathfinder: {rules.distractors} distractors of {rules.distractor_length} dashes and two"
+        f" curves of {rules.contour_length} do not fit into {rules.size} x {rules.size} pixels;"
+        " lower contour_length or distractors, or raise size or max_turn"
     )
 
 
 def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
-    """Return the gray image (size, size), 0 to 255: a pixel's value falls from 1 to 0 within a pixel of an edge."""
+    """Return the gray image (size, size), 0 to 255: a pixel's value falls from 1 to 0 within a
+    pixel of an edge."""
     import numpy as np
 
     centres = np.arange(size) + 0.5
@@ -111,7 +120,8 @@ def _to_segment(x: NDArray[Any], y: NDArray[Any], dashes: NDArray[Any]) -> NDArr
 
 
 def _wirings(rules: PathfinderRules, generator: random.Random) -> tuple[Curves, Curves] | None:
-    """Return two long curves that part the dots, and two of which the first joins them; None where they do not fit."""
+    """Return two long curves that part the dots, and two of which the first joins them; None where
+    they do not fit."""
     length = rules.contour_length
     joining = _try(rules, length, _rows(_NOTHING), generator)
     if joining is None:
@@ -123,15 +133,22 @@ def _wirings(rules: PathfinderRules, generator: random.Random) -> tuple[Curves, 
     last = _rows([ends[1:]])[[0, -1]]  # the dash, and its far end, which bears a dot
     for _ in range(_CURVE_TRIES):
         leaving = _grow(rules, length, last, generator, first=ends[0])
-        other = leaving and _grow(rules, length, _rows([joining]), generator, first=_reverse(leaving[-1]))
-        arriving = leaving and other and _grow(rules, length, _rows([leaving]), generator, first=_reverse(ends[1]))
+        other = leaving and _grow(
+            rules, length, _rows([joining]), generator, first=_reverse(leaving[-1])
+        )
+        arriving = (
+            leaving
+            and other
+            and _grow(rules, length, _rows([leaving]), generator, first=_reverse(ends[1]))
+        )
         if leaving and other and arriving:
             return (leaving, tuple(_reverse(dash) for dash in reversed(arriving))), (joining, other)
     return None
 
 
 def _distractors(rules: PathfinderRules, long: Curves, generator: random.Random) -> Curves | None:
-    """Return the short curves; tried again by themselves, so that long ones are not chosen by the room they leave."""
+    """Return the short curves; tried again by themselves, so that long ones are not chosen by the
+    room they leave."""
     import numpy as np
 
     for _ in range(_CURVE_TRIES):
@@ -148,7 +165,8 @@ def _distractors(rules: PathfinderRules, long: Curves, generator: random.Random)
 
 
 def _rows(curves: Sequence[Curve], *, dotted: bool = True) -> NDArray[Any]:
-    """Return what others keep away from, as rows (x, y, x, y, distance); ends that may bear a dot, a radius more."""
+    """Return what others keep away from, as rows (x, y, x, y, distance); ends that may bear a dot,
+    a radius more."""
     import numpy as np
 
     rows = [(*dash, SEPARATION) for curve in curves for dash in curve]
@@ -163,7 +181,12 @@ def _reverse(dash: Dash) -> Dash:
 
 
 def _try(
-    rules: PathfinderRules, length: int, drawn: NDArray[Any], generator: random.Random, *, dotted: bool = True
+    rules: PathfinderRules,
+    length: int,
+    drawn: NDArray[Any],
+    generator: random.Random,
+    *,
+    dotted: bool = True,
 ) -> Curve | None:
     for _ in range(_CURVE_TRIES):
         curve = _grow(rules, length, drawn, generator, dotted=dotted)
@@ -181,16 +204,27 @@ def _grow(
     first: Dash | None = None,
     dotted: bool = True,
 ) -> Curve | None:
-    """Return a curve that keeps its distance from ``drawn`` and itself, found depth first within a budget, or None."""
+    """Return a curve that keeps its distance from ``drawn`` and itself, found depth first within a
+    budget, or None."""
     import numpy as np
 
     rows = np.concatenate((drawn, np.empty((length, 5))))
     if first is None:
         low, high = _MARGIN, rules.size - _MARGIN
-        start = (generator.uniform(low, high), generator.uniform(low, high), generator.uniform(-math.pi, math.pi))
-        choices = [_candidates(rules, rows[: len(drawn)], start, generator, dotted=dotted, place=0, length=length)]
+        start = (
+            generator.uniform(low, high),
+            generator.uniform(low, high),
+            generator.uniform(-math.pi, math.pi),
+        )
+        choices = [
+            _candidates(
+                rules, rows[: len(drawn)], start, generator, dotted=dotted, place=0, length=length
+            )
+        ]
     else:
-        clear = _clear(np.array([first]), drawn, RADIUS * np.array([dotted, dotted and length == 1])).all()
+        clear = _clear(
+            np.array([first]), drawn, RADIUS * np.array([dotted, dotted and length == 1])
+        ).all()
         choices = [[(first, math.atan2(first[3] - first[1], first[2] - first[0]))] if clear else []]
     for _ in range(_BUDGET * length):
         while choices and not choices[-1]:
@@ -206,7 +240,9 @@ def _grow(
         # the dash just drawn is a gap away, which is less than what others keep
         before = rows[: len(drawn) + place - 1]
         state = (dash[2], dash[3], heading)
-        choices.append(_candidates(rules, before, state, generator, dotted=dotted, place=place, length=length))
+        choices.append(
+            _candidates(rules, before, state, generator, dotted=dotted, place=place, length=length)
+        )
     return None
 
 
@@ -220,12 +256,15 @@ def _candidates(
     place: int,
     length: int,
 ) -> list[tuple[Dash, float]]:
-    """Return dashes and their headings that can stand at ``place`` of a curve whose end and heading are ``state``."""
+    """Return dashes and their headings that can stand at ``place`` of a curve whose end and heading
+    are ``state``."""
     import numpy as np
 
     x, y, heading = state
     turn = rules.max_turn if place else 0.0
-    headings = np.array([heading + generator.uniform(-turn, turn) for _ in range(_TURNS if place else 1)])
+    headings = np.array(
+        [heading + generator.uniform(-turn, turn) for _ in range(_TURNS if place else 1)]
+    )
     step = np.stack((np.cos(headings), np.sin(headings)), -1)
     start = np.array((x, y)) + (GAP if place else 0.0) * step
     dashes = np.concatenate((start, start + DASH * step), -1)
@@ -236,7 +275,9 @@ def _candidates(
         return []
     more = RADIUS * np.array([dotted and place == 0, dotted and place == length - 1])
     ok = _clear(dashes, others, more)
-    return [(_as_dash(dash), float(angle)) for dash, angle in zip(dashes[ok], headings[ok], strict=True)]
+    return [
+        (_as_dash(dash), float(angle)) for dash, angle in zip(dashes[ok], headings[ok], strict=True)
+    ]
 
 
 def _as_dash(row: NDArray[Any]) -> Dash:
@@ -244,8 +285,14 @@ def _as_dash(row: NDArray[Any]) -> Dash:
 
 
 def _clear(dashes: NDArray[Any], others: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
-    """Return which dashes keep their distance from rows (x, y, x, y, distance), their ends ``more`` of it."""
+    """Return which dashes keep their distance from rows (x, y, x, y, distance), their ends ``more``
+    of it."""
     ends, tips = dashes.reshape(-1, 2, 1, 2), others[:, :4].reshape(1, 1, -1, 2, 2)
-    near = _to_segment(ends[..., 0], ends[..., 1], others.T[:4]) >= others[:, 4] + more[None, :, None]
-    back = _to_segment(tips[..., 0], tips[..., 1], dashes.T[:, :, None, None, None]) >= others[:, 4, None]
+    near = (
+        _to_segment(ends[..., 0], ends[..., 1], others.T[:4]) >= others[:, 4] + more[None, :, None]
+    )
+    back = (
+        _to_segment(tips[..., 0], tips[..., 1], dashes.T[:, :, None, None, None])
+        >= others[:, 4, None]
+    )
     return (near.all((-1, -2)) & back.all((-1, -2, -3))).reshape(-1)

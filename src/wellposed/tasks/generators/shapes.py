@@ -17,7 +17,8 @@ _NOISE = 24
 
 
 def draw_shapes(count: int, size: int, seed: str) -> Images:
-    """Return ``count`` noisy images of one bright shape each, the classes in turn, by (seed, number) alone."""
+    """Return ``count`` noisy images of one bright shape each, the classes in turn, by (seed,
+    number) alone."""
     import numpy as np
 
     labels = np.arange(count, dtype=np.int64) % len(SHAPES)
@@ -43,5 +44,7 @@ def _draw(shape: str, size: int, generator: random.Random) -> NDArray[np.uint8]:
         "square": np.maximum(x, y) <= 0.85 * radius,
         "cross": (np.maximum(x, y) <= radius) & (np.minimum(x, y) <= 0.3 * radius),
     }[shape]
-    noise = np.frombuffer(generator.randbytes(size * size), np.uint8).reshape(size, size) % (2 * _NOISE)
+    noise = np.frombuffer(generator.randbytes(size * size), np.uint8).reshape(size, size) % (
+        2 * _NOISE
+    )
     return (noise + level * inside).astype(np.uint8)

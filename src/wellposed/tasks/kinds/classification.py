@@ -1,4 +1,5 @@
-"""What the classification tasks share: token ids with one label each, accuracy, majority-class reference."""
+"""What the classification tasks share: token ids with one label each, accuracy, majority-class
+reference."""
 
 from __future__ import annotations
 
@@ -44,12 +45,17 @@ class LabelledExamples(Rows[Example]):
 
     def _row(self, index: int) -> Example:
         row = {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
-        return row if self.segments is None else {**row, "token_type_ids": self.segments[index].tolist()}
+        return (
+            row
+            if self.segments is None
+            else {**row, "token_type_ids": self.segments[index].tolist()}
+        )
 
 
 @dataclass(frozen=True)
 class LabelledPairs(Rows[Example]):
-    """Row i is documents ``first[i]`` and ``second[i]`` with ``labels[i]``; a document is stored once."""
+    """Row i is documents ``first[i]`` and ``second[i]`` with ``labels[i]``; a document is stored
+    once."""
 
     documents: Ragged
     first: NDArray[np.integer]
@@ -78,10 +84,11 @@ class LabelledPairs(Rows[Example]):
 
 
 class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask):
-    """Classification of token sequences, or of pairs of them; a subclass says where the examples come from.
+    """Classification of token sequences, or of pairs of them; a subclass says where the examples
+    come from.
 
-    ``accuracy`` is the share of rows whose largest logit is on the label. The reference is the share of the most
-    frequent label of valid, which no constant answer beats.
+    ``accuracy`` is the share of rows whose largest logit is on the label. The reference is the
+    share of the most frequent label of valid, which no constant answer beats.
     """
 
     kind: ClassVar[Kind] = "sequence_classification"
@@ -97,7 +104,9 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask)
         max_length: int | None = None,
     ) -> None:
         longest = max_length or max(examples[split].longest for split in SPLITS)
-        super().__init__(encoder=encoder, examples=examples, max_length=longest, source=source, details=details)
+        super().__init__(
+            encoder=encoder, examples=examples, max_length=longest, source=source, details=details
+        )
         self.labels = tuple(labels)
         self._lengths = {split: examples[split].lengths.tolist() for split in SPLITS}
 
@@ -111,7 +120,9 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask)
         return self._lengths[split]
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        return bucketed_batches(self._lengths[split], batch_size, shuffle=shuffle_key(split, seed, epoch))
+        return bucketed_batches(
+            self._lengths[split], batch_size, shuffle=shuffle_key(split, seed, epoch)
+        )
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         from wellposed.tasks.batches.collate import collate_classification

@@ -16,12 +16,14 @@ LENGTH_FACTOR, LENGTH_MARGIN = 2, 10
 
 @dataclass(frozen=True)
 class Decoding:
-    """How texts are searched for. An output has at most 2 x source + 10 tokens, and never more than the positions."""
+    """How texts are searched for. An output has at most 2 x source + 10 tokens, and never more than
+    the positions."""
 
     beams: int = 4
     """Beams; 1 is greedy."""
     length_penalty: float = 1.0
-    """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a by a `GNMTLengthPenalty`."""
+    """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a by a
+    `GNMTLengthPenalty`."""
     num_return: int = 1
     """Texts per input, best first; at most ``beams``."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,17 +47,21 @@ def generate_texts(
     batch_size: int,
     notify: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, list[Hypothesis]]]:
-    """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index comes exactly once.
+    """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index
+    comes exactly once.
 
-    The search is transformers' ``generate``; the ids of padding and unknown are never produced, nor that of a start
-    that no target holds. ``model`` is an encoder-decoder in evaluation mode, ``rows`` are source ids with their end
-    token. ``notify`` is called after every token with the rows that are done; what it raises ends the search.
+    The search is transformers' ``generate``; the ids of padding and unknown are never produced, nor
+    that of a start that no target holds. ``model`` is an encoder-decoder in evaluation mode,
+    ``rows`` are source ids with their end token. ``notify`` is called after every token with the
+    rows that are done; what it raises ends the search.
     """
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
         each_token = None if notify is None else partial(notify, start)
-        found = _generate_batch(model, tokenizer, [rows[member] for member in members], decoding, each_token)
+        found = _generate_batch(
+            model, tokenizer, [rows[member] for member in members], decoding, each_token
+        )
         yield from zip(members, found, strict=True)
 
 
@@ -69,7 +75,9 @@ def _generate_batch(
     import torch
 
     inputs = pad_batch(rows, int(tokenizer.pad_token_id), model.device)  # type: ignore[arg-type]
-    keywords = generate_keywords(model, tokenizer, longest=inputs["input_ids"].shape[1], decoding=decoding)
+    keywords = generate_keywords(
+        model, tokenizer, longest=inputs["input_ids"].shape[1], decoding=decoding
+    )
     if each_token is not None:
         keywords["stopping_criteria"] = [_goes_on(each_token)]
     with torch.inference_mode():
@@ -114,7 +122,9 @@ def generate_keywords(
         "num_beams": decoding.beams,
         "do_sample": False,
         "num_return_sequences": decoding.num_return,
-        "suppress_tokens": [number for number in special if number not in (None, tokenizer.eos_token_id)],
+        "suppress_tokens": [
+            number for number in special if number not in (None, tokenizer.eos_token_id)
+        ],
         "return_dict_in_generate": True,
         "output_scores": decoding.beams > 1,
         "eos_token_id": tokenizer.eos_token_id,

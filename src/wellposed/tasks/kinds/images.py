@@ -1,4 +1,5 @@
-"""What tasks of models of images share: pixel values by the model's processor, one label an image."""
+"""What tasks of models of images share: pixel values by the model's processor, one label an
+image."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from wellposed.tasks.data.image_sources import LabelledImages
 
 KEPT_BYTES = 2**29
-"""Pixel values that are kept once they are made; of larger data the rest is made again in every epoch."""
+"""Pixel values that are kept once they are made; of larger data the rest is made again in every
+epoch."""
 
 
 @dataclass(frozen=True)
 class NumberedImages(Rows[Example]):
-    """Row i is image ``first + i`` and its label; row i + n, of n, the same image turned left to right."""
+    """Row i is image ``first + i`` and its label; row i + n, of n, the same image turned left to
+    right."""
 
     first: int
     labels: NDArray[np.int64]
@@ -44,9 +47,11 @@ class NumberedImages(Rows[Example]):
 
 
 class PixelValuesTask(LabelTask):
-    """Classification of images by a model that reads ``pixel_values``; a subclass says where they come from.
+    """Classification of images by a model that reads ``pixel_values``; a subclass says where they
+    come from.
 
-    With ``flip`` every train image is turned left to right with probability 1/2, drawn by (seed, epoch).
+    With ``flip`` every train image is turned left to right with probability 1/2, drawn by (seed,
+    epoch).
     """
 
     kind: ClassVar[Kind] = "image_classification"
@@ -78,7 +83,9 @@ class PixelValuesTask(LabelTask):
         return self._processor
 
     def _build_tokenizer(self) -> PreTrainedTokenizerFast:
-        raise ConfigError(f"{self.name} has no tokenizer: its model reads images; use its processor")
+        raise ConfigError(
+            f"{self.name} has no tokenizer: its model reads images; use its processor"
+        )
 
     def split_labels(self, split: Split) -> NDArray[np.integer]:
         return self._images[split].labels
@@ -101,9 +108,15 @@ class PixelValuesTask(LabelTask):
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         import torch
 
-        pixels = [self._pixels(example["image"][0], turned=bool(example["turned"][0])) for example in examples]
+        pixels = [
+            self._pixels(example["image"][0], turned=bool(example["turned"][0]))
+            for example in examples
+        ]
         labels = [example["labels"][0] for example in examples]
-        return {"pixel_values": stack_images(pixels), "labels": torch.tensor(labels, dtype=torch.int64)}
+        return {
+            "pixel_values": stack_images(pixels),
+            "labels": torch.tensor(labels, dtype=torch.int64),
+        }
 
     def description(self) -> dict[str, Any]:
         return {

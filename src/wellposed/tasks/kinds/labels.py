@@ -1,4 +1,5 @@
-"""What tasks with one label an example share: accuracy, and the most frequent label as the reference."""
+"""What tasks with one label an example share: accuracy, and the most frequent label as the
+reference."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class LabelTask(Task):
     """A task with one label an example.
 
-    ``accuracy`` is the share of examples whose largest logit is on the label. The reference is the share of the most
-    frequent label of valid, which no constant answer beats.
+    ``accuracy`` is the share of examples whose largest logit is on the label. The reference is the
+    share of the most frequent label of valid, which no constant answer beats.
     """
 
     headline: ClassVar[str] = "accuracy"
@@ -37,7 +38,9 @@ class LabelTask(Task):
             "label2id": {label: index for index, label in enumerate(self.labels)},
         }
 
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
         from wellposed.tasks.kinds.objectives import accuracy_sums
 
         return {"accuracy": accuracy_sums(logits, batch["labels"])}

@@ -1,4 +1,5 @@
-"""Losses and metrics as (sum, count) pairs, so that totals do not depend on how examples were batched or padded."""
+"""Losses and metrics as (sum, count) pairs, so that totals do not depend on how examples were
+batched or padded."""
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and how many there are, in float32.
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and how many there
+    are, in float32.
 
-    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016, in [0, 1). Logits are (..., classes) of any
-    float dtype, labels (...) integers, -100 where nothing is predicted; the sum, in nats, carries gradient.
+    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016, in [0, 1). Logits are (...,
+    classes) of any float dtype, labels (...) integers, -100 where nothing is predicted; the sum, in
+    nats, carries gradient.
 
     >>> import torch
     >>> total, count = cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, -100]))
@@ -37,10 +42,14 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float 
     return total, (targets != IGNORED_LABEL).sum().float()
 
 
-def causal_cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts ``labels[:, t + 1]``.
+def causal_cross_entropy_sum(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts
+    ``labels[:, t + 1]``.
 
-    As `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels (batch, tokens), -100 on padding.
+    As `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels (batch,
+    tokens), -100 on padding.
 
     >>> import torch
     >>> total, count = causal_cross_entropy_sum(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
@@ -61,7 +70,8 @@ def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def frequency_entropy(ids: NDArray[np.integer]) -> float:
-    """Return the entropy in nats of the frequencies of ``ids``: the least loss of a guess that ignores the input."""
+    """Return the entropy in nats of the frequencies of ``ids``: the least loss of a guess that
+    ignores the input."""
     import numpy as np
 
     counts = np.bincount(ids)

@@ -1,4 +1,5 @@
-"""What the tasks of images share: gray or colour pixels, shrunk to a size, as sequences of values 0 to 255."""
+"""What the tasks of images share: gray or colour pixels, shrunk to a size, as sequences of values 0
+to 255."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What tasks of an encoder-decoder share: pairs of token ids, token loss, metrics of generated text."""
+"""What tasks of an encoder-decoder share: pairs of token ids, token loss, metrics of generated
+text."""
 
 from __future__ import annotations
 
@@ -45,11 +46,20 @@ class PairOptions(Protocol):
 
 
 def check_pair_options(task: str, options: PairOptions, *sizes: str) -> None:
-    """Raise `ConfigError` where a size, or one of ``sizes``, is below 1, or the length penalty is not finite."""
-    shared = ("vocab_size", "max_tokens", "tokens_per_batch", "generate_beams", "generate_max_examples")
+    """Raise `ConfigError` where a size, or one of ``sizes``, is below 1, or the length penalty is
+    not finite."""
+    shared = (
+        "vocab_size",
+        "max_tokens",
+        "tokens_per_batch",
+        "generate_beams",
+        "generate_max_examples",
+    )
     require_positive(task, options, *sizes, *shared)
     if not math.isfinite(options.generate_length_penalty):
-        raise ConfigError(f"{task}: generate_length_penalty = {options.generate_length_penalty}, expected finite")
+        raise ConfigError(
+            f"{task}: generate_length_penalty = {options.generate_length_penalty}, expected finite"
+        )
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,11 @@ class PairExamples(Rows[Example]):
 
 
 class Seq2SeqTask(TokenTask[PairExamples]):
-    """A task whose answer is a text; a subclass says where the pairs come from and how texts are scored.
+    """A task whose answer is a text; a subclass says where the pairs come from and how texts are
+    scored.
 
-    ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from `generate_metrics`.
+    ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from
+    `generate_metrics`.
     """
 
     kind: ClassVar[Kind] = "seq2seq_lm"
@@ -87,8 +99,16 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        pairs: dict[Split, PairExamples] = {split: PairExamples(*sides) for split, sides in encoded.items()}
-        super().__init__(encoder=encoder, examples=pairs, max_length=options.max_tokens, source=source, details=details)
+        pairs: dict[Split, PairExamples] = {
+            split: PairExamples(*sides) for split, sides in encoded.items()
+        }
+        super().__init__(
+            encoder=encoder,
+            examples=pairs,
+            max_length=options.max_tokens,
+            source=source,
+            details=details,
+        )
         self._pair_options = options
         self._start_id = encoder.start_id
         self._references = dict(references)
@@ -112,7 +132,10 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         if tokens_per_batch is not None:
             return token_batches(sources, targets, tokens_per_batch, batch_size, shuffle=key)
         # One number that sorts by target length, then by source length.
-        widths = [target * (self._max_length + 1) + source for source, target in zip(sources, targets, strict=True)]
+        widths = [
+            target * (self._max_length + 1) + source
+            for source, target in zip(sources, targets, strict=True)
+        ]
         return bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -120,7 +143,9 @@ class Seq2SeqTask(TokenTask[PairExamples]):
 
         return collate_seq2seq(examples, pad_id=self._encoder.pad_id, bos_id=self._start_id)
 
-    def metric_sums(self, logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
         total, count = self.loss_sum(logits.detach(), batch)
         return {"perplexity": (float(total), float(count))}
 
@@ -131,7 +156,8 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return {"perplexity": perplexity(total / count)}
 
     def reference(self) -> dict[str, float]:
-        """Return loss and perplexity of the frequencies of valid's own target tokens, which no fixed guess beats."""
+        """Return loss and perplexity of the frequencies of valid's own target tokens, which no
+        fixed guess beats."""
         from wellposed.tasks.kinds.objectives import frequency_entropy, perplexity
 
         nats = frequency_entropy(self._examples["valid"].target.flat)

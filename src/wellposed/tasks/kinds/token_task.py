@@ -1,4 +1,5 @@
-"""What all tasks of token ids share: the encoder that made them, the examples of each split, the description."""
+"""What all tasks of token ids share: the encoder that made them, the examples of each split, the
+description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The nine measures of generated replies in Zhang et al. (2021, Table 4), with SkipThought replaced by any encoder."""
+"""The nine measures of generated replies in Zhang et al. (2021, Table 4), with SkipThought replaced
+by any encoder."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:
-    """Return the lower-case words and punctuation marks of a text, an apostrophe inside a word kept.
+    """Return the lower-case words and punctuation marks of a text, an apostrophe inside a word
+    kept.
 
     >>> words_of("I'm fine , and you?")
     ["i'm", 'fine', ',', 'and', 'you', '?']
@@ -30,7 +32,8 @@ class DialogueScores:
     """The measures in percent, and how they were made."""
 
     scores: Mapping[str, float]
-    """By name of `DIALOGUE_METRICS`, those that could be computed, and ``cider_d``; all times 100."""
+    """By name of `DIALOGUE_METRICS`, those that could be computed, and ``cider_d``; all times
+    100."""
     not_computed: Mapping[str, str]
     """What the others need, by name."""
     details: Mapping[str, Any]
@@ -45,15 +48,18 @@ def dialogue_scores(
     sentence_encoder: Callable[[Sequence[str]], Any] | None = None,
     synonyms: Mapping[str, str] | None = None,
 ) -> DialogueScores:
-    """Return the nine measures of Zhang et al. (2021, Table 4) of replies against one reference each, in percent.
+    """Return the nine measures of Zhang et al. (2021, Table 4) of replies against one reference
+    each, in percent.
 
-    BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (tokenizer 13a, lower case, its default
-    smoothing; signatures in ``details``). METEOR, ROUGE-L (beta 1.2), CIDEr and the three of word vectors are means
-    over pairs on the words of `words_of`; see `meteor`, `rouge_l`, `cider`, `embedding_scores`. ``sentence_cosine``
-    replaces SkipThought. ``cider_d``, a tenth number, is what the paper's evaluation suite calls CIDEr.
+    BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (tokenizer 13a, lower case,
+    its default smoothing; signatures in ``details``). METEOR, ROUGE-L (beta 1.2), CIDEr and the
+    three of word vectors are means over pairs on the words of `words_of`; see `meteor`, `rouge_l`,
+    `cider`, `embedding_scores`. ``sentence_cosine`` replaces SkipThought. ``cider_d``, a tenth
+    number, is what the paper's evaluation suite calls CIDEr.
 
-    Status: exact; each differs from the paper's suite as its own page says (METEOR is not METEOR 1.5, SkipThought is
-    replaced), so that rows of one table compare with each other and not with the paper's.
+    Status: exact; each differs from the paper's suite as its own page says (METEOR is not METEOR
+    1.5, SkipThought is replaced), so that rows of one table compare with each other and not with
+    the paper's.
 
     Args:
         hypotheses: generated replies; empty ones count as 0 in every measure.
@@ -74,8 +80,8 @@ def dialogue_scores(
     """
     if len(hypotheses) != len(references) or not references:
         raise ShapeError(
-            f"dialogue_scores: {len(hypotheses)} hypotheses and {len(references)} references; expected as many of "
-            "each, one at least"
+            f"dialogue_scores: {len(hypotheses)} hypotheses and {len(references)} references;"
+            " expected as many of each, one at least"
         )
     said, wanted = [words_of(text) for text in hypotheses], [words_of(text) for text in references]
     scores, details = _overlap(hypotheses, references, said, wanted, synonyms)
@@ -116,7 +122,10 @@ def _overlap(
 
     count = len(references)
     pairs = list(zip(said, wanted, strict=True))
-    bleu = {order: corpus_bleu(hypotheses, references, max_ngram_order=order, lowercase=True) for order in (1, 4)}
+    bleu = {
+        order: corpus_bleu(hypotheses, references, max_ngram_order=order, lowercase=True)
+        for order in (1, 4)
+    }
     scores = {
         **{f"bleu_{order}": score / 100 for order, (score, _) in bleu.items()},
         "meteor": sum(meteor(*pair, synonyms=synonyms) for pair in pairs) / count,
@@ -126,7 +135,10 @@ def _overlap(
     }
     modules = "exact, Porter stem" + (", synonyms of the user" if synonyms else "")
     details = {
-        **{f"bleu_{order}": f"{signature}|max_ngram_order:{order}" for order, (_, signature) in bleu.items()},
+        **{
+            f"bleu_{order}": f"{signature}|max_ngram_order:{order}"
+            for order, (_, signature) in bleu.items()
+        },
         "meteor": f"Banerjee & Lavie 2005; {modules}",
         "rouge_l": "beta 1.2",
         "cider": "Vedantam et al. 2015; stemmed, one reference",

@@ -1,4 +1,5 @@
-"""Embedding average, vector extrema and greedy matching of two sentences, with word vectors from a user's text file."""
+"""Embedding average, vector extrema and greedy matching of two sentences, with word vectors from a
+user's text file."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class WordVectors:
 
     def of(self, words: Sequence[str]) -> Vectors:
         """Return the vectors of the words that have one, (known words, width) float32."""
-        return np.array([self.rows[word] for word in words if word in self.rows], np.float32).reshape(-1, self.width)
+        return np.array(
+            [self.rows[word] for word in words if word in self.rows], np.float32
+        ).reshape(-1, self.width)
 
     def __contains__(self, word: object) -> bool:
         return word in self.rows
@@ -60,13 +63,14 @@ def embedding_scores(
 ) -> EmbeddingScores:
     """Return the means over pairs of three cosines of sentences, and the words without a vector.
 
-    embedding_average: of the sums of the word vectors. vector_extrema (Forgues et al. 2014): of the vectors that hold
-    in each dimension the entry of greatest magnitude over the words. greedy_matching (Rus & Lintean 2012): each word
-    of one sentence takes its greatest cosine with a word of the other, averaged over words, then over both directions.
+    embedding_average: of the sums of the word vectors. vector_extrema (Forgues et al. 2014): of the
+    vectors that hold in each dimension the entry of greatest magnitude over the words.
+    greedy_matching (Rus & Lintean 2012): each word of one sentence takes its greatest cosine with a
+    word of the other, averaged over words, then over both directions.
 
-    Status: exact for the vectors given, float32. Words without a vector are left out of their sentence and counted
-    (the suite of Sharma et al. (2017) gives them the mean vector of its file). All three are symmetric, and 1 where
-    both sentences hold the same words.
+    Status: exact for the vectors given, float32. Words without a vector are left out of their
+    sentence and counted (the suite of Sharma et al. (2017) gives them the mean vector of its file).
+    All three are symmetric, and 1 where both sentences hold the same words.
 
     >>> vectors = WordVectors({"yes": np.array([1.0, 0.0]), "no": np.array([0.0, 1.0])}, 2)
     >>> found = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
@@ -89,7 +93,9 @@ def embedding_scores(
         for name, measure in measures.items():
             totals[name] += measure(first, second)
     count = max(1, len(hypotheses))
-    return EmbeddingScores({name: total / count for name, total in totals.items()}, dict(unknown), words, bare)
+    return EmbeddingScores(
+        {name: total / count for name, total in totals.items()}, dict(unknown), words, bare
+    )
 
 
 def _average(first: Vectors, second: Vectors) -> float:
@@ -122,11 +128,13 @@ def _cosine(first: Vectors, second: Vectors) -> float:
 
 
 def read_word_vectors(path: Path) -> WordVectors:
-    """Read word vectors in the text format of GloVe, or of word2vec (a first line with count and width); gzip too.
+    """Read word vectors in the text format of GloVe, or of word2vec (a first line with count and
+    width); gzip too.
 
-    One word and its numbers a line, separated by spaces. A word may hold spaces, as some of GloVe's do, but no part
-    that is a number, so that a line with too many numbers is an error and not a word. Malformed lines are all named. A
-    file of 400,000 words of width 300 takes about 20 s and 0.5 GB.
+    One word and its numbers a line, separated by spaces. A word may hold spaces, as some of GloVe's
+    do, but no part that is a number, so that a line with too many numbers is an error and not a
+    word. Malformed lines are all named. A file of 400,000 words of width 300 takes about 20 s and
+    0.5 GB.
     """
     lines = _lines(path)
     _, first = next(lines, (0, ""))
@@ -135,7 +143,10 @@ def read_word_vectors(path: Path) -> WordVectors:
     problems: list[str] = []
     width = header[1] if header else len(first.split(" ")) - 1
     if width < 1:
-        raise DataError(f"{path}:1: expected a word and its numbers separated by spaces, received {first[:60]!r}")
+        raise DataError(
+            f"{path}:1: expected a word and its numbers separated by spaces, received"
+            f" {first[:60]!r}"
+        )
     for number, line in lines if header else itertools.chain([(1, first)], lines):
         try:
             word, vector = _parse(line, width)
@@ -145,18 +156,26 @@ def read_word_vectors(path: Path) -> WordVectors:
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if header and not problems and header[0] != len(rows):
-        problems.append(f"{path}:1: says {header[0]} words, the file holds {len(rows)}; it may be cut short")
+        problems.append(
+            f"{path}:1: says {header[0]} words, the file holds {len(rows)}; it may be cut short"
+        )
     if not rows and not problems:
         problems.append(f"{path}: holds no vector")
     if problems:
-        raise DataError("the word vectors cannot be read; correct or remove these lines:\n" + listed(problems))
+        raise DataError(
+            "the word vectors cannot be read; correct or remove these lines:\n" + listed(problems)
+        )
     return WordVectors(rows, width)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) as the file is read, as a file of vectors may be larger than memory."""
     if not path.is_file():
-        raise DataError(f"{path}: is a folder, expected a file") if path.is_dir() else missing_file(path)
+        raise (
+            DataError(f"{path}: is a folder, expected a file")
+            if path.is_dir()
+            else missing_file(path)
+        )
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         number = 0
         try:
@@ -165,12 +184,16 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
         except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{path}: the gzip data is damaged or cut short ({error}); copy the file again") from None
+            raise DataError(
+                f"{path}: the gzip data is damaged or cut short ({error}); copy the file again"
+            ) from None
 
 
 def _word2vec_header(line: str) -> tuple[int, int] | None:
     parts = line.split()
-    if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
+    if len(parts) == 2 and all(
+        part.isascii() and part.isdigit() and len(part) < 19 for part in parts
+    ):
         return int(parts[0]), int(parts[1])
     return None
 
@@ -180,13 +203,17 @@ def _parse(line: str, width: int) -> tuple[str, Vectors]:
     word, numbers = fields[:-width], fields[-width:]
     if not word or word == [""] or (len(word) > 1 and any(map(_is_number, word[1:]))):
         counted = sum(map(_is_number, fields[1:]))
-        raise ValueError(f"expected a word and {width} numbers, received {counted} numbers: {line[:60]!r}")
+        raise ValueError(
+            f"expected a word and {width} numbers, received {counted} numbers: {line[:60]!r}"
+        )
     try:
         with np.errstate(over="ignore"):  # what is beyond float32 is named below
             vector = np.array(numbers, dtype=np.float32)
     except ValueError:
         wrong = next(text for text in numbers if not _is_number(text))
-        raise ValueError(f"expected a word and {width} numbers, received {wrong!r} among them") from None
+        raise ValueError(
+            f"expected a word and {width} numbers, received {wrong!r} among them"
+        ) from None
     if not np.isfinite(vector).all():
         raise ValueError("a number is not finite")
     return " ".join(word), vector

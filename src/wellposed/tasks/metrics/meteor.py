@@ -1,4 +1,5 @@
-"""METEOR (Banerjee & Lavie 2005): unigrams matched by form, by stem, and by a user's synonyms; no WordNet."""
+"""METEOR (Banerjee & Lavie 2005): unigrams matched by form, by stem, and by a user's synonyms; no
+WordNet."""
 
 from __future__ import annotations
 
@@ -14,15 +15,23 @@ Links = dict[int, int]
 """Reference position by hypothesis position."""
 
 
-def meteor(hypothesis: Sequence[str], reference: Sequence[str], *, synonyms: Mapping[str, str] | None = None) -> float:
-    """Return ``F (1 - penalty)`` with ``F = 10 P R / (R + 9 P)`` and ``penalty = 0.5 (chunks / matches)^3``.
+def meteor(
+    hypothesis: Sequence[str],
+    reference: Sequence[str],
+    *,
+    synonyms: Mapping[str, str] | None = None,
+) -> float:
+    """Return ``F (1 - penalty)`` with ``F = 10 P R / (R + 9 P)`` and ``penalty = 0.5 (chunks /
+    matches)^3``.
 
-    Status: exact, up to the search for the alignment with the fewest crossings, a beam of 40 (exact where fewer
-    alignments compete). Source: Banerjee & Lavie (2005, "METEOR: an automatic metric for MT evaluation"), with the
-    modules exact, Porter stem and, where given, synonyms (the name of its group by word). This is neither METEOR 1.5
-    (other weights, paraphrase tables) nor a METEOR with WordNet: its values are lower than theirs on the same text.
+    Status: exact, up to the search for the alignment with the fewest crossings, a beam of 40 (exact
+    where fewer alignments compete). Source: Banerjee & Lavie (2005, "METEOR: an automatic metric
+    for MT evaluation"), with the modules exact, Porter stem and, where given, synonyms (the name of
+    its group by word). This is neither METEOR 1.5 (other weights, paraphrase tables) nor a METEOR
+    with WordNet: its values are lower than theirs on the same text.
 
-    Takes lower-case words. Equal sentences of n words score 1 - 0.5 / n^3; no match, or an empty sentence, scores 0.
+    Takes lower-case words. Equal sentences of n words score 1 - 0.5 / n^3; no match, or an empty
+    sentence, scores 0.
 
     >>> words = "the cat sat on the mat".split()
     >>> meteor(words, words) == 1 - 0.5 / 6**3
@@ -39,18 +48,25 @@ def meteor(hypothesis: Sequence[str], reference: Sequence[str], *, synonyms: Map
     return mean * (1 - 0.5 * (count_chunks(links) / matches) ** 3)
 
 
-def align(hypothesis: Sequence[str], reference: Sequence[str], *, synonyms: Mapping[str, str] | None = None) -> Links:
+def align(
+    hypothesis: Sequence[str],
+    reference: Sequence[str],
+    *,
+    synonyms: Mapping[str, str] | None = None,
+) -> Links:
     """Link each hypothesis word to at most one reference word: form first, then stem, then synonym.
 
-    Every module links as many of the words that are left as it can and, among such alignments, takes the one with the
-    fewest crossing links, then with the most links between neighbours.
+    Every module links as many of the words that are left as it can and, among such alignments,
+    takes the one with the fewest crossing links, then with the most links between neighbours.
     """
     modules: list[Callable[[str], str]] = [str, porter_stem]
     if synonyms:
         modules.append(lambda word: synonyms.get(word, word))
     links: Links = {}
     for module in modules:
-        links |= _match([module(word) for word in hypothesis], [module(word) for word in reference], links)
+        links |= _match(
+            [module(word) for word in hypothesis], [module(word) for word in reference], links
+        )
     return links
 
 
@@ -78,7 +94,9 @@ def _match(hypothesis: Sequence[str], reference: Sequence[str], fixed: Links) ->
     for position, key in enumerate(reference):
         if position not in taken:
             places.setdefault(key, []).append(position)
-    waiting = Counter(key for position, key in enumerate(hypothesis) if position not in fixed and key in places)
+    waiting = Counter(
+        key for position, key in enumerate(hypothesis) if position not in fixed and key in places
+    )
     beam = [_State(0, 0, (), frozenset())]
     for position, key in enumerate(hypothesis):
         if position in fixed or key not in places:

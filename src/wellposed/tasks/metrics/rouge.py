@@ -8,10 +8,12 @@ from wellposed.errors import ConfigError
 
 
 def rouge_l(hypothesis: Sequence[str], reference: Sequence[str], *, beta: float = 1.2) -> float:
-    """Return ``(1 + beta^2) R P / (R + beta^2 P)`` with ``P = LCS / |hypothesis|`` and ``R = LCS / |reference|``.
+    """Return ``(1 + beta^2) R P / (R + beta^2 P)`` with ``P = LCS / |hypothesis|`` and ``R = LCS /
+    |reference|``.
 
-    Status: exact, in [0, 1]. Source: Lin (2004, "ROUGE", eq. 2-4), who leaves beta open; 1.2 is that of the evaluation
-    suite (Sharma et al. 2017) with which Zhang et al. (2021) made their Table 4. Infinity gives recall alone.
+    Status: exact, in [0, 1]. Source: Lin (2004, "ROUGE", eq. 2-4), who leaves beta open; 1.2 is
+    that of the evaluation suite (Sharma et al. 2017) with which Zhang et al. (2021) made their
+    Table 4. Infinity gives recall alone.
 
     >>> round(rouge_l("police kill the gunman".split(), "police killed the gunman".split(), beta=1.0), 4)
     0.75

@@ -1,4 +1,5 @@
-"""Cosine of sentence embeddings of a user's encoder; it replaces SkipThought, whose weights nobody maintains."""
+"""Cosine of sentence embeddings of a user's encoder; it replaces SkipThought, whose weights nobody
+maintains."""
 
 from __future__ import annotations
 
@@ -15,33 +16,42 @@ SentenceEncoder = Callable[[Sequence[str]], Any]
 """From n sentences to an (n, width) array."""
 
 
-def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: SentenceEncoder) -> float:
+def sentence_cosine(
+    hypotheses: Sequence[str], references: Sequence[str], encode: SentenceEncoder
+) -> float:
     """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
 
-    Status: exact for the encoder given, a function from n sentences to an (n, width) array. Values of two encoders do
-    not compare, in particular not with the SkipThought column of Zhang et al. (2021, Table 4), which this replaces. An
-    empty sentence counts as cosine 0.
+    Status: exact for the encoder given, a function from n sentences to an (n, width) array. Values
+    of two encoders do not compare, in particular not with the SkipThought column of Zhang et al.
+    (2021, Table 4), which this replaces. An empty sentence counts as cosine 0.
 
     >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
     0.5
     """
     import numpy as np
 
-    pairs = [pair for pair in zip(hypotheses, references, strict=True) if all(text.strip() for text in pair)]
+    pairs = [
+        pair
+        for pair in zip(hypotheses, references, strict=True)
+        if all(text.strip() for text in pair)
+    ]
     if not pairs:
         return 0.0
     texts = [text for pair in pairs for text in pair]
     rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts):
         raise ShapeError(
-            f"sentence encoder: {len(texts)} sentences gave an array of shape {rows.shape}, expected one row each"
+            f"sentence encoder: {len(texts)} sentences gave an array of shape {rows.shape},"
+            " expected one row each"
         )
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     rows = rows / np.where(norms > 0, norms, 1)
     return float((rows[::2] * rows[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
 
 
-def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 128) -> SentenceEncoder:
+def hf_sentence_encoder(
+    name: str, *, batch_size: int = 64, max_length: int = 128
+) -> SentenceEncoder:
     """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
 
     ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens.
@@ -55,11 +65,14 @@ def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 12
 
     try:
         tokenizer: Any = load_pretrained(AutoTokenizer, name)
-        model: Any = load_pretrained_model(AutoModel, name, unread="pooler.")  # the mean is over hidden states
+        model: Any = load_pretrained_model(
+            AutoModel, name, unread="pooler."
+        )  # the mean is over hidden states
     except CheckpointError as error:
         raise ConfigError(
-            f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an "
-            "encoder saved with save_pretrained, tokenizer beside it, or a hub name that is cached or reachable"
+            f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an encoder"
+            " saved with save_pretrained, tokenizer beside it, or a hub name that is cached or"
+            " reachable"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

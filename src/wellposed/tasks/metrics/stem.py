@@ -15,13 +15,15 @@ _PLAIN = re.compile(r"[a-z]{3,}")
 def porter_stem(word: str) -> str:
     """Return the stem of a lower-case English word by the five steps of Porter (1980).
 
-    Status: exact; the rules of "An algorithm for suffix stripping" as published, without the two later departures of
-    the author's own program. Words that are not three or more of the letters a to z are their own stem.
+    Status: exact; the rules of "An algorithm for suffix stripping" as published, without the two
+    later departures of the author's own program. Words that are not three or more of the letters a
+    to z are their own stem.
 
     Raises:
         ConfigError: nltk is not installed.
 
-    When not to use: other languages than English. The first call imports nltk, which takes a second or two.
+    When not to use: other languages than English. The first call imports nltk, which takes a second
+    or two.
 
     >>> [porter_stem(word) for word in ("relational", "hopping", "cats", "cat", "42")]
     ['relat', 'hop', 'cat', 'cat', '42']

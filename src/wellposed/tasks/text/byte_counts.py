@@ -19,11 +19,12 @@ PIECE = 1_000_000
 
 
 def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
-    """Return the tokens of ``text`` without special ones, and bytes per token that sum to those of the text.
-
-    A token stands for what lies between the end of the tokens before it and its own end, white space that the tokenizer
-    skips included; of the tokens of one character the first stands for all its bytes, the last token for the rest of
+    """Return the tokens of ``text`` without special ones, and bytes per token that sum to those of
     the text.
+
+    A token stands for what lies between the end of the tokens before it and its own end, white
+    space that the tokenizer skips included; of the tokens of one character the first stands for all
+    its bytes, the last token for the rest of the text.
 
     Raises:
         ConfigError: the tokenizer does not say where in a text its tokens are.
@@ -31,18 +32,26 @@ def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
     tokenizer: Any = encoder.tokenizer(max_length=PIECE)
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"tokenizer {encoder.kind!r} does not say where in a text its tokens are, so bytes cannot be counted; "
-            "give a folder that holds tokenizer.json"
+            f"tokenizer {encoder.kind!r} does not say where in a text its tokens are, so bytes"
+            " cannot be counted; give a folder that holds tokenizer.json"
         )
     ids: list[NDArray[np.integer]] = []
     sizes: list[NDArray[np.integer]] = []
     for piece in cut_lines(text, PIECE):
-        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ends = np.fromiter((end for _, end in found["offset_mapping"]), np.int64, len(found["input_ids"]))
+        found = tokenizer(
+            piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ends = np.fromiter(
+            (end for _, end in found["offset_mapping"]), np.int64, len(found["input_ids"])
+        )
         ids.append(np.array(found["input_ids"], np.int32))
         sizes.append(_bytes_up_to(piece, ends))
     tokens = np.concatenate(ids)
-    counts = {tokenizer.unk_token: int((tokens == tokenizer.unk_token_id).sum())} if _has_unknown(tokenizer) else {}
+    counts = (
+        {tokenizer.unk_token: int((tokens == tokenizer.unk_token_id).sum())}
+        if _has_unknown(tokenizer)
+        else {}
+    )
     unknown = {piece: count for piece, count in counts.items() if count}
     return Encoded(Ragged(tokens, [len(tokens)]), [len(tokens)], unknown, np.concatenate(sizes))
 

@@ -10,7 +10,8 @@ from wellposed.tasks.text.tokenizers import ByteEncoder, CharacterEncoder, TextE
 
 
 def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
-    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the train texts alone."""
+    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the
+    train texts alone."""
     if tokenizer == "byte":
         return ByteEncoder()
     if tokenizer == "character":
@@ -19,4 +20,6 @@ def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int)
         return WordEncoder.from_texts(train_texts, max_words=max_words)
     if tokenizer.startswith("hf:") and tokenizer != "hf:":
         return PretrainedEncoder(tokenizer.removeprefix("hf:"))
-    raise ConfigError(f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH")
+    raise ConfigError(
+        f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH"
+    )

@@ -18,7 +18,8 @@ TOKEN_TYPES = "token_type_ids"
 
 
 class PretrainedEncoder(TextEncoder):
-    """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every text."""
+    """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every
+    text."""
 
     def __init__(self, name: str) -> None:
         self.kind = f"hf:{name}"
@@ -38,7 +39,10 @@ class PretrainedEncoder(TextEncoder):
         self.pad_from_eos = self._tokenizer.pad_token is None
         if self.pad_from_eos:
             if self._tokenizer.eos_token is None:
-                raise ConfigError(f"tokenizer 'hf:{name}' has neither a pad nor an eos token, so it cannot pad a batch")
+                raise ConfigError(
+                    f"tokenizer 'hf:{name}' has neither a pad nor an eos token, so it cannot pad a"
+                    " batch"
+                )
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self.pad_id = int(self._tokenizer.pad_token_id)
         self.bos_id = self._tokenizer.bos_token_id
@@ -52,8 +56,11 @@ class PretrainedEncoder(TextEncoder):
         """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
         return self._encode_rows([(text,) for text in texts], max_length)
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None) -> Encoded:
-        """Encode many pairs in the tokenizer's own form, with its token types; the longer text is cut first."""
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None
+    ) -> Encoded:
+        """Encode many pairs in the tokenizer's own form, with its token types; the longer text is
+        cut first."""
         self._tokenizer.init_kwargs[PAIRS] = True
         return self._encode_rows(pairs, max_length)
 
@@ -62,7 +69,9 @@ class PretrainedEncoder(TextEncoder):
         full_lengths = [len(row) for row in encoded["input_ids"]]
         if max_length is not None:
             longer = [index for index, length in enumerate(full_lengths) if length > max_length]
-            cut = self._columns([rows[index] for index in longer], truncation=True, max_length=max_length)
+            cut = self._columns(
+                [rows[index] for index in longer], truncation=True, max_length=max_length
+            )
             for name, column in encoded.items():
                 for index, row in zip(longer, cut[name], strict=True):
                     column[index] = row
@@ -70,8 +79,11 @@ class PretrainedEncoder(TextEncoder):
         segments = Ragged.from_lists(encoded[TOKEN_TYPES]) if TOKEN_TYPES in encoded else None
         return Encoded(ids, full_lengths, self._unknown(ids), segments=segments)
 
-    def _columns(self, rows: Sequence[tuple[str, ...]], **options: Any) -> dict[str, list[list[int]]]:
-        """Return the ids of rows of one text or two, and the token types of pairs where the tokenizer gives them."""
+    def _columns(
+        self, rows: Sequence[tuple[str, ...]], **options: Any
+    ) -> dict[str, list[list[int]]]:
+        """Return the ids of rows of one text or two, and the token types of pairs where the
+        tokenizer gives them."""
         names = ["input_ids", *([TOKEN_TYPES] if rows and len(rows[0]) == 2 else [])]
         if not rows:
             return {name: [] for name in ("input_ids", TOKEN_TYPES)}
@@ -84,7 +96,11 @@ class PretrainedEncoder(TextEncoder):
 
     def _unknown(self, ids: Ragged) -> dict[str, int]:
         unk_id, unk = self._tokenizer.unk_token_id, self._tokenizer.unk_token
-        count = 0 if unk_id is None or unk_id == self._tokenizer.eos_token_id else int((ids.flat == unk_id).sum())
+        count = (
+            0
+            if unk_id is None or unk_id == self._tokenizer.eos_token_id
+            else int((ids.flat == unk_id).sum())
+        )
         return {unk: count} if count else {}
 
     def tokenizer(self, *, max_length: int | None = None) -> PreTrainedTokenizerFast:

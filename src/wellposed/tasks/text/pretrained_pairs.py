@@ -1,4 +1,5 @@
-"""The tokenizer of a Hugging Face encoder-decoder for both sides of a pair, with the start token of its decoder."""
+"""The tokenizer of a Hugging Face encoder-decoder for both sides of a pair, with the start token of
+its decoder."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class PretrainedPairEncoder:
-    """Sources through the tokenizer, targets through its ``text_target``; every target must end with its end token.
+    """Sources through the tokenizer, targets through its ``text_target``; every target must end
+    with its end token.
 
-    The decoder starts with the ``decoder_start_token_id`` of the model whose folder the tokenizer is in; where that
-    names none, with the tokenizer's beginning or else padding token.
+    The decoder starts with the ``decoder_start_token_id`` of the model whose folder the tokenizer
+    is in; where that names none, with the tokenizer's beginning or else padding token.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,12 +31,14 @@ class PretrainedPairEncoder:
         end = self._encoder.eos_id
         if end is None or self._targets([""])[0][-1:] != [end]:
             raise ConfigError(
-                f"tokenizer {self._encoder.kind!r} puts no end token behind a target, so a decoder would never stop; "
-                "give that of an encoder-decoder such as T5, BART or Marian"
+                f"tokenizer {self._encoder.kind!r} puts no end token behind a target, so a decoder"
+                " would never stop; give that of an encoder-decoder such as T5, BART or Marian"
             )
         self.eos_id: int = end
         start = _decoder_start(name)
-        self.start_id: int = next(number for number in (start, self.bos_id, self.pad_id) if number is not None)
+        self.start_id: int = next(
+            number for number in (start, self.bos_id, self.pad_id) if number is not None
+        )
 
     def encode(self, texts: Sequence[str]) -> Ragged:
         """Return the ids of many source texts, special tokens included."""

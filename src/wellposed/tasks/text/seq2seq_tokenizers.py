@@ -1,7 +1,9 @@
-"""One vocabulary for both sides of a pair: byte-pair merges learnt from train, or characters; special ids 0 to 3.
+"""One vocabulary for both sides of a pair: byte-pair merges learnt from train, or characters;
+special ids 0 to 3.
 
-The tokenizer puts ``</s>`` after every text, is saved beside the model and decodes back to the text, with runs of
-white space read as one space. It is a function of the train texts alone, so equal data gives equal ids everywhere.
+The tokenizer puts ``</s>`` after every text, is saved beside the model and decodes back to the
+text, with runs of white space read as one space. It is a function of the train texts alone, so
+equal data gives equal ids everywhere.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
 SPECIAL = (PAD, UNK, BOS, EOS)
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 SPACE_MARK = "\u2581"
-# A word with the mark of the space before it; entities of Moses-tokenised text stay whole; marks and signs stand alone.
+# A word with the mark of the space before it; entities of Moses-tokenised text stay whole; marks
+# and signs stand alone.
 PIECES = (
-    rf"{SPACE_MARK}?(?:&[a-z0-9#]+;|[^\s{SPACE_MARK}\p{{P}}\p{{S}}]+|[\p{{P}}\p{{S}}&&[^{SPACE_MARK}]]+)|{SPACE_MARK}"
+    rf"{SPACE_MARK}?(?:&[a-z0-9#]+;|[^\s{SPACE_MARK}\p{{P}}\p{{S}}]+"
+    rf"|[\p{{P}}\p{{S}}&&[^{SPACE_MARK}]]+)|{SPACE_MARK}"
 )
 
 
@@ -83,14 +87,19 @@ class PairEncoder:
         return {"kind": self.kind, "vocabulary": self.vocab_size}
 
 
-def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> PairEncoder | PretrainedPairEncoder:
-    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or ``hf:NAME_OR_PATH``."""
+def build_pair_encoder(
+    kind: str, texts: Sequence[str], *, vocab_size: int
+) -> PairEncoder | PretrainedPairEncoder:
+    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or
+    ``hf:NAME_OR_PATH``."""
     if kind.startswith("hf:") and kind != "hf:":
         from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
 
         return PretrainedPairEncoder(kind.removeprefix("hf:"))
     if kind not in BUILDERS:
-        raise ConfigError(f"tokenizer = {kind!r}, expected {', '.join(BUILDERS)} or hf:NAME_OR_PATH")
+        raise ConfigError(
+            f"tokenizer = {kind!r}, expected {', '.join(BUILDERS)} or hf:NAME_OR_PATH"
+        )
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")
@@ -127,8 +136,8 @@ def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int
     needed = len(SPECIAL) + len({*characters, SPACE_MARK} - set(" \t\r\n"))
     if vocab_size < needed:
         raise ConfigError(
-            f"vocab_size = {vocab_size}, but the texts hold {needed - len(SPECIAL)} characters; expected at least "
-            f"{needed} (with {len(SPECIAL)} special tokens), or tokenizer 'char'"
+            f"vocab_size = {vocab_size}, but the texts hold {needed - len(SPECIAL)} characters;"
+            f" expected at least {needed} (with {len(SPECIAL)} special tokens), or tokenizer 'char'"
         )
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNK))
     inner.normalizer = _white_space(tokenizers)
@@ -139,7 +148,9 @@ def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int
         ]
     )
     inner.decoder = tokenizers.decoders.Metaspace(SPACE_MARK, prepend_scheme="always", split=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False
+    )
     inner.train_from_iterator(texts, trainer)
     return inner
 
@@ -157,9 +168,12 @@ def _build_characters(texts: Sequence[str], characters: frozenset[str], vocab_si
 
 
 def _white_space(tokenizers: Any) -> Any:
-    """Return the normaliser that makes runs of white space one space and takes them off both ends."""
+    """Return the normaliser that makes runs of white space one space and takes them off both
+    ends."""
     normalizers = tokenizers.normalizers
-    return normalizers.Sequence([normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Strip()])
+    return normalizers.Sequence(
+        [normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Strip()]
+    )
 
 
 BUILDERS = {"bpe": _build_bpe, "char": _build_characters}

@@ -1,7 +1,9 @@
-"""Tokenizers: characters, bytes, words between white space, or any Hugging Face tokenizer; bulk encoding in seconds.
+"""Tokenizers: characters, bytes, words between white space, or any Hugging Face tokenizer; bulk
+encoding in seconds.
 
 Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
-`PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are not matched inside
+`PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are
+not matched inside
 a text: ``<|pad|>`` in a file is seven characters.
 """
 
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from wellposed.tasks.batches.ragged import Ragged
 
 PAD, UNK = "<|pad|>", "<|unk|>"
-WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"  # a space inside, so that no word of a text can be equal to them
+WORD_PAD, WORD_UNK = (
+    "<| pad |>",
+    "<| unk |>",
+)  # a space inside, so that no word of a text can be equal to them
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
 
@@ -61,9 +66,12 @@ class TextEncoder(ABC):
         """Number of ids, special tokens included."""
 
     def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of them."""
+        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of
+        them."""
         ids, unknown = self._encode(texts)
-        return Encoded(ids if max_length is None else ids.truncated(max_length), ids.lengths.tolist(), unknown)
+        return Encoded(
+            ids if max_length is None else ids.truncated(max_length), ids.lengths.tolist(), unknown
+        )
 
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]: ...
@@ -78,7 +86,8 @@ class TextEncoder(ABC):
 
 
 class CharacterEncoder(TextEncoder):
-    """One token per Unicode code point; ids follow the sorted characters. Decoding gives the text back exactly."""
+    """One token per Unicode code point; ids follow the sorted characters. Decoding gives the text
+    back exactly."""
 
     kind = "character"
 
@@ -96,7 +105,9 @@ class CharacterEncoder(TextEncoder):
 
         points = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
         table = np.full(0x110000, UNK_ID, dtype=np.int32)
-        table[[ord(character) for character in self.characters]] = np.arange(NUM_SPECIAL, self.vocab_size)
+        table[[ord(character) for character in self.characters]] = np.arange(
+            NUM_SPECIAL, self.vocab_size
+        )
         flat = table[points]
         missing, counts = np.unique(points[flat == UNK_ID], return_counts=True)
         unknown = {chr(point): int(count) for point, count in zip(missing, counts, strict=True)}
@@ -109,7 +120,8 @@ class CharacterEncoder(TextEncoder):
 
 
 class ByteEncoder(TextEncoder):
-    """One token per UTF-8 byte, id = byte + 2; nothing is unknown. Decoding gives the text back exactly."""
+    """One token per UTF-8 byte, id = byte + 2; nothing is unknown. Decoding gives the text back
+    exactly."""
 
     kind = "byte"
 
@@ -128,7 +140,9 @@ class ByteEncoder(TextEncoder):
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         tokenizers, inner = tokenizers_library(), _symbol_tokenizer(_byte_symbols())
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
         inner.decoder = tokenizers.decoders.ByteLevel()
         return wrap_tokenizer(inner, max_length)
 
@@ -165,7 +179,9 @@ class WordEncoder(TextEncoder):
             spaces = str.maketrans(dict.fromkeys(self.drop, " "))
             texts = [text.translate(spaces) for text in texts]
         ids = _CountingIds(self._ids)
-        return Ragged.from_lists([list(map(ids.__getitem__, split_words(text))) for text in texts]), ids.unknown
+        return Ragged.from_lists(
+            [list(map(ids.__getitem__, split_words(text))) for text in texts]
+        ), ids.unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         tokenizers = tokenizers_library()
@@ -173,7 +189,9 @@ class WordEncoder(TextEncoder):
             tokenizers.models.WordLevel({WORD_PAD: PAD_ID, WORD_UNK: UNK_ID, **self._ids}, WORD_UNK)
         )
         if self.drop:
-            pattern = tokenizers.Regex("[" + "".join("\\" + character for character in self.drop) + "]")
+            pattern = tokenizers.Regex(
+                "[" + "".join("\\" + character for character in self.drop) + "]"
+            )
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return wrap_tokenizer(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
@@ -191,12 +209,14 @@ class _CountingIds(dict[str, int]):
         return UNK_ID
 
 
-# str.split() also splits at these; the tokenizers library, which follows Unicode White_Space, does not.
+# str.split() also splits at these; the tokenizers library, which follows Unicode White_Space, does
+# not.
 _PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
 
 
 def split_words(text: str) -> list[str]:
-    """Split at runs of Unicode white space, exactly as ``tokenizers.pre_tokenizers.WhitespaceSplit``."""
+    """Split at runs of Unicode white space, exactly as
+    ``tokenizers.pre_tokenizers.WhitespaceSplit``."""
     if not any(character in text for character in _PYTHON_ONLY_SPACES):
         return text.split()
     tokenizers = tokenizers_library()
@@ -211,10 +231,13 @@ def _symbol_tokenizer(symbols: Iterable[str]) -> Any:
 
 
 def _byte_symbols() -> list[str]:
-    """Return the printable character that stands for each byte in the byte-level alphabet of GPT-2."""
+    """Return the printable character that stands for each byte in the byte-level alphabet of
+    GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    symbols = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
     return [symbols[byte] for byte in range(256)]
 
 
@@ -230,7 +253,8 @@ def tokenizers_library() -> Any:
 def wrap_tokenizer(
     inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK, **options: Any
 ) -> PreTrainedTokenizerFast:
-    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside a text."""
+    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside a
+    text."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
