@@ -17,14 +17,14 @@ PUBLIC = {
     "DataError": "errors", "Measurement": "measurement", "Monitor": "measurement", "NotContractiveError": "errors",
     "NotLipschitzError": "errors", "OrthogonalityPenalty": "penalize", "RoleNotFoundError": "errors", "Roles": "roles",
     "ShapeError": "errors", "WellposedError": "errors", "certify": "certification", "constrain_": "constrain",
-    "dt_fixup_": "initialize", "find_roles": "roles", "lipschitz_lower_bound": "certification",
+    "dt_fixup_": "initialize", "find_roles": "roles", "lipschitz_lower_bound": "attack",
     "measure": "measurement", "orthogonal": "constrain", "register_rule": "certification",
     "remove_norms_": "initialize", "signal_propagation": "initialize", "step_change": "initialize",
     "parameter_groups": "constrain", "t_fixup_": "initialize", "tie_queries_and_keys_": "initialize",
 }  # fmt: skip
 PACKAGES = {
-    "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg", "measurement",
-    "models", "nn", "penalize", "presets", "recipes", "report", "roles", "tasks", "training",
+    "attack", "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg",
+    "measurement", "models", "nn", "penalize", "presets", "recipes", "report", "roles", "tasks", "training",
 }  # fmt: skip
 LAZY = ("wellposed", "wellposed.integrations", "wellposed.measurement", "wellposed.training")
 

@@ -19,7 +19,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "constrain": ("Exact orthogonality", ["constrain", "linalg"]),
     "lipschitz": ("Lipschitz attention and inverses", ["nn"]),
     "initialize": ("Initialisation", ["initialize"]),
-    "certificates": ("Certificates", ["certification"]),
+    "certificates": ("Certificates", ["certification", "attack"]),
     "measuring": ("Measuring", ["measurement"]),
     "training": (
         "Tasks, training, recipes",

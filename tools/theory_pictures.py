@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import wellposed as wp
-from wellposed.certification import LowerBound
+from wellposed.attack import LowerBound
 from wellposed.charts import COLOURS
 from wellposed.linalg import MaskKind, Norm, kim_bracket, phi_inverse
 from wellposed.measurement.figures import INK, figure_style, new_figure

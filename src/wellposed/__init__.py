@@ -15,6 +15,7 @@ from wellposed.lazy import import_on_first_use
 from wellposed.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from wellposed import attack as attack
     from wellposed import certification as certification
     from wellposed import constrain as constrain
     from wellposed import errors as errors
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from wellposed import roles as roles
     from wellposed import tasks as tasks
     from wellposed import training as training
+    from wellposed.attack import lipschitz_lower_bound as lipschitz_lower_bound
     from wellposed.certification import Certificate as Certificate
     from wellposed.certification import certify as certify
-    from wellposed.certification import lipschitz_lower_bound as lipschitz_lower_bound
     from wellposed.certification import register_rule as register_rule
     from wellposed.constrain import constrain_ as constrain_
     from wellposed.constrain import orthogonal as orthogonal

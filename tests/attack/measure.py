@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import LowerBound, certify, lipschitz_lower_bound
+from wellposed.attack import LowerBound, lipschitz_lower_bound
+from wellposed.certification import certify
 from wellposed.errors import ConvergenceError, NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import patch_grid
+from wellposed.attack import patch_grid
 from wellposed.linalg import Norm
 from wellposed.models import (
     PairHead,

@@ -1,6 +1,14 @@
 """Certificates: Lipschitz bounds of any module that hold, and an attack that tries to break
 them."""
 
+# The names of `wellposed.attack` are here too, as they were before it was a package of its own.
+from wellposed.attack import LowerBound as LowerBound
+from wellposed.attack import PatchGrid as PatchGrid
+from wellposed.attack import lipschitz_lower_bound as lipschitz_lower_bound
+from wellposed.attack import patch_grid as patch_grid
+from wellposed.attack import perturbation_size as perturbation_size
+from wellposed.attack import steepest_direction as steepest_direction
+
 # Every file with rules is named, since a rule exists only once its file is imported.
 from wellposed.certification import (  # noqa: F401
     _ball,
@@ -18,8 +26,6 @@ from wellposed.certification import (  # noqa: F401
     _transformer,
     _transject,
 )
-from wellposed.certification._attack import LowerBound as LowerBound
-from wellposed.certification._attack import lipschitz_lower_bound as lipschitz_lower_bound
 from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
@@ -31,12 +37,8 @@ from wellposed.certification._cosine import cosine_attention_bound as cosine_att
 from wellposed.certification._cosine import (
     cosine_cross_attention_bounds as cosine_cross_attention_bounds,
 )
-from wellposed.certification._directions import perturbation_size as perturbation_size
-from wellposed.certification._directions import steepest_direction as steepest_direction
 from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
 from wellposed.certification._heads import AttentionWeights as AttentionWeights
-from wellposed.certification._inputs import PatchGrid as PatchGrid
-from wellposed.certification._inputs import patch_grid as patch_grid
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes
 from wellposed.certification._rules import inherit_rule as inherit_rule

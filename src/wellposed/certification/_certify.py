@@ -8,11 +8,11 @@ import math
 import torch
 from torch import nn
 
+from wellposed.attack import patch_grid, reads_pairs
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._certificate import Certificate, CertifiedLayer
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._explain import explain
-from wellposed.certification._inputs import patch_grid, reads_pairs
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
@@ -45,7 +45,7 @@ def certify(
         module: any module; it is read in the mode it is in (dropout on attention weights in
             training has no bound, so call ``module.eval()``). Whole models, also of Hugging Face,
             are certified from the embedded input on; models of pixels from patches of pixels on
-            (`wellposed.certification.PatchGrid`); models of pairs from the tokens of both texts on,
+            (`wellposed.attack.PatchGrid`); models of pairs from the tokens of both texts on,
             which move together.
         seq_len: largest number of tokens N; of a pair, in each of its texts.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification._directions import perturbation_size, steepest_direction
-from wellposed.certification._inputs import patch_grid
-from wellposed.certification._local_slope import Call
+from wellposed.attack import Call, patch_grid, perturbation_size, steepest_direction
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
 from wellposed.linalg import Norm, full_precision
 from wellposed.nn import frozen

@@ -227,7 +227,7 @@ def _refuse_other_vocabulary(task: Task, options: CertifyArguments) -> None:
 
 
 def _positions(model: Any, name: str) -> int:
-    from wellposed.certification import patch_grid
+    from wellposed.attack import patch_grid
 
     grid = patch_grid(model)
     length = grid.tokens if grid else getattr(model.config, "max_position_embeddings", None)

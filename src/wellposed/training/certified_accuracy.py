@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import Certificate, perturbation_size, steepest_direction
+from wellposed.attack import perturbation_size, steepest_direction
+from wellposed.certification import Certificate
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.linalg import Norm
 from wellposed.measurement import write_csv

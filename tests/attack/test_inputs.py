@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from wellposed.certification import PatchGrid, patch_grid
+from wellposed.attack import PatchGrid, patch_grid
 
 GRID = PatchGrid(channels=2, rows=3, columns=4, height=5, width=6)
 

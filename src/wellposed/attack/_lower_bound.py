@@ -7,20 +7,29 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.certification._certificate import Certificate
-from wellposed.certification._directions import perturbation_size
-from wellposed.certification._local_slope import Call, LocalSlope
-from wellposed.certification._slopes import Pairs, SlopeMeter
+from wellposed.attack._directions import perturbation_size
+from wellposed.attack._inputs import Call
+from wellposed.attack._local_slope import LocalSlope
+from wellposed.attack._slopes import Pairs, SlopeMeter
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
 
 Bounder = Callable[[Any], Tensor]
+
+
+class UpperBound(Protocol):
+    """What a lower bound is compared with: a `wellposed.Certificate`."""
+
+    @property
+    def norm(self) -> Norm: ...
+    @property
+    def total(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class LowerBound:
     dtype: torch.dtype = torch.float64
     """In which `slope` was measured."""
 
-    def ratio(self, certificate: Certificate) -> float:
+    def ratio(self, certificate: UpperBound) -> float:
         """Return lower / upper, which no sound certificate of the same norm lets exceed 1.
 
         Raises:

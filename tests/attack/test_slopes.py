@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from wellposed.certification import (
-    Certificate,
+from wellposed.attack import (
     LowerBound,
     lipschitz_lower_bound,
     perturbation_size,
     steepest_direction,
 )
+from wellposed.certification import Certificate
 from wellposed.errors import ConfigError, ConvergenceError
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import certify
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import l2_attention_bound, l2_constants
 from wellposed.nn import MLP, DotProductAttention, L2SelfAttention

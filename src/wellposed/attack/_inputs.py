@@ -4,11 +4,11 @@ takes as it is."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
 
@@ -124,3 +124,37 @@ def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def _reads_two_vectors(model: Any) -> bool:
     return getattr(model, "reads_two_vectors", False) is True
+
+
+class Call:
+    """``x -> y`` of shape (batch, tokens, features)."""
+
+    def __init__(self, target: Any, kwargs: Mapping[str, Any]) -> None:
+        self.target, self.kwargs = target, kwargs
+        self.grid = patch_grid(target)
+        self.embeds = isinstance(target, nn.Module) and hasattr(target, "get_input_embeddings")
+        self.is_pair = isinstance(target, nn.Module) and reads_pairs(target)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.grid is not None:
+            out = self.target(pixel_values=self.grid.image(x), **self.kwargs)
+        elif self.is_pair:
+            out = self.target(**as_pair(self.target, x), **self.kwargs)
+        elif self.embeds:
+            out = self.target(inputs_embeds=x, **self.kwargs)
+        else:
+            # Attention of torch.nn takes queries, keys and values, which are one sequence here.
+            count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1
+            out = self.target(*[x] * count, **self.kwargs)
+        if not isinstance(out, Tensor):
+            named = next(
+                (name for name in ("logits", "last_hidden_state") if hasattr(out, name)), None
+            )
+            out = out[0] if named is None else getattr(out, named)
+        if not isinstance(out, Tensor) or out.ndim < 2 or out.shape[0] != x.shape[0]:
+            received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ShapeError(
+                f"attack: expected an output (batch={x.shape[0]}, ..., features), received"
+                f" {received}"
+            )
+        return out.unsqueeze(1) if out.ndim == 2 else out.flatten(1, -2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellposed.certification._directions import perturbation_size
+from wellposed.attack._directions import perturbation_size
 from wellposed.linalg import Norm
 
 ROUNDING = 8
