@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import wellposed as wp
+from wellposed.compare.variants import VARIANTS
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import L2SelfAttention
-from wellposed.recipes.variants import VARIANTS
 from wellposed.registry import Registry
 from wellposed.tasks import TASKS
 

@@ -25,7 +25,7 @@ from wellposed.models import WellposedConfig, WellposedModel
 from wellposed.nn import ATTENTIONS
 from wellposed.recipes.recipe import Recipe, Reproduction
 from wellposed.recipes.reproduce import RECIPES, reproduce
-from wellposed.recipes.variants import VARIANTS, apply_variant
+from wellposed.compare.variants import VARIANTS, apply_variant
 from wellposed.roles import FAMILIES, Family
 from wellposed.roles.families import attention_named, feedforward_named
 from wellposed.tasks import TASKS, TaskSpec, TextClassificationOptions, TextClassificationTask, build_task

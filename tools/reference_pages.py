@@ -22,13 +22,13 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "certificates": ("Certificates", ["certification", "attack"]),
     "measuring": ("Measuring", ["measurement"]),
     "training": (
-        "Tasks, training, recipes",
+        "Tasks, training, comparisons, recipes",
         [
             "tasks",
             "training",
-            "recipes.variants",
-            "recipes.compare",
-            "recipes.named",
+            "compare.variants",
+            "compare.compare",
+            "compare.named",
             "recipes.reproduce",
             "report",
         ],

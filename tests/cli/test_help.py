@@ -11,7 +11,7 @@ import pytest
 
 from wellposed.cli import COMMANDS, main
 from wellposed.cli.parser import OTHER_SPELLINGS
-from wellposed.recipes.variants import VARIANTS
+from wellposed.compare.variants import VARIANTS
 from wellposed.tasks import TASKS
 from wellposed.training.config import TrainOptions
 

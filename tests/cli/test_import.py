@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellposed.nn import ATTENTIONS
-from wellposed.recipes.variants import VARIANTS
+from wellposed.compare.variants import VARIANTS
 from wellposed.roles import FAMILIES
 from wellposed.tasks import TASKS, TaskSpec, TextClassificationOptions, TextClassificationTask
 
@@ -191,7 +191,7 @@ def test_an_installed_package_brings_its_names_by_entry_points(
     )
     code = (
         "import json; from wellposed.tasks import TASKS; found = ['films' in TASKS];from"
-        " wellposed.nn import ATTENTIONS; from wellposed.recipes.variants import VARIANTS;from"
+        " wellposed.nn import ATTENTIONS; from wellposed.compare.variants import VARIANTS;from"
         " wellposed.roles import FAMILIES;print(json.dumps([*found, *('mine' in table for table in"
         " (VARIANTS, ATTENTIONS, FAMILIES))]))"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wellposed.cli import main
-from wellposed.recipes.variants import apply_variant
+from wellposed.compare.variants import apply_variant
 from wellposed.training.config import RunConfig, TrainOptions
 
 

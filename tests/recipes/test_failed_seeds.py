@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wellposed.recipes.compare import compare
+from wellposed.compare.compare import compare
 from wellposed.recipes.huang2020.depth import Sizes, summarise, train_depths
 from wellposed.recipes.mcgrath2024 import output, sweep
 from wellposed.recipes.mcgrath2024.grid import chosen_cells

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tests.support.recipes import check_reproduced
 
+from wellposed.compare.named import NAMED
 from wellposed.errors import ConfigError
 from wellposed.recipes.corpora import CHARACTERS, HUANG, SUBWORD, WMT16, translation_data
 from wellposed.recipes.huang2020 import theorem_3_1
 from wellposed.recipes.huang2020.depth import Sizes, summarise, train_depths
-from wellposed.recipes.named import NAMED
 from wellposed.recipes.reproduce import RECIPES, Request, Scale, reproduce
 from wellposed.recipes.runs import FinishedRun, PlannedRun
 from wellposed.recipes.zhang2021 import printed as values

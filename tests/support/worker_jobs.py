@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from wellposed.compare.workers import Workers
 from wellposed.errors import DataError
-from wellposed.recipes.workers import Workers
 
 
 def one_of_two(folder: Path, turn: Any, way: str, stop: Callable[[], bool]) -> None:

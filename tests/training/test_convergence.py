@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from wellposed.compare.compare import compare
 from wellposed.errors import ConvergenceError
-from wellposed.recipes.compare import compare
 from wellposed.report import aggregate
 from wellposed.training import (
     ModelOptions,

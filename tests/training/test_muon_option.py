@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.linalg import certified_spectral_norm
-from wellposed.recipes.variants import apply_variant
 from wellposed.training import load_run_model, train
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 

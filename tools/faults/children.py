@@ -56,10 +56,10 @@ def import_everything() -> None:
     import transformers.models.auto.modeling_auto
 
     import wellposed.certification
+    import wellposed.compare.compare
     import wellposed.measurement.figures
     import wellposed.models
     import wellposed.penalize
-    import wellposed.recipes.compare
     import wellposed.recipes.reproduce
     import wellposed.report
     import wellposed.training

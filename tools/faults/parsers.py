@@ -219,8 +219,8 @@ def _texts(place: Path) -> list[Target]:
 
 
 def _records(place: Path) -> list[Target]:
+    from wellposed.compare.compare import ORDER
     from wellposed.measurement import Measurement
-    from wellposed.recipes.compare import ORDER
     from wellposed.recipes.reproduction_page import reproduction_page
     from wellposed.report import aggregate
     from wellposed.training import read_result, verify_run_file
@@ -429,10 +429,10 @@ def _checkpoint_state(folder: Path, weights: bytes, layer: Any) -> Callable[[byt
 
 
 def _words() -> list[Target]:
+    from wellposed.compare.named import NAMED
+    from wellposed.compare.variants import apply_variant, variant_folder
     from wellposed.recipes.mcgrath2024.grid import chosen_cells
-    from wellposed.recipes.named import NAMED
     from wellposed.recipes.reproduce import RECIPES
-    from wellposed.recipes.variants import apply_variant, variant_folder
     from wellposed.roles import find_roles
     from wellposed.tasks import build_task
     from wellposed.training.config import ConstrainOptions, RunConfig, TrainOptions

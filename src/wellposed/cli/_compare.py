@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
 from wellposed.cli.tracking import TrackerNames, report_images, tracking
-from wellposed.recipes.variants import VARIANTS, summary
+from wellposed.compare.variants import VARIANTS, summary
 from wellposed.training.processes import is_first
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
         "compare", base_config(task, rest), rest, CompareArguments, __doc__ or ""
     )
 
-    from wellposed.recipes.compare import compare
+    from wellposed.compare.compare import compare
     from wellposed.report import aggregate, build_report
 
     reported = tracking(options.track)

@@ -12,11 +12,11 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from wellposed.cli.parser import parse_words
+from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Given
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
-from wellposed.recipes.workers import check_jobs
 from wellposed.training.durable_files import replace_file
 
 

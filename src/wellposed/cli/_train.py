@@ -16,7 +16,7 @@ from wellposed.cli._arguments import (
     task_usage,
 )
 from wellposed.cli.tracking import TrackerNames, tracking
-from wellposed.recipes.variants import VARIANTS, apply_variant
+from wellposed.compare.variants import VARIANTS, apply_variant
 from wellposed.training.processes import is_first
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from wellposed.compare.named import NAMED
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError, listed
 from wellposed.recipes.recipe import Request
-from wellposed.recipes.variants import apply_variant
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 
@@ -237,6 +238,8 @@ HUANG = (
 PRESETS = {f"zhang2021-{corpus.name}": corpus for corpus in (*SUBWORD, *WMT16, *CHARACTERS)}
 PRESETS |= {f"huang2020-{corpus.name}": corpus for corpus in HUANG}
 """Every corpus by the name of its preset."""
+for _name, _corpus in PRESETS.items():
+    NAMED.register(_name)(_corpus.run_config)
 
 SOURCE, TARGET = "source", "target"
 _LETTERS = "abcdefgh"

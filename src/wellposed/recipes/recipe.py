@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from wellposed.charts import Panel
+from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError
 from wellposed.recipes.verdicts import ERRORS
 from wellposed.statistics import SIGNIFICANCE, detectable_difference
@@ -22,11 +23,6 @@ Given = Literal["data", "encoder", "vectors", "languages"]
 CHANCE = 0.8
 """Chance with which a difference is to be seen."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
-
-
-def say_nothing(line: str) -> None:
-    """Take a line of progress that nobody reads."""
-    del line
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wellposed.charts import draw
+from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.measurement import write_csv
 from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
@@ -28,7 +29,6 @@ from wellposed.recipes.recipe import (
     Reproduction,
     Request,
     Scale,
-    say_nothing,
 )
 from wellposed.registry import Registry
 from wellposed.training.durable_files import replace_files

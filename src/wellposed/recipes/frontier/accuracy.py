@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from wellposed.charts import Row, where
+from wellposed.compare.variants import LIPSCHITZ_TEMPERATURE, apply_variant
 from wellposed.recipes.frontier.accuracy_verdict import RADII, TEST, Evidence, judge_accuracy
 from wellposed.recipes.frontier.curves import curves_panel
 from wellposed.recipes.frontier.strong_attack import (
@@ -20,7 +21,6 @@ from wellposed.recipes.frontier.texts import CORPORA, Sizes, find_texts, text_ru
 from wellposed.recipes.frontier.tuning import CHOSEN_BY, FACTORS, Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, mean_and_error, plus_minus, train_grid
-from wellposed.recipes.variants import LIPSCHITZ_TEMPERATURE, apply_variant
 from wellposed.tasks import Task, build_task
 from wellposed.training.certified_file import CertifiedRun
 from wellposed.training.certified_run import certify_runs

@@ -10,12 +10,12 @@ from functools import partial
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
+from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.errors import ConfigError
 from wellposed.recipes.frontier.characters_bounds import NextCharacters, next_characters
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, plus_minus, train_grid
-from wellposed.recipes.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.recipes.verdicts import UNCERTAINTY, every, within
 from wellposed.statistics import mean_and_standard_error
 from wellposed.training.config import ConstrainOptions, ModelOptions, RunConfig, TrainOptions

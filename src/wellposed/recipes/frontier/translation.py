@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
+from wellposed.compare.variants import apply_variant
 from wellposed.recipes.corpora import translation_data
 from wellposed.recipes.frontier.doubling import Trained, at_plateau, double_until_plateau
 from wellposed.recipes.frontier.tuning import Tuned, rates_about, tune
@@ -28,7 +29,6 @@ from wellposed.recipes.runs import (
     plus_minus,
     train_grid,
 )
-from wellposed.recipes.variants import apply_variant
 from wellposed.recipes.verdicts import PLATEAU, UNCERTAINTY, within
 from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task

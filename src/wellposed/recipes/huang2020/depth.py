@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from wellposed.charts import Panel, Row, lines
+from wellposed.compare.variants import apply_variant
 from wellposed.recipes.corpora import translation_data
 from wellposed.recipes.frontier.tuning import tune
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, curves, depths_trained, train_grid
-from wellposed.recipes.variants import apply_variant
 from wellposed.recipes.verdicts import AGREED
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 

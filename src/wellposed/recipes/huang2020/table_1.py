@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wellposed.charts import Panel, Row, Series, where
+from wellposed.compare.variants import apply_variant
 from wellposed.recipes.corpora import HUANG, SIZES, Corpus, paper_runs, small_corpus
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import PlannedRun, mean_and_error, spanned, train_grid
-from wellposed.recipes.variants import apply_variant
 from wellposed.recipes.verdicts import AGREED, agreed
 from wellposed.training.config import RunConfig
 

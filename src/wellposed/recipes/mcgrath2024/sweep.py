@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from wellposed.compare.workers import Workers, check_jobs
 from wellposed.errors import (
     MAX_SHOWN,
     CheckpointError,
@@ -29,7 +30,6 @@ from wellposed.finite_json import from_json, to_json
 from wellposed.recipes.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS, Cell
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.mcgrath2024.trial_files import Record, read_record, write_record
-from wellposed.recipes.workers import Workers, check_jobs
 from wellposed.tasks.data.minbert import MinBertSet, read_minbert
 from wellposed.training.durable_files import is_litter, replace_file
 from wellposed.training.signals import Cancelled, StopRequest

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.frontier.tuning import best_tried, rates_about, try_rates
 from wellposed.recipes.recipe import Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, train_grid
-from wellposed.recipes.variants import apply_variant, variant_folder
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 LABELS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.charts import Panel, Row, Series, where
+from wellposed.compare.compare import compare
 from wellposed.errors import ConfigError
-from wellposed.recipes.compare import compare
 from wellposed.recipes.corpora import (
     CHARACTERS,
     SUBWORD,

@@ -16,8 +16,8 @@ from tests.support import worker_jobs
 from tests.support.worker_jobs import one_of_two
 
 from wellposed.cli import main
+from wellposed.compare.workers import SPAWN, Workers, check_jobs
 from wellposed.errors import ConfigError, DataError, WellposedError
-from wellposed.recipes.workers import SPAWN, Workers, check_jobs
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
 WORDS = [

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wellposed.compare.runs import PlannedRun, say_nothing, train_planned
+from wellposed.compare.variants import apply_variant, variant_folder
+from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, listed
 from wellposed.finite_json import to_json
-from wellposed.recipes.recipe import say_nothing
-from wellposed.recipes.runs import PlannedRun, train_planned
-from wellposed.recipes.variants import apply_variant, variant_folder
-from wellposed.recipes.workers import check_jobs
 from wellposed.training.certified_file import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
 from wellposed.training.durable_files import replace_file

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wellposed.recipes.corpora import PRESETS
 from wellposed.registry import Registry
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
-NAMED: Registry[Callable[[], RunConfig]] = Registry("preset")
+NAMED: Registry[Callable[[], RunConfig]] = Registry("preset", entry_points="wellposed.presets")
 
 
 @NAMED.register("ptb-mini")
@@ -78,7 +77,3 @@ def multi30k_mini() -> RunConfig:
             log_every=20,
         ),
     )
-
-
-for _name, _corpus in PRESETS.items():
-    NAMED.register(_name)(_corpus.run_config)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from wellposed.compare.named import NAMED
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
-from wellposed.recipes.named import NAMED
-from wellposed.recipes.variants import apply_variant
 from wellposed.training.config import RunConfig, TrainOptions
 
 BASE = RunConfig(task="translation", train=TrainOptions(steps=700, schedule="inverse_sqrt"))

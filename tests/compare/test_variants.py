@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from wellposed.compare.variants import VARIANTS, apply_variant, summary, variant_folder
 from wellposed.errors import ConfigError
-from wellposed.recipes.variants import VARIANTS, apply_variant, summary, variant_folder
 from wellposed.training.build import build_penalty
 from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig, StartOptions
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from wellposed.compare.variants import EMBEDDING, apply_variant
 from wellposed.models import build_model
 from wellposed.nn import ORTHOGONAL_WEIGHTS, OrthogonalLinear
-from wellposed.recipes.variants import EMBEDDING, apply_variant
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
 from wellposed.training.build import build_run_model, constrained_weights

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import wellposed as wp
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.models import (
     WellposedConfig,
@@ -28,7 +29,6 @@ from wellposed.nn import (
     MaxMinFeedForward,
     NoNorm,
 )
-from wellposed.recipes.variants import apply_variant
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
 from wellposed.training.build import build_constraint

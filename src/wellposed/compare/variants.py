@@ -1,0 +1,378 @@
+"""Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same
+Transformer.
+
+A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes
+the one number a
+variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base
+that only parts it no longer has read are left out. A model given by ``--from`` brings its
+architecture: those that make one are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from wellposed.errors import ConfigError
+from wellposed.presets import mcgrath2024, zhang2021
+from wellposed.registry import Registry
+from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+
+Variant = Callable[..., RunConfig]
+VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
+
+
+def apply_variant(spec: str, base: RunConfig) -> RunConfig:
+    """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
+
+    Raises:
+        ConfigError: an unknown variant (nearest three named), a value where the variant takes none,
+            no number, or one that makes an architecture of its own while ``base`` starts from a
+            model; those that work are named.
+
+    >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
+    'pre'
+    >>> apply_variant("oc1:1e-4", RunConfig(task="listops")).penalty.affinity
+    0.0001
+    """
+    name, colon, text = spec.partition(":")
+    variant = VARIANTS.get(name)
+    values = [_number(spec, name, text, variant)] if colon else []
+    try:
+        return replace(variant(base, *values), variant=spec)
+    except _OwnArchitectureError:
+        raise ConfigError(
+            f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one;"
+            f" variants of such a model: {', '.join(_of_start_model(base))}"
+        ) from None
+
+
+def variant_folder(spec: str) -> str:
+    """Return the folder name of a variant; ``oc3:1e-4`` becomes ``oc3-1e-4``."""
+    return spec.replace(":", "-")
+
+
+def summary(name: str) -> str:
+    """Return the first paragraph of the variant's description, as one line."""
+    return (inspect.getdoc(VARIANTS.get(name)) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+class _OwnArchitectureError(ConfigError):
+    """A variant that makes an architecture was asked of a configuration that starts from a
+    model."""
+
+
+def _of_start_model(base: RunConfig) -> list[str]:
+    names = []
+    for name in VARIANTS:
+        try:
+            VARIANTS.get(name)(base)
+        except ConfigError:
+            continue
+        names.append(name)
+    return names
+
+
+def _number(spec: str, name: str, text: str, variant: Variant) -> float:
+    parameters = list(inspect.signature(variant).parameters)
+    if len(parameters) < 2:
+        raise ConfigError(f"variant {spec!r}: {name} takes no value; write {name!r}")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}"
+        ) from None
+
+
+def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
+    if base.start.model:
+        raise _OwnArchitectureError(f"{base.start.model} brings its own architecture")
+    plain: dict[str, Any] = {
+        "architecture": "wellposed",
+        "attention": "dot_product",
+        "feedforward": "mlp",
+        "norm": "post",
+        "residual": "plain",
+        "qk_norm": False,
+        "unit_embeddings": False,
+    }
+    if (
+        base.model.init == "t_fixup"
+    ):  # it belongs to the variant of that name: with norms it would be refused
+        plain["init"] = "xavier"
+    return replace(base, model=base.model.with_parts(**{**plain, **changes}))
+
+
+def _baseline(base: RunConfig) -> RunConfig:
+    return base if base.start.model else post_ln(base)
+
+
+def _penalized(base: RunConfig, keywords: dict[str, Any]) -> RunConfig:
+    kept = {"estimator": base.penalty.estimator, "every": base.penalty.every}
+    return replace(_baseline(base), penalty=PenaltyOptions(**{**kept, **keywords}))
+
+
+@VARIANTS.register("plain")
+def plain(base: RunConfig) -> RunConfig:
+    """The options as given, nothing changed: the baseline of a model given by --from."""
+    return base
+
+
+@VARIANTS.register("post_ln")
+def post_ln(base: RunConfig) -> RunConfig:
+    """LayerNorm after each residual sum (Vaswani et al. 2017): the baseline."""
+    return _with_model(base)
+
+
+@VARIANTS.register("pre_ln")
+def pre_ln(base: RunConfig) -> RunConfig:
+    """LayerNorm before each sublayer and one at the end (Xiong et al. 2020)."""
+    return _with_model(base, norm="pre")
+
+
+@VARIANTS.register("rezero")
+def rezero(base: RunConfig) -> RunConfig:
+    """x + a f(x) with a learnt from zero and no LayerNorm (Bachlechner et al. 2021)."""
+    return _with_model(base, norm="none", residual="rezero")
+
+
+@VARIANTS.register("t_fixup")
+def t_fixup(base: RunConfig) -> RunConfig:
+    """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
+
+    The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up
+    become the paper's own, inverse_sqrt, with its ``decay_steps``. Of a model given by --from, with
+    ``--from-scratch``.
+    """
+    if base.start.model:
+        scratch = base.start.from_scratch or Path(base.start.model).is_file()
+        config = replace(base, start=replace(base.start, init="t_fixup", from_scratch=scratch))
+    else:
+        config = _with_model(base, norm="none", init="t_fixup")
+    warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
+    schedule = "inverse_sqrt" if warm else config.train.schedule
+    return replace(
+        config, train=replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule)
+    )
+
+
+@VARIANTS.register("qk_norm")
+def qk_norm(base: RunConfig) -> RunConfig:
+    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al.
+    2023)."""
+    return _with_model(base, norm="pre", qk_norm=True)
+
+
+@VARIANTS.register("l2")
+def l2(base: RunConfig) -> RunConfig:
+    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not
+    Lipschitz."""
+    return _with_attention(base, "l2")
+
+
+@VARIANTS.register("l2_tied")
+def l2_tied(base: RunConfig) -> RunConfig:
+    """post_ln with L2 attention whose queries are its keys (Kim et al. 2021): Lipschitz."""
+    return _with_model(base, attention="l2_tied")
+
+
+@VARIANTS.register("l2_contractive")
+def l2_contractive(base: RunConfig) -> RunConfig:
+    """post_ln with L2 attention divided by its certified bound (Kim et al. 2021): a contraction."""
+    return _with_model(base, attention="l2_contractive")
+
+
+@VARIANTS.register("cosine")
+def cosine(base: RunConfig) -> RunConfig:
+    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under
+    any mask."""
+    return _with_attention(base, "cosine")
+
+
+def _with_attention(base: RunConfig, name: Literal["l2", "cosine"]) -> RunConfig:
+    if base.start.model:
+        return replace(base, start=replace(base.start, attention=name))
+    return _with_model(base, attention=name)
+
+
+@VARIANTS.register("lstm")
+def lstm(base: RunConfig) -> RunConfig:
+    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language
+    models only."""
+    return _with_model(base, architecture="lstm")
+
+
+@VARIANTS.register("oc1")
+def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): orthogonal affinity matrices,
+    |A^T A - I|_F^2."""
+    return _penalized(base, zhang2021("I", strength))
+
+
+@VARIANTS.register("oc2")
+def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention
+    weights."""
+    return _penalized(base, zhang2021("II", strength))
+
+
+@VARIANTS.register("oc3")
+def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln (with --from: plain) + VAR-III of Zhang et al. (2021): VAR-II and orthogonal
+    feed-forward weights."""
+    return _penalized(base, zhang2021("III", strength))
+
+
+@VARIANTS.register("oc3_printed")
+def oc3_printed(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """oc3 with the feed-forward norms unsquared, as Zhang et al. (2021) print them."""
+    config = oc3(base, strength)
+    return replace(config, penalty=replace(config.penalty, feedforward_form="gram"))
+
+
+@VARIANTS.register("key")
+def key(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |K K^T - I|_F on key weights K (McGrath 2024)."""
+    return _penalized(base, mcgrath2024(key=True, query=False, strength=strength))
+
+
+@VARIANTS.register("query")
+def query(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |Q Q^T - I|_F on query weights Q (McGrath 2024)."""
+    return _penalized(base, mcgrath2024(key=False, query=True, strength=strength))
+
+
+PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10
+
+
+@VARIANTS.register("post_ln_warmup")
+def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
+    """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000
+    (Vaswani et al. 2017).
+
+    The value is the number of steps. A schedule without a warm-up of its own, inverse_sqrt, becomes
+    inverse_sqrt_warmup.
+    """
+    config = post_ln(base)
+    steps = config.train.steps
+    if warmup_steps != int(warmup_steps) or warmup_steps < 0:
+        raise ConfigError(
+            f"post_ln_warmup: warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or"
+            " more"
+        )
+    automatic = config.train.warmup_steps or min(PAPER_WARMUP_STEPS, max(1, steps // WARMUP_SHARE))
+    schedule = (
+        "inverse_sqrt_warmup" if config.train.schedule == "inverse_sqrt" else config.train.schedule
+    )
+    train = replace(config.train, warmup_steps=int(warmup_steps) or automatic, schedule=schedule)
+    return replace(config, train=train)
+
+
+@VARIANTS.register("t_fixup_oc3")
+def t_fixup_oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality
+    constraints."""
+    return replace(t_fixup(base), penalty=oc3(base, strength).penalty)
+
+
+TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_proj", "*.down_proj")
+# Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports
+# torch.
+TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
+SPECTRUM_WEIGHTS = ("*.basis",)
+EMBEDDING = ("*.embeddings.token",)
+# Its weights can only turn, and its branches are divided by L and start from zero: at a
+# Transformer's rate it learns too, but slowly (listops, 150 steps: 0.20 at 0.001, 0.30 at 0.003,
+# 0.36 at 0.01; majority 0.12).
+TRANSJECT_RATE = 5.0
+
+
+# One pattern, so that a model without blocks has a weight that it fits: its head.
+LIPSCHITZ_WEIGHTS = (
+    r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",
+)
+# Logits of a 1-Lipschitz model are within a few units: a softmax of them alone is nearly even.
+LIPSCHITZ_TEMPERATURE = 10.0
+# Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1
+# of a token's norm with rate 0.005; 0.831 and 0.50 with 0.02; 0.818 and 0.53 with 0.1).
+LIPSCHITZ_RATE = 20.0
+
+
+@VARIANTS.register("lipschitz")
+def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
+    """No change of a token grows beyond a factor 1 (or value): ball attention, MaxMin, weights of
+    norm 1, no norms.
+
+    The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
+    value of a weight ever exceeds 1, so the certified total is at most L after every step. The
+    learning rate is 20 x the base's, and the loss reads ten times the logits unless the base has a
+    ``temperature``. With ``num_hidden_layers=0`` it is the control without blocks.
+    """
+    if not 1 <= budget < float("inf"):
+        raise ConfigError(
+            f"lipschitz: budget = {budget}, expected a finite number, 1 or more: a residual keeps"
+            " its input"
+        )
+    residual: dict[str, Any] = (
+        {"residual": "convex"} if budget == 1 else {"residual": "budget", "budget": budget}
+    )
+    config = _with_model(
+        base,
+        attention="ball",
+        feedforward="maxmin",
+        norm="none",
+        unit_embeddings=True,
+        attention_dropout=0.0,
+        **residual,
+    )
+    temperature = LIPSCHITZ_TEMPERATURE if base.train.temperature == 1 else base.train.temperature
+    train = replace(_faster(config.train, LIPSCHITZ_RATE), temperature=temperature)
+    return _held(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")
+
+
+@VARIANTS.register("orthogonal")
+def orthogonal(base: RunConfig) -> RunConfig:
+    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from:
+    queries and keys.
+
+    That moves pretrained weights far, so they need a longer training than a fine-tuning.
+    """
+    return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
+
+
+@VARIANTS.register("transject")
+def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 5 (or
+    value) x the base's."""
+    return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
+
+
+@VARIANTS.register("transject_random")
+def transject_random(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect with a learnt vector as the spectrum; learning rate 5 (or value) x the base's."""
+    return _held(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
+
+
+def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
+    config = _with_model(base, architecture="transject", residual="rezero", spectrum=spectrum)
+    return replace(config, train=_faster(base.train, rate))
+
+
+def _faster(options: TrainOptions, rate: float) -> TrainOptions:
+    """Scale the learning rate, and gamma, which the schedule kim2021 reads in its place."""
+    return replace(options, learning_rate=rate * options.learning_rate, gamma=rate * options.gamma)
+
+
+def _held(
+    config: RunConfig,
+    weights: tuple[str, ...],
+    to: Literal["orthogonal", "spectral"] = "orthogonal",
+) -> RunConfig:
+    embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
+    return replace(
+        config, constrain=ConstrainOptions(",".join(weights), embeddings=embeddings, to=to)
+    )
