@@ -1,0 +1,81 @@
+"""Checks that public calls share: keywords by their names, a model that is one, and how far weights moved."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+from wellposed.errors import ConfigError, listed, unknown_name
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+FAR = 0.1
+"""The part of its norm by which a weight may move before it is warned of."""
+
+
+def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a call refuse a misspelt keyword by a `ConfigError` that lists the nearest three.
+
+    >>> known_keywords(lambda *, where, roles=(): where)(were="0")  # type: ignore
+    Traceback (most recent call last):
+    wellposed.errors.ConfigError: unknown keyword of <lambda> 'were'; nearest: where, roles
+    """
+    known = [name for name in inspect.signature(call).parameters if name != "self"]
+    name = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        for keyword in kwargs:
+            if keyword not in known:
+                raise unknown_name(f"keyword of {name}", keyword, known)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def require_module(call: str, model: object) -> None:
+    """Raise `ConfigError` for what is no ``torch.nn.Module``, such as the name of a model."""
+    if callable(getattr(model, "named_modules", None)):
+        return
+    hint = (
+        f"; load it first, as with transformers.AutoModel.from_pretrained({model!r})"
+        if isinstance(model, str)
+        else ""
+    )
+    raise ConfigError(
+        f"{call}: expected a model (torch.nn.Module), received {type(model).__name__}{hint}"
+    )
+
+
+def moved_line(did: str, moved: Mapping[str, float]) -> str:
+    """Return ``did`` and how far weights moved, ``|W' - W|_F / |W|_F`` by name, as one line.
+
+    >>> moved_line("constrain_: 2 weights orthogonal", {"a": 0.25, "b": 0.0})
+    'constrain_: 2 weights orthogonal; moved by 0.12 of their norm on average, 0.25 at most (a)'
+    """
+    if not any(moved.values()):
+        return f"{did}; none moved"
+    worst = max(moved, key=lambda name: moved[name])
+    mean = sum(moved.values()) / len(moved)
+    return (
+        f"{did}; moved by {mean:.2g} of their norm on average, {moved[worst]:.2g} at most ({worst})"
+    )
+
+
+def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
+    """Log what a verb did to weights as one line, and warn of those that moved by more than `FAR`."""
+    logger.info("%s", moved_line(did, moved))
+    far = [f"{name}: {part:.2g}" for name, part in moved.items() if part > FAR]
+    if far:
+        logger.warning(
+            "%s: %d of %d weights moved by more than a tenth of their norm; what a pretrained model"
+            " computes with them is lost:\n%s",
+            did.partition(":")[0],
+            len(far),
+            len(moved),
+            listed(far),
+        )
