@@ -66,9 +66,9 @@ def written(folder: Path, where: str, line: str) -> Path:
         ),
         (
             "src/wellposed/nn/a.py",
-            "from wellposed.nn.plain import _y",
-            "wellposed.nn.plain._y",
-            "wellposed.nn.plain",
+            "from wellposed.nn.checks import _y",
+            "wellposed.nn.checks._y",
+            "wellposed.nn.checks",
         ),
         (
             "tests/tasks/test_a.py",

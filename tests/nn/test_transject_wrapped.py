@@ -18,7 +18,7 @@ from wellposed.nn import (
     OrthogonalLinear,
     TransJectStack,
 )
-from wellposed.nn.plain import is_plain
+from wellposed.nn.checks import is_plain
 from wellposed.nn.transject import experts
 
 D, L, N = 6, 2, 5

@@ -23,7 +23,6 @@ from wellposed.certification import (
     register_rule,
 )
 from wellposed.models._causal_lm import WellposedForCausalLM
-from wellposed.models._embeddings import Embeddings
 from wellposed.models._pair_head import PairHead, before_output
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
 from wellposed.models._sequence_classification import WellposedForSequenceClassification
@@ -33,7 +32,7 @@ from wellposed.models._transject_heads import (
     TransJectForSequenceClassification,
     TransJectForSequencePairClassification,
 )
-from wellposed.models._wellposed import WellposedModel
+from wellposed.models._wellposed import Embeddings, WellposedModel
 from wellposed.nn import DecoderBlock, UnitEmbedding
 
 

@@ -13,7 +13,7 @@ from wellposed.models._heads import IGNORED_LABEL, Head, Output
 from wellposed.models._inputs import padding_of
 from wellposed.models._pooling import POOLINGS
 from wellposed.models._transject_config import TransJectConfig
-from wellposed.nn.plain import on_host
+from wellposed.nn.checks import on_host
 
 
 class Classifier(Head[Output]):

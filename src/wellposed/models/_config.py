@@ -20,7 +20,7 @@ from wellposed.models._checked_config import (
 from wellposed.models._init import INITS
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
-from wellposed.nn.attention.cross import cross_attention_name
+from wellposed.nn.block import cross_attention_name
 from wellposed.option_checks import is_size
 from wellposed.registry import Registry
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
-from wellposed.nn.plain import on_host
+from wellposed.nn.checks import on_host
 from wellposed.nn.positions import check_length
 
 

@@ -18,14 +18,19 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
-from wellposed.models._caches import MemoryView
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import Embeddings, position_scale
 from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
 from wellposed.models._inputs import ModelInputs, padding_of
 from wellposed.models._pretrained import refuse_attentions
 from wellposed.models._seq2seq_generation import Seq2SeqGeneration
-from wellposed.models._wellposed import WellposedBody, WellposedModel, WellposedPreTrainedModel
+from wellposed.models._wellposed import (
+    Embeddings,
+    MemoryView,
+    WellposedBody,
+    WellposedModel,
+    WellposedPreTrainedModel,
+    position_scale,
+)
 from wellposed.nn import DecoderBlock, memory_mask
 from wellposed.nn.block import build_layers
 

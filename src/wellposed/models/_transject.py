@@ -34,7 +34,7 @@ from wellposed.nn import (
     TransJectStack,
     orthogonal_patterns,
 )
-from wellposed.nn.plain import on_host
+from wellposed.nn.checks import on_host
 
 # Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn
 # already.

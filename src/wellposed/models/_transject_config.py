@@ -18,7 +18,7 @@ from wellposed.models._checked_config import (
     token_problems,
 )
 from wellposed.models._pooling import POOLINGS
-from wellposed.nn.sizes import LEAST_EPS
+from wellposed.nn.checks import LEAST_EPS
 from wellposed.option_checks import is_size
 
 _SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from wellposed.errors import ConfigError
-from wellposed.models._caches import LayerView
+from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.models._config import WellposedConfig
-from wellposed.models._embeddings import Embeddings, position_scale
 from wellposed.models._init import INITS
 from wellposed.models._inputs import (
     ModelInputs,
@@ -24,10 +24,108 @@ from wellposed.models._inputs import (
     positions_of,
 )
 from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
-from wellposed.nn import Block
+from wellposed.nn import POSITIONS, Block, SinusoidalPositions, UnitEmbedding
 from wellposed.nn import attention_mask as make_mask
 from wellposed.nn.block import build_layers, run_block
-from wellposed.nn.plain import on_host
+from wellposed.nn.checks import on_host
+
+
+class LayerView:
+    """One layer of a Hugging Face cache, as `wellposed.nn.LayerCache` wants it."""
+
+    def __init__(self, cache: Cache, layer_index: int) -> None:
+        self.cache = cache
+        self.layer_index = layer_index
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values (batch, heads, tokens, head_dim) and return all of this layer."""
+        return self.cache.update(key, value, self.layer_index)
+
+
+class MemoryView:
+    """The memory's keys and values in one layer of an encoder-decoder cache, as
+    `wellposed.nn.MemoryCache` wants it."""
+
+    def __init__(self, cache: EncoderDecoderCache, layer_index: int) -> None:
+        self.cache = cache
+        self.layer_index = layer_index
+
+    def once(self, project: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return what is stored; the first time, call `project` and store what it returns."""
+        stored = self.cache.cross_attention_cache
+        if not self.cache.is_updated.get(self.layer_index):
+            stored.update(*project(), self.layer_index)
+            self.cache.is_updated[self.layer_index] = True
+        layer: Any = stored.layers[self.layer_index]
+        return layer.keys, layer.values
+
+
+class Embeddings(nn.Module):
+    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout; E of norm 1
+    with `unit_embeddings`.
+
+    Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after
+    the factor, as there. `position_scale` is a further factor on sines; see `WellposedConfig`.
+
+    Args:
+        config: what the model is made of.
+        own_tokens: whether it holds a table of tokens; otherwise one is handed to every call.
+        position_scale: the factor on sines.
+
+    >>> from wellposed.models import WellposedConfig
+    >>> embeddings = Embeddings(WellposedConfig(hidden_size=8, num_attention_heads=2))
+    >>> embeddings(torch.tensor([[5, 6]]), torch.tensor([[0, 1]])).shape
+    torch.Size([1, 2, 8])
+    """
+
+    def __init__(
+        self, config: Any, *, own_tokens: bool = True, position_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        table = UnitEmbedding if config.unit_embeddings else nn.Embedding
+        self.token = table(config.vocab_size, config.hidden_size) if own_tokens else None
+        self.position = POSITIONS.get(config.position)(config)
+        if isinstance(self.position, SinusoidalPositions):
+            self.position.rescale(position_scale)
+        self.scale = (
+            math.sqrt(config.hidden_size)
+            if config.scale_embeddings and not config.unit_embeddings
+            else 1.0
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        inputs_embeds: Tensor | None = None,
+        *,
+        table: nn.Module | None = None,
+    ) -> Tensor:
+        """Map token ids (batch, tokens), or their vectors (batch, tokens, D), to the input of the
+        first block."""
+        tokens = (
+            cast(nn.Module, table or self.token)(input_ids)
+            if inputs_embeds is None
+            else inputs_embeds
+        )
+        return self.dropout(
+            torch.add(self.scale * self.position(positions), tokens, alpha=self.scale)
+        )
+
+
+def position_scale(config: Any, stack: str) -> float:
+    """Return the factor on sinusoidal positions; under T-Fixup, unless given, that of the stack's
+    token embeddings."""
+    if config.position_scale is not None:
+        return float(config.position_scale)
+    if config.init != "t_fixup":
+        return 1.0
+    if not config.is_encoder_decoder:
+        return t_fixup_factor(2 * config.num_hidden_layers)
+    # one table of tokens for both sides is scaled once, by the depth of the encoder
+    own = stack == "decoder" and not config.share_embeddings
+    return t_fixup_decoder_factor(config.decoder_depth if own else config.num_hidden_layers)
 
 
 class WellposedPreTrainedModel(CheckedPreTrainedModel):

@@ -1,19 +1,6 @@
 """Building blocks of Transformers: attentions, feed-forwards, residuals, positions and the stack
 made from them."""
 
-from wellposed.nn._ball_projection import BallProjection as BallProjection
-from wellposed.nn._ball_projection import project_to_ball as project_to_ball
-from wellposed.nn._budget_residual import BudgetResidual as BudgetResidual
-from wellposed.nn._budget_residual import ConvexResidual as ConvexResidual
-from wellposed.nn._decoder_block import DecoderBlock as DecoderBlock
-from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
-from wellposed.nn._feedforward import MLP as MLP
-from wellposed.nn._feedforward import unit_gelu as unit_gelu
-from wellposed.nn._maxmin import MaxMin as MaxMin
-from wellposed.nn._maxmin import MaxMinFeedForward as MaxMinFeedForward
-from wellposed.nn._norm_placement import NoNorm as NoNorm
-from wellposed.nn._norm_placement import PostNorm as PostNorm
-from wellposed.nn._norm_placement import PreNorm as PreNorm
 from wellposed.nn._registry import ATTENTIONS as ATTENTIONS
 from wellposed.nn._registry import CROSS_ATTENTIONS as CROSS_ATTENTIONS
 from wellposed.nn._registry import FEEDFORWARDS as FEEDFORWARDS
@@ -23,25 +10,31 @@ from wellposed.nn._registry import LayerBuilder as LayerBuilder
 from wellposed.nn._registry import LayerCache as LayerCache
 from wellposed.nn._registry import MemoryCache as MemoryCache
 from wellposed.nn._registry import NormPlacement as NormPlacement
-from wellposed.nn._residual import PlainResidual as PlainResidual
-from wellposed.nn._residual import ReZeroResidual as ReZeroResidual
-from wellposed.nn._unit_embedding import UnitEmbedding as UnitEmbedding
 from wellposed.nn.attention.ball import BallAttention as BallAttention
 from wellposed.nn.attention.ball import BallCrossAttention as BallCrossAttention
 from wellposed.nn.attention.cosine import CosineCrossAttention as CosineCrossAttention
 from wellposed.nn.attention.cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn.attention.dot_product import CrossAttention as CrossAttention
 from wellposed.nn.attention.dot_product import DotProductAttention as DotProductAttention
-from wellposed.nn.attention.inverse_d import InverseDAttention as InverseDAttention
+from wellposed.nn.attention.dot_product import InverseDAttention as InverseDAttention
 from wellposed.nn.attention.l2 import L2SelfAttention as L2SelfAttention
-from wellposed.nn.attention.l2_refusal import l2_attention_refusal as l2_attention_refusal
+from wellposed.nn.attention.l2_bound import l2_attention_refusal as l2_attention_refusal
 from wellposed.nn.attention.masks import AttentionMask as AttentionMask
 from wellposed.nn.attention.masks import PaddingMask as PaddingMask
 from wellposed.nn.attention.masks import attention_mask as attention_mask
 from wellposed.nn.attention.masks import memory_mask as memory_mask
 from wellposed.nn.block import Block as Block
+from wellposed.nn.block import DecoderBlock as DecoderBlock
+from wellposed.nn.block import NoNorm as NoNorm
+from wellposed.nn.block import PostNorm as PostNorm
+from wellposed.nn.block import PreNorm as PreNorm
 from wellposed.nn.block import TransformerStack as TransformerStack
-from wellposed.nn.invertible.coupling import AdditiveCoupling as AdditiveCoupling
+from wellposed.nn.feedforward import ACTIVATIONS as ACTIVATIONS
+from wellposed.nn.feedforward import MLP as MLP
+from wellposed.nn.feedforward import MaxMin as MaxMin
+from wellposed.nn.feedforward import MaxMinFeedForward as MaxMinFeedForward
+from wellposed.nn.feedforward import unit_gelu as unit_gelu
+from wellposed.nn.invertible.residual import AdditiveCoupling as AdditiveCoupling
 from wellposed.nn.invertible.residual import InvertibleResidual as InvertibleResidual
 from wellposed.nn.invertible.residual import frozen as frozen
 from wellposed.nn.invertible.reversible import ReversibleSequential as ReversibleSequential
@@ -50,19 +43,26 @@ from wellposed.nn.positions import POSITIONS as POSITIONS
 from wellposed.nn.positions import LearnedPositions as LearnedPositions
 from wellposed.nn.positions import NoPositions as NoPositions
 from wellposed.nn.positions import SinusoidalPositions as SinusoidalPositions
+from wellposed.nn.residual import BudgetResidual as BudgetResidual
+from wellposed.nn.residual import ConvexResidual as ConvexResidual
+from wellposed.nn.residual import PlainResidual as PlainResidual
+from wellposed.nn.residual import ReZeroResidual as ReZeroResidual
 from wellposed.nn.transject.block import TransJectBlock as TransJectBlock
-from wellposed.nn.transject.cache import TransJectCache as TransJectCache
 from wellposed.nn.transject.experts import ExpertMixture as ExpertMixture
-from wellposed.nn.transject.gram_attention import GramAttention as GramAttention
+from wellposed.nn.transject.experts import GramAttention as GramAttention
 from wellposed.nn.transject.injective_embedding import InjectiveEmbedding as InjectiveEmbedding
-from wellposed.nn.transject.injective_residual import InjectiveResidual as InjectiveResidual
-from wellposed.nn.transject.orthogonal_feedforward import (
+from wellposed.nn.transject.orthogonal import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
+from wellposed.nn.transject.orthogonal import InjectiveResidual as InjectiveResidual
+from wellposed.nn.transject.orthogonal import (
     OrthogonalFeedForward as OrthogonalFeedForward,
 )
-from wellposed.nn.transject.orthogonal_linear import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
-from wellposed.nn.transject.orthogonal_linear import OrthogonalLinear as OrthogonalLinear
-from wellposed.nn.transject.orthogonal_linear import orthogonal_patterns as orthogonal_patterns
+from wellposed.nn.transject.orthogonal import OrthogonalLinear as OrthogonalLinear
+from wellposed.nn.transject.orthogonal import orthogonal_patterns as orthogonal_patterns
 from wellposed.nn.transject.spectrum import GramSpectrum as GramSpectrum
 from wellposed.nn.transject.spectrum import LearnedSpectrum as LearnedSpectrum
+from wellposed.nn.transject.spectrum import TransJectCache as TransJectCache
 from wellposed.nn.transject.stack import TransJectOutput as TransJectOutput
 from wellposed.nn.transject.stack import TransJectStack as TransJectStack
+from wellposed.nn.unit_ball import BallProjection as BallProjection
+from wellposed.nn.unit_ball import UnitEmbedding as UnitEmbedding
+from wellposed.nn.unit_ball import project_to_ball as project_to_ball

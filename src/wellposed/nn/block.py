@@ -1,4 +1,4 @@
-"""A Transformer block and a stack of them, assembled from the registries."""
+"""Transformer blocks, where their norms stand, and a stack of them, assembled from the registries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,114 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wellposed.nn._registry import ATTENTIONS, FEEDFORWARDS, NORMS, RESIDUALS, LayerCache
+from wellposed.errors import NotLipschitzError
+from wellposed.nn._registry import (
+    ATTENTIONS,
+    CROSS_ATTENTIONS,
+    FEEDFORWARDS,
+    NORMS,
+    RESIDUALS,
+    LayerCache,
+    MemoryCache,
+)
+from wellposed.nn.attention.l2_bound import l2_attention_refusal
 from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_mask
+
+Branch = Callable[[Tensor], Tensor]
+Join = Callable[[Tensor, Tensor], Tensor]
+
+
+class PreNorm(nn.LayerNorm):
+    """`x -> r(x, f(LN(x)))`; the stack ends in a LayerNorm of its own.
+
+    Exact. Xiong et al. (2020), "On Layer Normalization in the Transformer Architecture", table 1,
+    right.
+
+    >>> import torch
+    >>> PreNorm(4).around(torch.zeros(2, 4), lambda x: x, torch.add).shape
+    torch.Size([2, 4])
+    """
+
+    final_norm = True
+
+    def around(self, x: Tensor, branch: Branch, join: Join) -> Tensor:
+        """Return `join(x, branch(LN(x)))`, same shape as `x`."""
+        return join(x, branch(self(x)))
+
+
+class PostNorm(nn.LayerNorm):
+    """`x -> LN(r(x, f(x)))`, the original Transformer.
+
+    Exact. Vaswani et al. (2017), sec. 3.1.
+
+    >>> import torch
+    >>> PostNorm(4).around(torch.zeros(2, 4), lambda x: x, torch.add).shape
+    torch.Size([2, 4])
+    """
+
+    final_norm = False
+
+    def around(self, x: Tensor, branch: Branch, join: Join) -> Tensor:
+        """Return `LN(join(x, branch(x)))`, same shape as `x`."""
+        return self(join(x, branch(x)))
+
+
+class NoNorm(nn.Module):
+    """`x -> r(x, f(x))`, without any parameter.
+
+    >>> import torch
+    >>> NoNorm().around(torch.ones(2), lambda x: 2 * x, torch.add)
+    tensor([3., 3.])
+    """
+
+    final_norm = False
+
+    def around(self, x: Tensor, branch: Branch, join: Join) -> Tensor:
+        """Return `join(x, branch(x))`, same shape as `x`."""
+        return join(x, branch(x))
+
+
+@NORMS.register("pre")
+def build_pre(config: Any) -> PreNorm:
+    """Build the norm in front of a branch."""
+    return PreNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+@NORMS.register("post")
+def build_post(config: Any) -> PostNorm:
+    """Build the norm behind a sum."""
+    return PostNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+NORMS.register("none")(lambda _: NoNorm())
+
+
+def cross_attention_name(attention: str, given: str | None = None) -> str:
+    """Return the registered cross-attention that stands beside a self-attention.
+
+    ``given`` where there is one; else the self-attention's own name where a cross-attention has it;
+    cosine beside the L2 attentions, which have no Lipschitz cross form; else dot_product.
+
+    Raises:
+        NotLipschitzError: ``given`` is an L2 attention.
+        ConfigError: ``given`` is not registered.
+
+    >>> cross_attention_name("dot_product"), cross_attention_name("l2_tied")
+    ('dot_product', 'cosine')
+    """
+    if given is not None and given.startswith("l2"):
+        raise NotLipschitzError(
+            f"cross_attention: received {given!r}: L2 attention to another sequence has no"
+            f" Lipschitz constant: {l2_attention_refusal(other_sequence_only=True)}; give"
+            " cross_attention='cosine', or leave it out: with an L2 attention, self-attentions are"
+            " L2 and cross-attentions cosine"
+        )
+    if given is not None:
+        CROSS_ATTENTIONS.get(given)
+        return given
+    if attention in CROSS_ATTENTIONS:
+        return attention
+    return "cosine" if attention.startswith("l2") else "dot_product"
 
 
 class Block(nn.Module):
@@ -179,3 +285,64 @@ def run_block(
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         return layer._gradient_checkpointing_func(call, *inputs)
     return call(*inputs)
+
+
+class DecoderBlock(Block):
+    """`x -> P(x, A)`, then `x -> P(x, C(., y))`, then `x -> P(x, F)`: a `Block` that reads a memory
+    y in between.
+
+    Exact. Vaswani et al. (2017), sec. 3.1. Norm placement P and residual as in `Block`; each of the
+    three branches has its own.
+
+    Args:
+        config: see `Block`; and, where present, `cross_attention`, a name in `CROSS_ATTENTIONS`.
+
+    Raises:
+        ConfigError: a name is not registered.
+        NotLipschitzError: an L2 attention is asked for as cross-attention.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(
+    ...     hidden_size=8, num_attention_heads=2, intermediate_size=16, activation="gelu", attention="dot_product",
+    ...     feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0, attention_dropout=0.0,
+    ...     layer_norm_eps=1e-5,
+    ... )
+    >>> DecoderBlock(config)(torch.randn(3, 5, 8), torch.randn(3, 9, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        name = cross_attention_name(config.attention, getattr(config, "cross_attention", None))
+        self.cross_attention = CROSS_ATTENTIONS.get(name)(config)
+        self.cross_attention_norm = NORMS.get(config.norm)(config)
+        self.cross_attention_residual = RESIDUALS.get(config.residual)(config)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        key_padding_mask: PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+        memory_mask: PaddingMask = None,
+        memory_cache: MemoryCache | None = None,
+    ) -> Tensor:
+        """Map (batch, tokens, width) and a memory (batch, memory tokens, width) to (batch, tokens,
+        width).
+
+        The first three keywords are those of every attention, the last two those of every
+        cross-attention.
+        """
+
+        def read(hidden: Tensor) -> Tensor:
+            found = self.cross_attention(
+                hidden, memory, key_padding_mask=memory_mask, cache=memory_cache
+            )
+            return self.dropout(found)
+
+        x = self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
+        x = self.cross_attention_norm.around(x, read, self.cross_attention_residual)
+        return self.feed(x)

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from wellposed.errors import ConfigError
 from wellposed.model_options import BallOptions
-from wellposed.nn._ball_projection import project_to_ball
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.unit_ball import project_to_ball
 
 
 class _BallAttention(HeadProjections):

@@ -32,7 +32,7 @@ class Inversion:
     a-posteriori: the residual `y - f(x) - x` of the x that is returned is evaluated in float64,
     where it holds all that the working dtype rounded away, and divided by `1 - c`; the rounding of
     that evaluation is added, and that of logits, which are quadratic in the tokens.
-    `nn.invertible.inversion_bound` and `nn.attention.logit_rounding` derive it and say what f may
+    `nn.invertible.inversion_bound` derives it and says what f may
     be. For a stack, errors of later blocks are carried through the earlier ones. If y itself is a
     computed `x_0 + f(x_0)`, its rounding, divided by the product of `1 - c`, is a further distance
     to x_0.

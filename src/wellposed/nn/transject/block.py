@@ -11,15 +11,18 @@ from torch.autograd import forward_ad
 from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
 from wellposed.functional.gram import spectrum_fits
 from wellposed.linalg import Workspace
+from wellposed.nn.checks import is_plain
 from wellposed.nn.invertible.residual import InvertibleResidual
-from wellposed.nn.plain import is_plain
-from wellposed.nn.transject.cache import TransJectCache
-from wellposed.nn.transject.experts import ExpertMixture, Gating, check_gates
-from wellposed.nn.transject.gram_attention import GramAttention
+from wellposed.nn.transject.experts import ExpertMixture, Gating, GramAttention, check_gates
 from wellposed.nn.transject.inference import LayerWeights, run_layer
-from wellposed.nn.transject.injective_residual import InjectiveResidual, ResidualStart
-from wellposed.nn.transject.orthogonal_feedforward import OrthogonalFeedForward
-from wellposed.nn.transject.orthogonal_linear import OrthogonalLinear, transposed_weight
+from wellposed.nn.transject.orthogonal import (
+    InjectiveResidual,
+    OrthogonalFeedForward,
+    OrthogonalLinear,
+    ResidualStart,
+    transposed_weight,
+)
+from wellposed.nn.transject.spectrum import TransJectCache
 
 
 class TransJectBlock(nn.Module):

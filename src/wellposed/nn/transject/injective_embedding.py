@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
-from wellposed.nn.plain import is_plain, on_host
+from wellposed.nn.checks import check_sizes, is_plain, on_host
 from wellposed.nn.positions import (
     LearnedPositions,
     SinusoidalPositions,
     check_length,
     sines_and_cosines,
 )
-from wellposed.nn.sizes import check_sizes
 
 PositionKind = Literal["sinusoidal", "learned"]
 _KINDS: tuple[str, ...] = ("sinusoidal", "learned")

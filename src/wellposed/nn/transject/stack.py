@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
 from wellposed.linalg import Workspace
+from wellposed.nn.checks import check_sizes
 from wellposed.nn.invertible.reversible import ReversibleSequential
 from wellposed.nn.invertible.solver import Inversion
-from wellposed.nn.sizes import check_sizes
 from wellposed.nn.transject.block import TransJectBlock
-from wellposed.nn.transject.cache import TransJectCache
 from wellposed.nn.transject.experts import Gating
-from wellposed.nn.transject.injective_residual import ResidualStart
+from wellposed.nn.transject.orthogonal import ResidualStart
 from wellposed.nn.transject.spectrum import (
     GramSpectrum,
     LearnedSpectrum,
     Normalization,
+    TransJectCache,
     check_padding,
 )
 

@@ -1,0 +1,343 @@
+"""The Lipschitz bound of L2 attention: which forms have none, and the division by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wellposed.errors import (
+    ConfigError,
+    NotContractiveError,
+    NotLipschitzError,
+    ShapeError,
+    listed,
+    unknown_name,
+)
+from wellposed.linalg import (
+    L2Layer,
+    Norm,
+    SpectralMethod,
+    full_precision,
+    kim2021_bound,
+    power_of_two,
+)
+from wellposed.nn.attention.masks import AttentionMask
+
+Values = Literal["paper", "free", "plain"]
+DivisionBound = Literal["sharp", "kim2021"]
+_VALUES: tuple[Values, ...] = ("paper", "free", "plain")
+
+
+def l2_attention_refusal(
+    *,
+    tied: bool = True,
+    plain_values: bool = False,
+    rotary_without_values: bool = False,
+    keeps_itself: bool = True,
+    other_sequence_only: bool = False,
+    drops_weights: bool = False,
+) -> str | None:
+    """Return why no `L` with `|F(X) - F(Y)| <= L |X - Y|` exists for this form of L2 attention;
+    None where one does.
+
+    Exact: for each form refused there are inputs along which the slope grows without end (theory
+    note B4; the tests show each growth). Kim, Papamakarios, Mnih (2021), Theorem 3.2, proves the
+    tied form with `W_V = W_Q R` only.
+
+    Args:
+        tied: query and key share one projection, bias included.
+        plain_values: values are `x W_V` with a free `W_V` instead of `z R` with `z = x W_Q`.
+        rotary_without_values: queries and keys are rotated by position, values are not (rotate the
+            values as well, and the output back, and the bound is unchanged).
+        keeps_itself: every query sees its own token.
+        other_sequence_only: keys come from another sequence alone (with the own token among the
+            keys, all through one projection, the bound holds).
+        drops_weights: dropout acts on the attention weights now (dropping keys before the softmax,
+            never the token itself, is covered).
+
+    Returns:
+        All reasons in one line, or None.
+
+    >>> l2_attention_refusal() is None
+    True
+    >>> str(l2_attention_refusal(tied=False)).partition(":")[0]
+    'queries and keys have different projections'
+    """
+    reasons = {
+        "queries and keys have different projections: the distance of a token to itself grows "
+        "with the token, and the slope of its weights with the square; tie them": (not tied),
+        "values are a free projection of x: two tokens with equal queries can have any values, "
+        "so a small change of the query moves the output by any amount; use values z R with z "
+        "= x W_Q": (plain_values),
+        "queries and keys are rotated and values are not: equal tokens at two positions have "
+        "different queries; rotate the values and rotate the output back": (rotary_without_values),
+        "a query does not see its own token: no distance in its row is zero, and the row jumps "
+        "between far keys; keep the diagonal": (not keeps_itself),
+        "keys come from another sequence only: far keys are compared with no near one; put the "
+        "own token among the keys, or use CosineCrossAttention": (other_sequence_only),
+        "dropout removes attention weights, so rows no longer sum to one and the output moves "
+        "with the origin; set dropout=0 (or call eval())": (drops_weights),
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    return "; ".join(found) or None
+
+
+def refuse_unbounded(reason: str | None, advice: str = "") -> None:
+    """Raise `NotLipschitzError` where there is a reason."""
+    if reason is not None:
+        raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}{advice}")
+
+
+def check_options(
+    *,
+    tied: bool,
+    contractive: float | None,
+    bound: DivisionBound,
+    norm: Norm,
+    values: Values,
+    query_width: int,
+    max_tokens: int | None,
+    dropout: float,
+    init_scale: float | None,
+) -> None:
+    """Raise where an option is out of range or two do not go together."""
+    problems: list[str] = []
+    if values not in _VALUES:
+        raise unknown_name("values", str(values), _VALUES)
+    if bound not in get_args(DivisionBound):
+        raise unknown_name("bound", str(bound), get_args(DivisionBound))
+    if bound == "kim2021" and (
+        contractive is None or norm == "tok" or values != "paper" or query_width != 1
+    ):
+        problems.append(
+            f"bound='kim2021' with contractive={contractive}, norm={norm!r}, values={values!r} and"
+            f" query_width={query_width}: the paper divides a contractive layer, in norm 'inf' or"
+            " 2, with values='paper' and query_width=1; take these, or bound='sharp'"
+        )
+    if not tied and values != "plain":
+        problems.append(
+            f"values={values!r} with tied=False: values are made from z, which only tied has"
+        )
+    if query_width not in (1, 2):
+        problems.append(f"query_width={query_width}: expected 1 or 2")
+    if not 0 <= dropout < 1:
+        problems.append(f"dropout={dropout}: expected a probability in [0, 1)")
+    if max_tokens is not None and max_tokens < 1:
+        problems.append(f"max_tokens={max_tokens}: expected at least 1")
+    if init_scale is not None and not init_scale >= 0:
+        problems.append(f"init_scale={init_scale}: expected a number >= 0")
+    if problems:
+        raise ConfigError("L2SelfAttention:\n" + listed(problems))
+    if contractive is None:
+        return
+    if not 0 < contractive < 1:
+        raise NotContractiveError(
+            f"L2SelfAttention: contractive is {contractive}; expected a constant inside (0, 1): at"
+            " 1 and above the residual x + f(x) need not be invertible"
+        )
+    refuse_unbounded(
+        l2_attention_refusal(tied=tied, plain_values=values == "plain", drops_weights=dropout > 0)
+    )
+
+
+def check_cache(contractive: float | None, max_tokens: int | None) -> None:
+    """Raise `ConfigError` where the division of a contractive layer would change with every token
+    of a cache."""
+    if contractive is not None and max_tokens is None:
+        raise ConfigError(
+            "L2SelfAttention: a cache in a contractive layer without max_tokens: the output of"
+            " earlier tokens would change with every new one; build the layer with max_tokens, the"
+            " longest sequence"
+        )
+
+
+def check_covered(num_tokens: int, max_tokens: int | None) -> None:
+    """Raise `ShapeError` where there are more tokens than the certificate covers."""
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise ShapeError(
+            f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most"
+            f" max_tokens={max_tokens}; cut the sequence or build the layer with a larger"
+            " max_tokens"
+        )
+
+
+def check_diagonal(mask: AttentionMask, queries: int, keys: int) -> None:
+    """Raise `NotLipschitzError` where a query, one of the last of the keys, does not see itself."""
+    if mask.mask is not None and not bool(mask.mask.diagonal(keys - queries, -2, -1).all()):
+        refuse_unbounded(
+            l2_attention_refusal(keeps_itself=False),
+            "; received a mask with False on its diagonal; make masks with"
+            " wellposed.nn.attention_mask",
+        )
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Tokens up to this norm must not overflow; float16 has no room for more than 1, and ends at this
+# norm of a key.
+_LARGEST_TOKEN = 1000.0
+_LARGEST_FLOAT16_KEY = 5790.0
+
+
+def uncompiled(function: Function) -> Function:
+    """Run a function outside `torch.compile`, whose kernels choose the precision of products for
+    themselves."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """The maps `W_h R_h = 2^exponents projection mixing` of all heads, with
+    `W_h = read projection`.
+
+    Exact, since only powers of two are taken out. A layer that is divided by its bound does not
+    change when its weights are multiplied by a number, so that a head is `P z / read`, times
+    `mixing`, times `factor`, and none of the three overflows or vanishes where their product does
+    not.
+    """
+
+    projection: Tensor
+    """(H, D, w), largest entry in [1, 2), in float32 at least."""
+    mixing: Tensor
+    """(H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used, and
+    bounded as it is used."""
+    output: Tensor
+    """`W_O,h`, (H, d, D), as stored."""
+    read: Tensor
+    """(H, 1, 1), powers of two."""
+    exponents: Tensor
+    """(H,), whole numbers."""
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        output: Tensor,
+        *,
+        value: Tensor | None,
+        mix: Tensor | None,
+        num_heads: int,
+    ) -> UnitWeights:
+        """Take the weights of `q_proj` and `o_proj`, and that of `v_proj` or `mix`."""
+        projection, read = _unit(query.unflatten(0, (num_heads, -1)).mT)
+        output = output.mT.unflatten(0, (num_heads, -1))
+        exponents = _exponent(read)
+        if mix is not None:
+            mixing, unit = _unit(mix)
+        else:
+            assert value is not None
+            values, unit = _unit(value.unflatten(0, (num_heads, -1)).mT)
+            with full_precision(query.device.type):
+                mixing = projection.mT @ values / math.sqrt(output.shape[1])
+            # W_h R_h = W_h W_h^T W_V,h / sqrt(d): the query's unit counts twice.
+            exponents = 2 * exponents
+        return cls(projection, mixing.to(query.dtype), output, read, exponents + _exponent(unit))
+
+    def layer(self, method: SpectralMethod) -> L2Layer:
+        """Return what bounds them, zero-padded to one width."""
+        missing = self.mixing.shape[1] - self.mixing.shape[2]
+        mixing, output = F.pad(self.mixing, (0, missing)), F.pad(self.output, (0, 0, 0, missing))
+        return L2Layer(self.projection, mixing, output, method=method, exponents=self.exponents)
+
+    def range_refusal(self, factor: Tensor, bias: Tensor | None) -> str | None:
+        """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way;
+        None if they do not.
+
+        Args:
+            factor: (H, 1, 1), the division's.
+            bias: of `q_proj`, (H w,).
+        """
+        dtype = self.mixing.dtype
+        info = torch.finfo(dtype)
+        heard = factor.flatten() > 0
+        read = self.projection.double().square().sum((-2, -1)).sqrt() * self.read.flatten().double()
+        shift = (
+            torch.zeros_like(read)
+            if bias is None
+            else bias.double().unflatten(0, (len(read), -1)).norm(dim=-1)
+        )
+        strength = factor.flatten().double() * self.output.double().abs().amax((-2, -1))
+        strongest = float(factor.flatten()[strength.argmax()])
+        largest = (
+            _LARGEST_FLOAT16_KEY if dtype is torch.float16 else math.sqrt(info.max) / _LARGEST_TOKEN
+        )
+        reasons = {
+            f"its query weights, down to {float(self.read.min()):.3g}, are denormal numbers in {dtype}": bool(
+                (self.read.flatten() < info.smallest_normal)[heard].any()
+            ),
+            f"squares of distances overflow {dtype} under its query weights, of norm {float(read.max()):.3g}": bool(
+                (read > largest).any()
+            ),
+            f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in "
+            f"rounding to {dtype}, since its query weights have norms down to "
+            f"{float(read.min()):.3g}": bool((shift * info.eps > read)[heard].any()),
+            f"its division by the bound leaves {dtype}: times {float(factor.max()):.3g}, and "
+            f"{strongest:.3g} for its strongest head, under output weights up to "
+            f"{float(self.output.abs().max()):.3g}": (
+                bool(heard.any())
+                and not (info.smallest_normal <= strongest and float(factor.max()) <= info.max)
+            ),
+        }
+        found = "; ".join(reason for reason, applies in reasons.items() if applies)
+        return f"{found}; rescale the weights, or take a wider dtype" if found else None
+
+
+def division_factor(layer: L2Layer, contractive: float, bound: Tensor) -> Tensor:
+    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a
+    silent head.
+
+    Args:
+        layer: the weights.
+        contractive: c.
+        bound: at least ``layer.unit_bound``.
+    """
+    return contractive / torch.where(bound > 0, bound, 1.0) * layer.shares[:, None, None]
+
+
+def kim2021_divisor(
+    layer: L2Layer, weights: tuple[Tensor, Tensor, Tensor], num_tokens: int, norm: Norm
+) -> Tensor:
+    """Return the bound of Kim et al. (2021), Theorem 3.2, in the units of ``layer.unit_bound``.
+
+    Args:
+        layer: made of the same weights.
+        weights: of `q_proj`, `v_proj` and `o_proj`.
+        num_tokens: N.
+        norm: ``"inf"`` or ``2``.
+    """
+    (query, query_unit), (value, value_unit), (output, output_unit) = map(_unit, weights)
+    heads = len(layer.projection)
+    bound = kim2021_bound(
+        query.unflatten(0, (heads, -1)).mT,
+        value.unflatten(0, (heads, -1)).mT,
+        output.mT,
+        seq_len=num_tokens,
+        norm="inf" if norm == "inf" else 2,
+        method="gram",
+    )
+    exponent = (
+        2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit) - layer.exponent
+    )
+    return bound * torch.exp2(exponent.double()).squeeze()
+
+
+def is_stale(kept: Tensor, now: Tensor) -> bool:
+    """Whether a kept factor is above the present one by more than a last digit, which the bound's
+    margin covers."""
+    return not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all())
+
+
+def _unit(weight: Tensor) -> tuple[Tensor, Tensor]:
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    unit = power_of_two(weight.abs().amax((-2, -1), keepdim=True))
+    return weight / unit, unit
+
+
+def _exponent(power: Tensor) -> Tensor:
+    return torch.frexp(power).exponent.flatten() - 1

@@ -1,0 +1,195 @@
+"""What TransJect is made of: the orthogonal weight, the feed-forward of two, and the injective residual."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError, unknown_name
+from wellposed.nn.checks import check_sizes
+
+ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
+"""Patterns of every weight of a TransJect model that `constrain_` is to hold; see
+`orthogonal_patterns`."""
+
+
+class OrthogonalLinear(nn.Linear):
+    """`x -> x W^T` with square `W`, `W^T W = I` at the start: distances between tokens are kept.
+
+    To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is
+    a plain parameter: `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` holds it
+    there in training, and without that it drifts. In half precision it is drawn in float32 and then
+    rounded: `W^T W = I` to the half type's rounding.
+
+    Args:
+        embed_dim: width d.
+
+    Raises:
+        ConfigError: `embed_dim` is no integer of at least 1.
+
+    Cost: N d^2 multiply-adds for N tokens; d^3 at construction.
+
+    >>> layer = OrthogonalLinear(8)
+    >>> bool((layer.weight @ layer.weight.T - torch.eye(8)).abs().max() < 1e-5), layer.norm_bound() < 1.001
+    (True, True)
+    """
+
+    def __init__(self, embed_dim: int) -> None:
+        check_sizes("OrthogonalLinear", embed_dim=embed_dim)
+        super().__init__(embed_dim, embed_dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew."""
+        if self.weight.is_meta:
+            return
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        if self.weight.dtype is wide:
+            nn.init.orthogonal_(self.weight)
+            return
+        # There is no QR of halves.
+        with torch.no_grad():
+            self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
+
+    @torch.no_grad()
+    def norm_bound(self) -> float:
+        """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2`, in float64: tight where W is nearly
+        orthogonal."""
+        weight = self.weight.detach().double()
+        defect = weight.mT @ weight
+        defect.diagonal().sub_(1.0)
+        return float((1.0 + torch.linalg.matrix_norm(defect)).sqrt())
+
+
+def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
+    """Return those of `ORTHOGONAL_WEIGHTS` that match a weight of `module`: each pattern of
+    `constrain_` must match.
+
+    >>> orthogonal_patterns(nn.ModuleDict({"left": OrthogonalLinear(2), "right": nn.Linear(2, 2)}))
+    ('*.left',)
+    """
+    names = {
+        path.rpartition(".")[2]
+        for path, part in module.named_modules()
+        if isinstance(part, OrthogonalLinear)
+    }
+    return tuple(pattern for pattern in ORTHOGONAL_WEIGHTS if pattern.removeprefix("*.") in names)
+
+
+def transposed_weight(layer: nn.Linear) -> Tensor:
+    """Return U with `layer(x) = x U`."""
+    return layer.weight.mT
+
+
+class OrthogonalFeedForward(nn.Module):
+    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias:
+    1-Lipschitz.
+
+    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. It
+    is the branch alone; `InjectiveResidual` joins it to x. Held in training by `constrain_` with
+    `where="*.up_proj"` and `"*.down_proj"`.
+
+    Args:
+        embed_dim: width d.
+        dropout: rate between the two maps, in training; it multiplies the constant by
+        `1/(1 - dropout)` there.
+
+    Raises:
+        ConfigError: a rate outside [0, 1).
+
+    Cost: 2 N d^2 multiply-adds for N tokens.
+
+    >>> import torch
+    >>> OrthogonalFeedForward(8)(torch.randn(3, 5, 8)).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, embed_dim: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ConfigError(
+                f"OrthogonalFeedForward: dropout is {dropout}; expected a rate in [0, 1)"
+            )
+        self.dropout = dropout
+        self.up_proj = OrthogonalLinear(embed_dim)
+        self.down_proj = OrthogonalLinear(embed_dim)
+
+    def reset_parameters(self) -> None:
+        """Draw W1 and W2 anew."""
+        self.up_proj.reset_parameters()
+        self.down_proj.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., d) to (..., d)."""
+        inner = F.dropout(F.elu(self.up_proj(x)), self.dropout, self.training)
+        return F.elu(self.down_proj(inner))
+
+    def norm_bound(self) -> float:
+        """Return a bound of `|W1| |W2|`, 1 up to rounding where they are orthogonal: f's Lipschitz
+        constant."""
+        return self.up_proj.norm_bound() * self.down_proj.norm_bound()
+
+    def extra_repr(self) -> str:
+        """The rate of dropout."""
+        return f"dropout={self.dropout}"
+
+
+ResidualStart = Literal["rezero", "sigmoid"]
+_STARTS: tuple[str, ...] = ("rezero", "sigmoid")
+
+
+class InjectiveResidual(nn.Module):
+    """`x + (alpha/L) f(x)`, `|alpha| < 1`: injective, distances change by a factor in
+    `[1 - |alpha|/L, 1 + |alpha|/L]`.
+
+    Exact for f with Lipschitz constant 1. Sengupta et al. (2023), eq. 2. They ask for
+    `alpha = sigmoid(w)` and for
+    ReZero at once, which contradict each other: sigmoid(0) = 1/2. `"rezero"` is `alpha = tanh(w)`,
+    w = 0 at the start (Bachlechner et al. 2021): exactly the identity then, and w alone has a
+    gradient in the first step. `"sigmoid"` is `alpha = sigmoid(w)`, in (0, 1). In floating point
+    alpha reaches 1 for large w; at L = 1 `inverse` then refuses.
+
+    Args:
+        num_layers: L.
+        start: `"rezero"` or `"sigmoid"`.
+
+    Raises:
+        ConfigError: `num_layers` is no integer of at least 1, or `start` is unknown.
+
+    >>> residual = InjectiveResidual(3)
+    >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(self, num_layers: int, start: ResidualStart = "rezero") -> None:
+        super().__init__()
+        check_sizes("InjectiveResidual", num_layers=num_layers)
+        if start not in _STARTS:
+            raise unknown_name("residual start", start, _STARTS)
+        self.num_layers = num_layers
+        self.start: ResidualStart = start
+        self.weight = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set w = 0: alpha is 0 for ReZero, 1/2 for the sigmoid."""
+        nn.init.zeros_(self.weight)
+
+    def scale(self) -> Tensor:
+        """Return `alpha/L`, (1,)."""
+        alpha = self.weight.tanh() if self.start == "rezero" else self.weight.sigmoid()
+        return alpha / self.num_layers
+
+    def coefficients(self) -> tuple[float, float]:
+        """Return (a, b) of `a x + b f(x)`, for certificates."""
+        return 1.0, float(self.scale().detach())
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add `alpha/L` times the branch `f(x)` to `x`."""
+        return torch.addcmul(x, self.scale().to(x.dtype), branch.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        """The number of layers and the start."""
+        return f"{self.num_layers}, start={self.start!r}"
