@@ -145,7 +145,7 @@ def test_the_model_is_left_untouched() -> None:
 def test_the_model_is_left_untouched_when_it_fails() -> None:
     model = Dropping(fails=True).train()
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="as told"):
+    with pytest.raises(ConfigError, match=r"fails on the batch: RuntimeError: as told"):
         measure(model, torch.ones(2, 5, WIDTH))
     assert snapshot(model) == before
 
@@ -417,6 +417,12 @@ def test_other_bad_input() -> None:
         measure(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="received str"):
         measure(encoder(), "a sentence")
+    with pytest.raises(ConfigError, match=r"received 'bert'; expected a torch\.nn\.Module"):
+        measure("bert")
+    with pytest.raises(ConfigError, match="keyword of measure 'batchs'; nearest: batch"):
+        measure(encoder(), batchs=torch.ones(2, 5, WIDTH))
+    with pytest.raises(ConfigError, match=r"fails on the batch: [\s\S]*float32 \(2, 5, 17\)"):
+        measure(encoder(), torch.ones(2, 5, WIDTH + 1))
 
 
 @pytest.mark.slow

@@ -233,3 +233,34 @@ def test_neighbouring_rows_of_a_fused_weight_join_into_one_view() -> None:
         (0, D),
         (2 * D, 3 * D),
     ]
+
+
+def test_heads_that_are_left_are_counted_by_their_width() -> None:
+    """BERT and Llama with one head of four cut away: their configurations still say four."""
+    from tests.support.zoo import ZOO
+
+    for name in ("bert", "llama"):
+        model = ZOO[name].build()
+        (whole, _) = find_roles(model).attention
+        pruned = (whole.query,) if name == "llama" else (whole.query, whole.key, whole.value)
+        for view in pruned:
+            kept = view.parameter[: 3 * whole.head_dim]
+            view.owner.weight = nn.Parameter(kept.detach().clone())
+        role = find_roles(model).attention[0]
+        assert (role.num_heads, role.head_dim) == (3, whole.head_dim)
+        assert role.num_key_value_heads == (3 if name == "bert" else 2)
+
+
+@pytest.mark.parametrize("model", ["bert", None, 3, nn.Linear, {}])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(ConfigError, match=r"model: received .*; expected a torch\.nn\.Module"):
+        find_roles(model)
+
+
+def test_misspelt_keywords_and_patterns_of_another_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'pattern'; nearest: patterns"):
+        find_roles(Odd(), pattern=PATTERNS)
+    with pytest.raises(ConfigError, match="patterns: received 'abc'"):
+        find_roles(Odd(), patterns="abc")
+    with pytest.raises(ConfigError, match=r"patterns\['query'\]: received 3"):
+        find_roles(Odd(), patterns={"query": 3})

@@ -80,6 +80,19 @@ def test_ways_of_calling_a_model() -> None:
             call_model(model, wrong)
 
 
+def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes_and_the_nearest_names() -> None:
+    class Named(nn.Module):
+        def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
+            return input_ids @ torch.ones(3, 1)
+
+    with pytest.raises(ConfigError, match=r"RuntimeError: .*\n.*argument: float32 \(1, 2\)"):
+        call_model(Named(), torch.ones(1, 2))
+    with pytest.raises(
+        ConfigError, match=r"input_idz: int64 \(3,\); nearest of forward: input_ids"
+    ):
+        call_model(Named(), {"input_idz": torch.arange(3)})
+
+
 def test_first_tensor_looks_into_what_models_return() -> None:
     x = torch.ones(2, 3)
     for value in (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.errors import ConfigError, ConvergenceError, listed, refuse_unknown_keywords
 from wellposed.functional.orthogonality import orthogonality_errors
 from wellposed.linalg import condition_of, largest_singular_value, singular_values
 from wellposed.linalg.sharded import read
@@ -17,6 +17,7 @@ from wellposed.measurement._measurement import Measurement
 from wellposed.roles import RoleWeight, find_roles
 
 
+@refuse_unknown_keywords
 def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Measurement:
     """Return how far every weight with a role is from orthogonal, its singular values, their ratio
     and stable rank.
@@ -53,7 +54,7 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
     Raises:
         RoleNotFoundError: no attention or feed-forward weight is recognised.
         ConvergenceError: weights hold NaN or infinity; all are named.
-        ConfigError: a quantised weight, or a batch of another type.
+        ConfigError: no module, a quantised weight, or a batch that the model cannot be called with.
 
     Cost: with ``spectra`` one float64 SVD per weight, without about a tenth of it; the batch costs
     one forward pass, the N x N attention weights of one layer at a time, and 2 N^3 FLOPs per

@@ -3,7 +3,7 @@ configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ _CROSS = frozenset(
         "EncDecAttention",
     }
 )
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 
 
@@ -81,21 +82,27 @@ class LocatedModule:
         )
         return "decoder" if causal else "encoder"
 
-    def num_heads(self) -> int | None:
-        """Number of query heads, from the module, its inner module, or a configuration."""
+    def num_heads(self, rows: int) -> int | None:
+        """Number of heads that share the ``rows`` of a query weight: by their width where the module
+        has one, as it stays right where heads were pruned, else by the number it or a configuration
+        names."""
         inner = getattr(self.module, "self", None)
+        for holder in (self.module, inner):
+            width = _first_count(holder, _HEAD_WIDTHS)
+            if width is not None and rows % width == 0:
+                return rows // width
         for holder in (
             self.module,
             inner,
             getattr(self.module, "config", None),
             getattr(inner, "config", None),
         ):
-            count = _heads_on(holder)
+            count = _first_count(holder)
             if count is not None:
                 return count
         for prefix in _prefixes(self.path):
             holder = self.model.get_submodule(prefix)
-            count = _heads_on(holder) or _heads_on(getattr(holder, "config", None))
+            count = _first_count(holder) or _first_count(getattr(holder, "config", None))
             if count is not None:
                 return count
         return None
@@ -103,15 +110,14 @@ class LocatedModule:
 
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the shapes of the weights."""
-    num_heads = place.num_heads()
+    rows, key_rows = views["query"].shape[0], views["key"].shape[0]
+    num_heads = place.num_heads(rows)
     if num_heads is None:
         raise ShapeError(
             f"{place.path} ({type(place.module).__name__}) has query, key, value and output weights"
             f" but no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it"
             " and on their configurations; set one"
         )
-    rows = views["query"].shape[0]
-    key_rows = views["key"].shape[0]
     head_dim = rows // num_heads
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
@@ -131,8 +137,8 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     )
 
 
-def _heads_on(holder: object) -> int | None:
-    for name in _HEADS:
+def _first_count(holder: object, names: Sequence[str] = _HEADS) -> int | None:
+    for name in names:
         count = getattr(holder, name, None)
         if isinstance(count, int) and count > 0:
             return count

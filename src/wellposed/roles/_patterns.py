@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -83,10 +84,15 @@ def _match(
     empty: list[str] = []
     flat: list[str] = []
     matched: dict[str, list[RoleWeight]] = {}
+    if not isinstance(patterns, Mapping):
+        raise ConfigError(
+            f"patterns: received {patterns!r:.80}; expected a mapping of roles to patterns on"
+            " parameter names, as {'query': '*.wq.weight'}"
+        )
     for role, given in patterns.items():
         if role not in ROLE_NAMES:
             raise unknown_name("role", role, ROLE_NAMES)
-        for pattern in [given] if isinstance(given, str) else given:
+        for pattern in patterns_of(f"patterns[{role!r}]", given):
             names = [name for name in parameters if fnmatchcase(name, pattern)]
             if not names:
                 near = (
@@ -109,6 +115,16 @@ def _match(
             " '.weight':\n" + listed(flat)
         )
     return matched
+
+
+def patterns_of(name: str, given: Any) -> tuple[str, ...]:
+    """Return one pattern or several as a tuple; ``name`` is the argument that an error names."""
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
+        raise ConfigError(
+            f"{name}: received {given!r:.80}; expected a shell-style pattern, or several"
+        )
+    return tuple(patterns)
 
 
 def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:

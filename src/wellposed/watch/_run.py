@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, WellposedError, listed, nearest_names
 from wellposed.roles import Roles
 
 _PADDING = {
@@ -51,23 +52,47 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     its device.
 
     Raises:
-        ConfigError: the batch is none of the three.
+        ConfigError: the batch is none of the three, or the model fails on it; what it was called
+            with is listed, with the nearest names of misspelt keywords.
     """
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) and device is not None else value
-
-    if isinstance(batch, Tensor):
-        return model(moved(batch))
+    arguments: Sequence[Any] = ()
+    keywords: Mapping[str, Any] = {}
     if isinstance(batch, Mapping):
-        return model(**{str(name): moved(value) for name, value in batch.items()})
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return model(*(moved(value) for value in batch))
-    raise ConfigError(
-        f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword arguments"
-        " or a sequence of positional ones"
-    )
+        keywords = {str(name): _moved(value, device) for name, value in batch.items()}
+    elif isinstance(batch, Tensor):
+        arguments = [_moved(batch, device)]
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        arguments = [_moved(value, device) for value in batch]
+    else:
+        raise ConfigError(
+            f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword"
+            " arguments or a sequence of positional ones"
+        )
+    try:
+        return model(*arguments, **keywords)
+    except (WellposedError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        taken = inspect.signature(model.forward).parameters
+        received = [_described("argument", value) for value in arguments]
+        for name, value in keywords.items():
+            near = "" if name in taken else f"; nearest of forward: {nearest_names(name, taken)[0]}"
+            received.append(_described(name, value) + near)
+        raise ConfigError(
+            f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}; it was"
+            f" called with\n{listed(received)}"
+        ) from error
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+
+def _described(name: str, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{name}: {type(value).__name__}"
+    return f"{name}: {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -7,8 +7,8 @@ from wellposed.roles.families._family import FAMILIES, Family
 
 
 def _attention(place: LocatedModule) -> AttentionRole | None:
-    fused, output, heads = place.child("qkv_proj"), place.child("o_proj"), place.num_heads()
-    if fused is None or output is None or heads is None:
+    fused, output = place.child("qkv_proj"), place.child("o_proj")
+    if fused is None or output is None:
         return None
     whole, out = view_of(place.join("qkv_proj"), fused), view_of(place.join("o_proj"), output)
     width = out.shape[1]  # query rows: heads * head_dim
