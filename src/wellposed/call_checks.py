@@ -39,7 +39,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
 def require_module(call: str, model: object) -> None:
     """Raise `ConfigError` for what is no ``torch.nn.Module``, such as the name of a model."""
-    if callable(getattr(model, "named_modules", None)):
+    if callable(getattr(model, "named_modules", None)) and not isinstance(model, type):
         return
     hint = (
         f"; load it first, as with transformers.AutoModel.from_pretrained({model!r})"

@@ -7,13 +7,7 @@ was expected and what to do next; all offenders of one call are in one message.
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from collections.abc import Iterable, Sequence
 
 MAX_LISTED = 10
 MAX_MESSAGE = 8000
@@ -104,29 +98,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
         f"nearest: {', '.join(nearest_names(name, known))}" if known else f"no {kind} is registered"
     )
     return ConfigError(f"unknown {kind} {name!r}; {hint}")
-
-
-def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a misspelt keyword of ``function`` a `ConfigError` that lists the nearest names.
-
-    >>> @refuse_unknown_keywords
-    ... def scale(x, *, factor=2):
-    ...     return factor * x
-    >>> scale(1, factr=3)
-    Traceback (most recent call last):
-    wellposed.errors.ConfigError: unknown keyword of scale 'factr'; nearest: factor, x
-    """
-    known = inspect.signature(function).parameters
-    name = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for keyword in kwargs:
-            if keyword not in known:
-                raise unknown_name(f"keyword of {name}", keyword, [k for k in known if k != "self"])
-        return function(*args, **kwargs)
-
-    return call
 
 
 def listed(offenders: Sequence[str]) -> str:

@@ -417,7 +417,7 @@ def test_other_bad_input() -> None:
         measure(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="received str"):
         measure(encoder(), "a sentence")
-    with pytest.raises(ConfigError, match=r"received 'bert'; expected a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match="received str; load it first"):
         measure("bert")
     with pytest.raises(ConfigError, match="keyword of measure 'batchs'; nearest: batch"):
         measure(encoder(), batchs=torch.ones(2, 5, WIDTH))

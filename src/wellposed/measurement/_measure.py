@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ConvergenceError, listed, refuse_unknown_keywords
+from wellposed.call_checks import known_keywords
+from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.functional.orthogonality import orthogonality_errors
 from wellposed.linalg import condition_of, largest_singular_value, singular_values
 from wellposed.linalg.sharded import read
@@ -17,7 +18,7 @@ from wellposed.measurement._measurement import Measurement
 from wellposed.roles import RoleWeight, find_roles
 
 
-@refuse_unknown_keywords
+@known_keywords
 def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Measurement:
     """Return how far every weight with a role is from orthogonal, its singular values, their ratio
     and stable rank.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from wellposed.errors import ConfigError, refuse_unknown_keywords
+from wellposed.call_checks import known_keywords
+from wellposed.errors import ConfigError
 from wellposed.measurement._measure import check_measurable, weight_row
 from wellposed.measurement._measurement import row_names
 from wellposed.roles import find_roles
@@ -43,7 +44,7 @@ class Monitor:
     [24, 0, 24]
     """
 
-    @refuse_unknown_keywords
+    @known_keywords
     def __init__(self, model: nn.Module, every: int = 100, *, spectra: bool = False) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"every is {every!r}; expected a positive whole number of steps")

@@ -1,6 +1,5 @@
 """Find which weight plays which part in a model somebody else wrote."""
 
-from wellposed.roles._find import check_module as check_module
 from wellposed.roles._find import find_roles as find_roles
 from wellposed.roles._patterns import patterns_of as patterns_of
 from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from wellposed.errors import ConfigError, RoleNotFoundError, listed, refuse_unknown_keywords
+from wellposed.call_checks import known_keywords, require_module
+from wellposed.errors import RoleNotFoundError, listed
 from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._patterns import roles_from_patterns
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles
@@ -26,7 +27,7 @@ _POSITION_PARAMETERS = (
 )
 
 
-@refuse_unknown_keywords
+@known_keywords
 def find_roles(
     model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None
 ) -> Roles:
@@ -69,7 +70,7 @@ def find_roles(
     >>> roles.attention[0].key.parameter_name
     'self_attn.in_proj_weight'
     """
-    check_module(model)
+    require_module("find_roles", model)
     modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
     attention = _attention_roles(modules)
     feedforward = tuple(_beside(role, attention) for role in _feedforward_roles(modules, attention))
@@ -79,20 +80,6 @@ def find_roles(
     if not (roles.attention or roles.feedforward or roles.loose):
         raise _nothing_found(model)
     return roles
-
-
-def check_module(model: Any) -> None:
-    """Raise `ConfigError` where ``model`` is no `torch.nn.Module`."""
-    if isinstance(model, nn.Module):
-        return
-    advice = (
-        "load it first, as by transformers.AutoModel.from_pretrained(...)"
-        if isinstance(model, str)
-        else "build it first, as by model = Model()"
-        if isinstance(model, type)
-        else "give the model itself"
-    )
-    raise ConfigError(f"model: received {model!r:.80}; expected a torch.nn.Module; {advice}")
 
 
 def _attention_roles(modules: Iterable[LocatedModule]) -> tuple[AttentionRole, ...]:
