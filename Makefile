@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test check installs mutants clean
+.PHONY: demo test test-all check installs mutants clean
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
@@ -25,16 +25,23 @@ $(VENV)/.installed-develop: $(VENV)/.installed-run
 demo: $(VENV)/.installed-run
 	$(BIN)/python examples/demo.py --out runs/demo
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+# What a change needs; `test-all` adds what is slow: kills, several processes, browsers, compilers, full matrices.
 test: $(VENV)/.installed-develop
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(PYTEST) tests -m "not slow"
+
+test-all: $(VENV)/.installed-develop
+	$(PYTEST) tests
 
 check: $(VENV)/.installed-develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python tools/private_imports.py
 	$(BIN)/python tools/import_circles.py
+	$(BIN)/python tools/house.py
+	$(PYTEST) src
 	$(BIN)/zensical build --clean --strict
 
 # Not in CI: gigabytes, or half an hour.

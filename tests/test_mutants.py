@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.mutants.__main__ import forked, preload
 from tools.mutants.changes import mutants
-from tools.mutants.children import forked
-from tools.mutants.coverage_map import preload
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""A toy."""
@@ -93,7 +92,7 @@ def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy: Path) -> Non
     assert [
         line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")
     ] == SURVIVORS
-    listed = mutants(toy / "src/toy/numbers.py", "toy.numbers")
+    listed = mutants(toy / "src/toy/numbers.py", toy / "src")
     killed = len(listed) - len(SURVIVORS)
     assert f"| toy | {len(listed)} | {len(listed)} | {killed} | {len(SURVIVORS)} | " in done.stdout
     assert "1 of 1 unchanged controls passed" in done.stdout
@@ -126,7 +125,7 @@ def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy: Path) -> Non
 def test_changes_of_a_line(tmp_path: Path, code: str, changes: set[str]) -> None:
     file = tmp_path / "line.py"
     file.write_text(code, encoding="utf-8")
-    assert {mutant.after for mutant in mutants(file, "line")} == changes
+    assert {mutant.after for mutant in mutants(file, tmp_path)} == changes
 
 
 def process_of(job: str) -> int:
@@ -140,7 +139,7 @@ def process_of(job: str) -> int:
 def test_a_child_that_hangs_or_dies_has_no_answer() -> None:
     answers = {
         job: said
-        for job, said, _ in forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2)
+        for job, said in forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2)
     }
     assert answers["hang"] is answers["die"] is None
     assert answers["live"] not in (None, os.getpid())
@@ -153,7 +152,7 @@ def test_a_package_that_is_there_before_any_change_is_refused(
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside/conftest.py").write_text("import toy_changed", encoding="utf-8")
     (tmp_path / "toy_changed.py").write_text("", encoding="utf-8")
-    own = frozenset({"conftest", "toy_changed"})
+    own = {"conftest", "toy_changed"}
     # What lies beside the sources as conftest imports them, so it waits for the children, as they
     # themselves do.
     preload(["beside", "beside.conftest", "toy_changed"], own)

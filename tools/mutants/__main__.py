@@ -1,5 +1,4 @@
-"""Do the tests notice a change? Changes the packages one place at a time and runs the tests that
-run that place.
+"""Do the tests notice a change? Change the packages one place at a time; run the tests of that place.
 
     python -m tools.mutants --sample 400 --seed 0
 
@@ -11,163 +10,326 @@ seed draws the same sample.
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import hashlib
+import importlib
+import importlib.abc
+import importlib.util
+import inspect
+import json
 import math
+import multiprocessing
 import os
 import random
+import resource
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
-from tools.mutants.changes import Mutant, mutants
-from tools.mutants.children import forked
-from tools.mutants.coverage_map import coverage_map
-from tools.mutants.trial import Trial, attempt, planned
+import pytest
+from tools.mutants.changes import Mutant, mutants, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("linalg", "functional", "certification", "constrain")
 CONTROL_EVERY = 25
+FILE_SECONDS = 600.0
+PATIENCE = 10  # a child that sleeps ends after this many times its processor time
+QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
+QUIET += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the parent imported the plugins
+Tests = dict[str, dict[str, Any]]
 
 
-def words(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
-    parser.add_argument(
-        "--source", type=Path, default=ROOT / "src", help="the folder that holds the packages"
-    )
-    parser.add_argument("--packages", nargs="+", default=[f"wellposed.{name}" for name in PACKAGES])
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        type=Path,
-        help="folders of test files, beside the packages' docstrings",
-    )
-    parser.add_argument("--sample", type=int, default=400, help="how many changes in all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--budget", type=float, default=30.0, help="seconds of tests against one change"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no trial after these; the table says"
-    )
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
-        "--kept",
-        type=Path,
-        default=ROOT / "build" / "mutants" / "map.json",
-        help="the map of lines to tests",
-    )
-    parser.add_argument("--only", default="", help="only changes of files whose path holds this")
-    chosen = parser.parse_args(arguments)
-    chosen.source = chosen.source.resolve()
-    chosen.tests = [
-        path.resolve() for path in chosen.tests or [ROOT / "tests" / name for name in PACKAGES]
+class LineRecorder:
+    """A pytest plugin that notes the lines below a folder which each passing test runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = f"{folder}/"
+        self.lines: dict[str, set[int]] = {}
+        self.failed = False
+        self.tests: Tests = {}
+
+    def trace(self, frame: Any, _event: str, _argument: object) -> Any:
+        code = frame.f_code
+        # Bodies of modules and classes run at import, in whichever test comes first.
+        if not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(self.folder):
+            return None
+        lines = self.lines.setdefault(code.co_filename, set())
+        lines.add(frame.f_lineno)
+
+        def line(frame: Any, _event: str, _argument: object) -> Any:
+            lines.add(frame.f_lineno)
+            return line
+
+        return line
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.lines, self.failed = {}, False
+        start = time.process_time()
+        sys.settrace(self.trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            if not self.failed:
+                name = f"{item.path}::{item.nodeid.partition('::')[2]}"
+                lines = {file: sorted(found) for file, found in self.lines.items()}
+                self.tests[name] = {"seconds": time.process_time() - start, "lines": lines}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed = self.failed or report.outcome != "passed"
+
+
+class ChangedModule(importlib.abc.MetaPathFinder, SourceFileLoader):
+    """Finds one module, changed; every other is found as ever."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        super().__init__(mutant.module, str(mutant.file))
+        self.code = compile(mutated(mutant), str(mutant.file), "exec")
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        found = fullname == self.name
+        spec = importlib.util.spec_from_file_location
+        return spec(fullname, self.path, loader=self) if found else None
+
+    def get_code(self, fullname: str) -> Any:  # noqa: ARG002
+        return self.code
+
+
+def fixed_examples() -> None:
+    """Let hypothesis draw the same examples each time, and no time limit decide."""
+    if "hypothesis" in sys.modules:
+        from hypothesis import settings
+
+        settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
+        settings.load_profile("mutants")
+
+
+def recorded(job: tuple[Path, Path]) -> Tests:
+    """Run one test file and return what its tests run."""
+    folder, file = job
+    fixed_examples()
+    recorder = LineRecorder(folder)
+    pytest.main([*QUIET, "-m", "not slow", str(file)], plugins=[recorder])
+    return recorder.tests
+
+
+def imported(tests: Sequence[Path]) -> list[str]:
+    """Collect test files and return every module that this imports."""
+    pytest.main([*QUIET, "--collect-only", *map(str, tests)])
+    return sorted(sys.modules)
+
+
+def attempt(trial: tuple[Mutant | None, list[str]]) -> str:
+    """Run tests, most promising first, on a changed module; return the first that fails."""
+    mutant, tests = trial
+    if mutant is not None:
+        sys.meta_path.insert(0, ChangedModule(mutant))
+        importlib.import_module(mutant.module)
+    fixed_examples()
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in tests:
+        by_file[test.partition("::")[0]].append(test)
+    return next((file for file, some in by_file.items() if pytest.main([*QUIET, "-x", *some])), "")
+
+
+def in_child(work: Callable[[Any], Any], job: Any, allowed: float, answer: Connection) -> None:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (int(allowed), int(allowed) + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    silent = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silent, stream)
+    answer.send(json.dumps(work(job)))
+    os._exit(0)
+
+
+def forked(
+    work: Callable[[Any], Any], jobs: Iterable[tuple[Any, float]], workers: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (job, what `work` returned) for (job, seconds of processor time), as they end.
+
+    The answer of a child that outlives its time or dies is None.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting, running = iter(jobs), {}
+    while True:
+        while len(running) < workers and (job := next(waiting, None)) is not None:
+            here, there = context.Pipe(duplex=False)
+            child = context.Process(target=in_child, args=(work, *job, there))
+            child.start()
+            there.close()
+            running[here] = (job[0], child, time.monotonic() + PATIENCE * job[1])
+        if not running:
+            return
+        ready = wait(list(running), timeout=0.2)
+        for answer, (job, child, end) in list(running.items()):
+            if answer not in ready and time.monotonic() < end:
+                continue
+            try:
+                said = json.loads(answer.recv()) if answer in ready else None
+            except EOFError:
+                said = None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.join()
+            answer.close()
+            del running[answer]
+            yield job, said
+
+
+def preload(names: Iterable[str], own: set[str]) -> None:
+    """Import once what the children would each import: all but what is changed and what tests it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            if own.isdisjoint(name.split(".")) and not name.startswith("_"):
+                try:
+                    importlib.import_module(name)
+                except Exception:
+                    continue
+    if found := own.intersection(sys.modules):
+        raise RuntimeError(f"{', '.join(found)} imported before any change: no child would see one")
+
+
+def lines_of_tests(
+    source: Path, sources: Sequence[Path], tests: Sequence[Path], kept: Path, workers: int
+) -> Tests:
+    """Return which test runs which lines, and how long; kept until a file changes."""
+
+    def digest(files: Sequence[Path]) -> str:
+        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    if known.get("sources") != digest(sources):
+        [(_, modules)] = forked(imported, [(tests, FILE_SECONDS)], 1)
+        known = {"sources": digest(sources), "modules": modules or [], "files": {}}
+    own = {"conftest", *(file.relative_to(source).parts[0] for file in sources)}
+    preload((name for name in known["modules"] if not name.startswith("tests.")), own)
+    digests = {file: digest([file]) for file in tests}
+    stale = [f for f in tests if known["files"].get(str(f), {}).get("digest") != digests[f]]
+    jobs = [((source, file), FILE_SECONDS) for file in stale]
+    for (_, file), answer in forked(recorded, jobs, workers):
+        known["files"][str(file)] = {"digest": digests[file], "tests": answer or {}}
+        sys.stderr.write(f"mapped {file}: {len(answer or {})} tests\n")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(known))
+    return {name: test for f in tests for name, test in known["files"][str(f)]["tests"].items()}
+
+
+def chosen_tests(mutant: Mutant, mapped: Tests, budget: float) -> list[str]:
+    """Return the tests that run the mutant's lines, quickest first, within ``budget`` seconds."""
+    lines, file = range(mutant.first, mutant.last + 1), str(mutant.file)
+    covering = [
+        (test["seconds"], name)
+        for name, test in mapped.items()
+        if any(line in lines for line in test["lines"].get(file, ()))
     ]
+    chosen: list[str] = []
+    for seconds, name in sorted(covering):
+        if chosen and seconds > budget:
+            break
+        budget -= seconds
+        chosen.append(name)
     return chosen
 
 
-def module_name(source: Path, file: Path) -> str:
-    return ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-
-
 def drawn(listed: Mapping[str, Sequence[Mutant]], sample: int, seed: int) -> list[Mutant]:
-    """Return as many mutants of each package, or all where it has fewer; any first part of them is
-    a fair sample."""
+    """Return as many mutants of each package, or all where it has fewer, in random order."""
     share = math.ceil(sample / len(listed))
-    chosen: list[Mutant] = []
-    for package, found in listed.items():
-        picked = random.Random(f"{seed} {package}").sample(
-            range(len(found)), min(share, len(found))
-        )
-        chosen += [found[position] for position in picked]
+    chosen = [
+        mutant
+        for package, found in listed.items()
+        for mutant in random.Random(f"{seed} {package}").sample(found, min(share, len(found)))
+    ]
     random.Random(seed).shuffle(chosen)
     return chosen
 
 
-def share(killed: int, tried: int) -> str:
-    """Return a share in per cent and its standard error."""
-    part = killed / tried if tried else math.nan
-    return f"{100 * part:.1f} % ± {100 * math.sqrt(part * (1 - part) / max(tried, 1)):.1f}"
-
-
 def table(listed: Mapping[str, Sequence[Mutant]], survived: Mapping[Mutant, bool]) -> str:
     """Return the table of packages, as Markdown."""
-    rows = [
-        "| package | possible | tried | killed | survived | share killed |",
-        "|---|---|---|---|---|---|",
-    ]
-    groups = {**listed, "all": [mutant for found in listed.values() for mutant in found]}
-    for name, found in groups.items():
-        tried = [mutant for mutant in found if mutant in survived]
-        alive = sum(survived[mutant] for mutant in tried)
-        killed = len(tried) - alive
-        rows.append(
-            f"| {name} | {len(found)} | {len(tried)} | {killed} | {alive} |"
-            f" {share(killed, len(tried))} |"
-        )
+    rows = ["| package | possible | tried | killed | survived | share killed |", "|---|" * 6]
+    rows[1] = "|---|---|---|---|---|---|"
+    whole = [mutant for found in listed.values() for mutant in found]
+    for name, found in {**listed, "all": whole}.items():
+        count = Counter(survived[mutant] for mutant in found if mutant in survived)
+        tried = count.total()
+        part = count[False] / max(tried, 1)
+        share = f"{100 * part:.1f} % ± {100 * math.sqrt(part * (1 - part) / max(tried, 1)):.1f}"
+        cells = [name, len(found), tried, count[False], count[True], share]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the sample and write the table; the exit status is 1 where an unchanged control fails its
-    tests."""
-    chosen = words(arguments)
-    start = time.monotonic()
-    listed: dict[str, list[Mutant]] = {}
-    for package in chosen.packages:
-        files = sorted((chosen.source / package.replace(".", "/")).rglob("*.py"))
-        listed[package] = [
-            mutant
-            for file in files
-            for mutant in mutants(file, module_name(chosen.source, file))
-            if chosen.only in str(file)
-        ]
-    folders = [chosen.source / package.replace(".", "/") for package in chosen.packages]
-    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    tests = [file for folder in chosen.tests for file in sorted(folder.rglob("test_*.py"))]
-    examples = [file for file in sources if ">>>" in file.read_text(encoding="utf-8")]
-    sys.path.insert(0, str(chosen.source))
-    os.environ["PYTHONPATH"] = str(chosen.source)
-    mapped = coverage_map(chosen.source, sources, [*tests, *examples], chosen.kept, chosen.workers)
-
-    trials = [
-        planned(mutant, mapped, chosen.budget)
-        for mutant in drawn(listed, chosen.sample, chosen.seed)
-    ]
-    controls = [
-        Trial(t.mutant, t.groups, t.seconds, is_control=True) for t in trials[::CONTROL_EVERY]
-    ]
-    jobs = [(trial, 30.0 + 4 * trial.seconds) for trial in [*controls, *trials]]
-    survived: dict[Mutant, bool] = {}
-    broken = 0
-    end = time.monotonic() + 60 * chosen.minutes
-    in_time = itertools.takewhile(lambda _: time.monotonic() < end, jobs)
-    for trial, answer, seconds in forked(attempt, in_time, chosen.workers):
-        if trial.is_control:
-            broken += answer != ""
-            continue
-        survived[trial.mutant] = answer == ""
-        verdict = (
-            "survived" if answer == "" else f"killed by {answer}" if answer else "killed: no answer"
-        )
-        sys.stderr.write(f"{describe(trial, chosen.source)}: {verdict} ({seconds:.1f} s)\n")
-    sys.stdout.write(f"{table(listed, survived)}\n\n")
-    for trial in sorted(trials, key=lambda trial: (trial.mutant.file, trial.mutant.number)):
-        if survived.get(trial.mutant):
-            sys.stdout.write(
-                f"- {describe(trial, chosen.source)} ({sum(map(len, trial.groups))} tests)\n"
-            )
-    minutes = (time.monotonic() - start) / 60
-    passed = len(controls) - broken
-    sys.stdout.write(
-        f"\n{passed} of {len(controls)} unchanged controls passed; {minutes:.1f} minutes\n"
+    """Try the sample, write the table; 1 where an unchanged control fails its tests."""
+    parser = argparse.ArgumentParser(
+        "python -m tools.mutants",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    return int(bool(broken))
+    folder = {"type": lambda word: Path(word).resolve()}
+    parser.add_argument("--source", default=ROOT / "src", help="where the packages lie", **folder)
+    parser.add_argument("--packages", nargs="+", default=[f"wellposed.{name}" for name in PACKAGES])
+    tests_of = [ROOT / "tests" / name for name in PACKAGES]
+    parser.add_argument("--tests", nargs="+", default=tests_of, help="their test folders", **folder)
+    parser.add_argument("--sample", type=int, default=400, help="how many changes in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests for a change")
+    parser.add_argument("--workers", type=int, default=1)
+    kept = ROOT / "build" / "mutants" / "map.json"
+    parser.add_argument("--kept", type=Path, default=kept, help="the map of lines to tests")
+    parser.add_argument("--only", default="", help="only files whose path holds this")
+    options = parser.parse_args(arguments)
 
+    source: Path = options.source
+    folders = {name: source / name.replace(".", "/") for name in options.packages}
+    sources = [file for folder in folders.values() for file in sorted(folder.rglob("*.py"))]
+    listed = {
+        name: [
+            m
+            for f in sources
+            if folder in f.parents
+            if options.only in str(f)
+            for m in mutants(f, source)
+        ]
+        for name, folder in folders.items()
+    }
+    tests = [file for folder in options.tests for file in sorted(folder.rglob("test_*.py"))]
+    tests += [file for file in sources if ">>>" in file.read_text(encoding="utf-8")]
+    sys.path.insert(0, str(source))
+    os.environ["PYTHONPATH"] = str(source)
+    mapped = lines_of_tests(source, sources, tests, options.kept, options.workers)
 
-def describe(trial: Trial, source: Path) -> str:
-    mutant = trial.mutant
-    return f"{mutant.file.relative_to(source)}:{mutant.line} `{mutant.before}` -> `{mutant.after}`"
+    plan = {
+        mutant: chosen_tests(mutant, mapped, options.budget)
+        for mutant in drawn(listed, options.sample, options.seed)
+    }
+    trials = [(None, some) for some in list(plan.values())[::CONTROL_EVERY]] + list(plan.items())
+    seconds = [30 + 4 * sum(mapped[name]["seconds"] for name in some) for _, some in trials]
+    survived: dict[Mutant, bool] = {}
+    controls: list[str | None] = []
+    for (mutant, _), answer in forked(attempt, zip(trials, seconds, strict=True), options.workers):
+        if mutant is None:
+            controls.append(answer)
+            continue
+        survived[mutant] = answer == ""
+        verdict = "survived" if answer == "" else f"killed by {answer or 'no answer'}"
+        sys.stderr.write(f"{mutant.describe(source)}: {verdict}\n")
+    sys.stdout.write(f"{table(listed, survived)}\n\n")
+    for mutant in sorted(plan, key=lambda mutant: (mutant.file, mutant.number)):
+        if survived[mutant]:
+            sys.stdout.write(f"- {mutant.describe(source)} ({len(plan[mutant])} tests)\n")
+    passed = controls.count("")
+    sys.stdout.write(f"\n{passed} of {len(controls)} unchanged controls passed\n")
+    return int(passed < len(controls))
 
 
 if __name__ == "__main__":

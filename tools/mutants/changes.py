@@ -76,6 +76,10 @@ class Mutant:
     before: str
     after: str
 
+    def describe(self, source: Path) -> str:
+        """Return where the change is and what it is."""
+        return f"{self.file.relative_to(source)}:{self.line} `{self.before}` -> `{self.after}`"
+
 
 def short(node: ast.AST) -> str:
     """Return the code of a node in one line of at most 70 characters."""
@@ -230,29 +234,24 @@ def sites(
     yield from visit(tree, None, None, tree)
 
 
-def mutants(file: Path, module: str) -> list[Mutant]:
-    """Return every change of a file."""
-    found = []
-    for number, (_, _, _, node, other, (first, last)) in enumerate(
-        sites(ast.parse(file.read_text(encoding="utf-8")))
-    ):
-        found.append(
-            Mutant(module, file, number, node.lineno, first, last, short(node), short(other))
+def mutants(file: Path, source: Path) -> list[Mutant]:
+    """Return every change of a file below ``source``."""
+    module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    return [
+        Mutant(module, file, number, node.lineno, *lines, short(node), short(other))
+        for number, (_, _, _, node, other, lines) in enumerate(
+            sites(ast.parse(file.read_text(encoding="utf-8")))
         )
-    return found
+    ]
 
 
 def mutated(mutant: Mutant) -> ast.Module:
     """Return the syntax tree of a mutant's file with its change made."""
     tree = ast.parse(mutant.file.read_text(encoding="utf-8"), filename=str(mutant.file))
-    for number, (parent, field, position, node, other, _) in enumerate(sites(tree)):
-        if number == mutant.number:
-            ast.copy_location(other, node)
-            if position is None:
-                setattr(parent, field, other)
-            else:
-                getattr(parent, field)[position] = other
-            return ast.fix_missing_locations(tree)
-    raise LookupError(
-        f"{mutant.file} has no change {mutant.number}: it was edited since its mutants were listed"
-    )
+    parent, field, position, node, other, _ = list(sites(tree))[mutant.number]
+    ast.copy_location(other, node)
+    if position is None:
+        setattr(parent, field, other)
+    else:
+        getattr(parent, field)[position] = other
+    return ast.fix_missing_locations(tree)

@@ -1,0 +1,86 @@
+"""Holds two rules of the house that no library holds; `make check` runs it.
+
+Size: code lines (with a token that is neither comment nor docstring) of each root stay within the
+budget of `[tool.house]` in pyproject.toml, so that the next feature pays for itself.
+
+Privacy: a name that begins with an underscore belongs to the package it stands in; that package and
+its sub-packages import it, nobody else, tests included.
+
+    python tools/house.py
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(text: str) -> int:
+    """Return how many lines hold code."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                docstrings.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {
+        line
+        for token in tokens
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - docstrings)
+
+
+def private_imports(file: Path, text: str) -> Iterator[str]:
+    """Yield a line for every private name of ours that a file outside its package imports."""
+    root, *folders = file.parent.parts
+    home = ".".join(folders) if root in ("src", "studies") else ""
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
+        if isinstance(node, ast.ImportFrom):
+            above = home.split(".")[: len(home.split(".")) + 1 - node.level] if node.level else []
+            names = [".".join(filter(None, [*above, node.module, name])) for name in names]
+        for name in names:
+            owner, private, _ = name.partition("._")
+            dunder = name.rpartition(".")[2].endswith("__")
+            ours = name.startswith("wellposed")
+            if ours and private and not dunder and not f"{home}.".startswith(f"{owner}."):
+                yield f"{file}:{getattr(node, 'lineno', 0)}: {name} is private to {owner}"
+
+
+def main() -> int:
+    """Print every root beside its budget and every private import; return 1 where a rule fails."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    failed = False
+    for root, budget in settings["tool"]["house"]["budget"].items():
+        lines, offences = 0, []
+        for file in sorted((ROOT / root).rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            lines += code_lines(text)
+            offences += private_imports(file.relative_to(ROOT), text)
+        over = f": {lines - budget} too many; take something out first" if lines > budget else ""
+        sys.stdout.write(f"{root}: {lines} of {budget} code lines{over}\n")
+        sys.stdout.writelines(f"{offence}\n" for offence in offences)
+        failed |= lines > budget or bool(offences)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
