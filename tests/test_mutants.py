@@ -137,10 +137,7 @@ def process_of(job: str) -> int:
 
 
 def test_a_child_that_hangs_or_dies_has_no_answer() -> None:
-    answers = {
-        job: said
-        for job, said in forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2)
-    }
+    answers = dict(forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2))
     assert answers["hang"] is answers["die"] is None
     assert answers["live"] not in (None, os.getpid())
 
