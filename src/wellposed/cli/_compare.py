@@ -1,5 +1,4 @@
-"""``wellposed compare TASK``: variants on the same batches, with standard errors and a paired
-test."""
+"""``wellposed compare TASK``: variants on the same batches, with errors and a paired test."""
 
 from __future__ import annotations
 
