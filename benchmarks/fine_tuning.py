@@ -27,13 +27,13 @@ from benchmarks.rows import Benchmark, Call, Row, Setup, Times, ratio_row
 from wellposed.integrations import register_attention
 from wellposed.tasks import Task, build_task
 from wellposed.training import RunConfig, TrainOptions
-from wellposed.training.batches import Batch, MicroBatches
-from wellposed.training.build import build_run_model
 from wellposed.training.config import StartOptions
-from wellposed.training.loop import take_step
-from wellposed.training.metrics import MetricsFile
-from wellposed.training.progress import Progress
-from wellposed.training.run import Run
+from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.loop.batches import Batch, MicroBatches
+from wellposed.training.loop.build import build_run_model
+from wellposed.training.loop.progress import Progress
+from wellposed.training.loop.run import Run
+from wellposed.training.loop.steps import take_step
 
 Step = Callable[[Batch], None]
 

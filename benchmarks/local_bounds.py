@@ -23,7 +23,7 @@ from torch import Tensor
 from wellposed.models import input_vectors
 from wellposed.tasks import build_task
 from wellposed.training import load_run_model, read_config
-from wellposed.training.certified_run import best_certificate
+from wellposed.training.certified.run import best_certificate
 
 # The largest slope of GELU, and the largest below zero, at +-sqrt 2.
 GELU_UP, GELU_DOWN = 1.1291, 0.1291

@@ -21,13 +21,13 @@ from torch.nn.functional import cross_entropy
 from benchmarks.rows import Benchmark, Call, Row, Setup, ratio_row, single
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
-from wellposed.training.batches import Batch, MicroBatches
-from wellposed.training.build import build_run_model
-from wellposed.training.loop import take_step
-from wellposed.training.metrics import MetricsFile
-from wellposed.training.optimizer import build_optimizer, set_learning_rate
-from wellposed.training.progress import Progress
-from wellposed.training.run import Run
+from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.loop.batches import Batch, MicroBatches
+from wellposed.training.loop.build import build_run_model
+from wellposed.training.loop.optimizer import build_optimizer, set_learning_rate
+from wellposed.training.loop.progress import Progress
+from wellposed.training.loop.run import Run
+from wellposed.training.loop.steps import take_step
 
 CASES = {
     "char_lm, 3 layers, D = 128, 32 x 128 tokens": RunConfig(

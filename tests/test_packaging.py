@@ -12,7 +12,7 @@ import yaml
 
 import wellposed
 from wellposed.cli import main
-from wellposed.training.run_folder import versions
+from wellposed.training.folder.run_folder import versions
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

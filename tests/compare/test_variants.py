@@ -11,8 +11,8 @@ import torch
 
 from wellposed.compare.variants import VARIANTS, apply_variant, summary, variant_folder
 from wellposed.errors import ConfigError
-from wellposed.training.build import build_penalty
 from wellposed.training.config import ModelOptions, PenaltyOptions, RunConfig, StartOptions
+from wellposed.training.loop.build import build_penalty
 
 BASE = RunConfig(task="listops")
 

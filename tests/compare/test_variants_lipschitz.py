@@ -31,8 +31,8 @@ from wellposed.nn import (
 )
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
-from wellposed.training.build import build_constraint
-from wellposed.training.certified_accuracy import certified_accuracy
+from wellposed.training.certified.accuracy import certified_accuracy
+from wellposed.training.loop.build import build_constraint
 
 SIZES = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2)
 BASE = RunConfig("listops", model=SIZES)

@@ -16,7 +16,7 @@ from wellposed.models import build_model
 from wellposed.nn import ORTHOGONAL_WEIGHTS, OrthogonalLinear
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
-from wellposed.training.build import build_run_model, constrained_weights
+from wellposed.training.loop.build import build_run_model, constrained_weights
 
 KWARGS: dict[str, Any] = {"vocab_size": 11, "hidden_size": 8}
 

@@ -29,11 +29,12 @@ from wellposed.tasks.data import files
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.data.npz import read_npz
 from wellposed.tasks.metrics.embedding import read_word_vectors
-from wellposed.training import checkpoints, read_result
-from wellposed.training.certified_file import read_certified
+from wellposed.training import read_result
+from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml
-from wellposed.training.run_folder import write_config
-from wellposed.training.tensors import encode
+from wellposed.training.folder import checkpoints
+from wellposed.training.folder.run_folder import write_config
+from wellposed.training.folder.tensors import encode
 
 DEEP = "[" * 100_000
 

@@ -8,7 +8,7 @@ from tests.support.transject import IDS, MASK
 
 from wellposed.certification import certify
 from wellposed.models import TransJectConfig, TransJectForSequenceClassification, input_vectors
-from wellposed.training.certified_accuracy import certified_accuracy
+from wellposed.training.certified.accuracy import certified_accuracy
 
 
 def classifier(**options: object) -> TransJectForSequenceClassification:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.recipes.test_certified_runs import write_texts
+from tests.recipes.test_frontier_toy import write_texts
 
 from wellposed.recipes.frontier import strong_attack
 from wellposed.recipes.frontier.accuracy import DRAWN, JUDGED, MODELS, PLAIN

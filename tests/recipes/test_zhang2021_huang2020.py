@@ -23,7 +23,7 @@ from wellposed.recipes.zhang2021 import printed as values
 from wellposed.recipes.zhang2021 import tables_1_2_3_4 as tables
 from wellposed.recipes.zhang2021 import theorem_2_1 as theorem
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
-from wellposed.training.run_folder import read_config
+from wellposed.training.folder.run_folder import read_config
 
 OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]
 

@@ -224,10 +224,10 @@ def _records(place: Path) -> list[Target]:
     from wellposed.recipes.reproduction_page import reproduction_page
     from wellposed.report import aggregate
     from wellposed.training import read_result, verify_run_file
-    from wellposed.training.certified_file import read_certified
+    from wellposed.training.certified.record import read_certified
     from wellposed.training.config import RunConfig, TrainOptions, read_toml
-    from wellposed.training.metrics import MetricsFile
-    from wellposed.training.run_folder import read_config, write_environment
+    from wellposed.training.folder.metrics import MetricsFile
+    from wellposed.training.folder.run_folder import read_config, write_environment
 
     config = RunConfig("char_lm", {"data": "x"}, train=TrainOptions(steps=3)).to_dict()
     import tomli_w
@@ -379,8 +379,8 @@ def _arrays(place: Path) -> list[Target]:
     from wellposed.tasks.data.cifar import read_cifar_binary, read_cifar_pickle
     from wellposed.tasks.data.images import read_image_file
     from wellposed.tasks.data.npz import read_npz
-    from wellposed.training import checkpoints
-    from wellposed.training.tensors import encode
+    from wellposed.training.folder import checkpoints
+    from wellposed.training.folder.tensors import encode
 
     arrays = io.BytesIO()
     np.savez_compressed(arrays, x=np.zeros((2, 4, 4), np.uint8), y=np.zeros(2, np.int64))
@@ -412,13 +412,13 @@ def _arrays(place: Path) -> list[Target]:
 
 
 def _state() -> bytes:
-    from wellposed.training.state import TrainerState
+    from wellposed.training.loop.state import TrainerState
 
     return json.dumps(TrainerState(step=3, best_metrics={"loss": 1.0}).to_dict()).encode()
 
 
 def _checkpoint_state(folder: Path, weights: bytes, layer: Any) -> Callable[[bytes], object]:
-    from wellposed.training import checkpoints
+    from wellposed.training.folder import checkpoints
 
     def call(data: bytes) -> object:
         (folder / "model.safetensors").write_bytes(weights)
@@ -436,7 +436,7 @@ def _words() -> list[Target]:
     from wellposed.roles import find_roles
     from wellposed.tasks import build_task
     from wellposed.training.config import ConstrainOptions, RunConfig, TrainOptions
-    from wellposed.training.hub import check_repository
+    from wellposed.training.folder.hub import check_repository
 
     base = RunConfig("listops")
 

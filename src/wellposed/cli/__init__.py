@@ -89,7 +89,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _refuse_several_processes(command: str) -> None:
-    from wellposed.training.processes import is_one_of_several
+    from wellposed.training.loop.processes import is_one_of_several
 
     if is_one_of_several():
         instead = (

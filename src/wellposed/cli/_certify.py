@@ -16,14 +16,14 @@ from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.model_argument import ModelName, parse_with_model
 from wellposed.errors import ConfigError
 from wellposed.text_table import aligned
-from wellposed.training.durable_files import replace_files
+from wellposed.training.folder.durable_files import replace_files
 
 if TYPE_CHECKING:
     from wellposed.certification import Certificate
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
-    from wellposed.training.certified_accuracy import CertifiedAccuracy
-    from wellposed.training.nearest_words import NearestWord
+    from wellposed.training.certified.accuracy import CertifiedAccuracy
+    from wellposed.training.certified.nearest_words import NearestWord
 
 _LOSSES = 6
 
@@ -115,10 +115,10 @@ def _accuracy(
     radii: list[float] | None,
     options: CertifyArguments,
 ) -> None:
-    from wellposed.training.certified_accuracy import certified_accuracy
-    from wellposed.training.certified_file import NAME, TOKEN_SHARES
-    from wellposed.training.certified_run import first_batches, keep
-    from wellposed.training.nearest_words import nearest_words
+    from wellposed.training.certified.accuracy import certified_accuracy
+    from wellposed.training.certified.nearest_words import nearest_words
+    from wellposed.training.certified.record import NAME, TOKEN_SHARES
+    from wellposed.training.certified.run import first_batches, keep
 
     batches = first_batches(task, options.split, options.examples, options.batch_size)
     curve = certified_accuracy(
@@ -196,7 +196,7 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     from wellposed.cli._arguments import read_config
 
     config = read_config(config_file)
-    from wellposed.training.certified_run import has_certified_accuracy
+    from wellposed.training.certified.run import has_certified_accuracy
 
     if options.examples < 1 or not has_certified_accuracy(model):
         if options.data is not None:

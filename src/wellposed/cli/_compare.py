@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
 from wellposed.cli.tracking import TrackerNames, report_images, tracking
 from wellposed.compare.variants import VARIANTS, summary
-from wellposed.training.processes import is_first
+from wellposed.training.loop.processes import is_first
 
 if TYPE_CHECKING:
     from wellposed.report import Comparison
-    from wellposed.training.tracking import Tracking
+    from wellposed.training.loop.tracking import Tracking
 
 VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
@@ -105,7 +105,7 @@ def _report_comparison(
 ) -> None:
     """Leave one more record in each tracker: the means of every variant and the figures of the
     report on all runs."""
-    from wellposed.training.tracking import Trackers
+    from wellposed.training.loop.tracking import Trackers
 
     means = {
         f"{record['metric']},{record['variant']}": record["mean"] for record in found.records()

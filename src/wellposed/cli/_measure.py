@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> int:
     measurement = measure(model, batch)
     print(measurement.table())
     if options.out is not None:
-        from wellposed.training.durable_files import replace_files
+        from wellposed.training.folder.durable_files import replace_files
 
         with replace_files(options.out) as there:
             measurement.to_csv(there / "measurement.csv")

@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
     """Upload, print the address and return the exit status."""
     options = tyro.cli(PushArguments, args=list(words), prog="wellposed push")
 
-    from wellposed.training.hub import push_to_hub
+    from wellposed.training.folder.hub import push_to_hub
 
     final = options.run / "final"
     print(

@@ -17,7 +17,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Given
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
-from wellposed.training.durable_files import replace_file
+from wellposed.training.folder.durable_files import replace_file
 
 
 @dataclass(frozen=True)

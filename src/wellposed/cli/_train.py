@@ -17,7 +17,7 @@ from wellposed.cli._arguments import (
 )
 from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.compare.variants import VARIANTS, apply_variant
-from wellposed.training.processes import is_first
+from wellposed.training.loop.processes import is_first
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(words: Sequence[str]) -> int:
     config, options = parse("train", base, rest, TrainArguments, _description())
 
     from wellposed.training import train
-    from wellposed.training.hub import check_repository, push_to_hub
+    from wellposed.training.folder.hub import check_repository, push_to_hub
 
     if options.push_to_hub:
         check_repository(options.push_to_hub)

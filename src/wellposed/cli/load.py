@@ -116,7 +116,7 @@ def load_image_processor(name: str) -> Any:
 def _verified(name: str, *, weights: bool) -> str:
     """Return the folder to load from, once its files are those that were saved."""
     from wellposed.training import verify_final, verify_run_file
-    from wellposed.training.run_folder import CONFIG, import_recorded
+    from wellposed.training.folder.run_folder import CONFIG, import_recorded
 
     folder = model_folder(name)
     verify_final(Path(folder), weights=weights)

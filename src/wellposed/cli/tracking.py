@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import tyro
 
 if TYPE_CHECKING:
-    from wellposed.training.tracking import Images, Tracking
+    from wellposed.training.loop.tracking import Images, Tracking
 
 TrackerNames: TypeAlias = Annotated[
     tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction
@@ -24,7 +24,7 @@ def tracking(names: TrackerNames) -> Tracking:
     Raises:
         ConfigError: an unknown tracker, or one that is not installed.
     """
-    from wellposed.training.tracking import Tracking, check_trackers
+    from wellposed.training.loop.tracking import Tracking, check_trackers
 
     check_trackers(names)
     return Tracking(names, report_images)

@@ -12,11 +12,11 @@ from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, listed
 from wellposed.finite_json import to_json
-from wellposed.training.certified_file import CERTIFIED_KINDS
+from wellposed.training.certified.record import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
-from wellposed.training.durable_files import replace_file
-from wellposed.training.processes import is_first
-from wellposed.training.tracking import NOT_TRACKED, Tracking
+from wellposed.training.folder.durable_files import replace_file
+from wellposed.training.loop.processes import is_first
+from wellposed.training.loop.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
     from wellposed.training import RunResult
@@ -139,7 +139,7 @@ def compare(
     results = tuple(trained)
     runs = ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)
     if certify and is_first() and not runs.cancelled:
-        from wellposed.training.certified_run import certify_runs
+        from wellposed.training.certified.run import certify_runs
 
         finished = [r.out for r in runs.results if r.status == "success"]
         certify_runs(finished, task, examples=certify, announce=announce or say_nothing)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wellposed.compare.workers import SPAWN, Workers, check_jobs
 from wellposed.training.config import RunConfig
-from wellposed.training.tracking import NOT_TRACKED, Tracking
+from wellposed.training.loop.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.errors import DataError
-from wellposed.training.durable_files import replace_file
+from wellposed.training.folder.durable_files import replace_file
 
 
 class Clock:

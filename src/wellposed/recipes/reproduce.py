@@ -31,7 +31,7 @@ from wellposed.recipes.recipe import (
     Scale,
 )
 from wellposed.registry import Registry
-from wellposed.training.durable_files import replace_files
+from wellposed.training.folder.durable_files import replace_files
 
 __all__ = [
     "RECIPES",
@@ -97,7 +97,7 @@ def check_data(data: str | None) -> None:
 def _made_with() -> dict[str, Any]:
     """Return date, versions and machine; not the words of the command, whose paths are this
     machine's."""
-    from wellposed.training.run_folder import environment
+    from wellposed.training.folder.run_folder import environment
 
     found = environment([])
     packages = {name: found["packages"][name] for name in ("wellposed", "torch")}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from wellposed.report._aggregate import TaskComparison
 from wellposed.report._runs import Run
 from wellposed.report._words import SPLITS
-from wellposed.training.certified_file import CertifiedRun
+from wellposed.training.certified.record import CertifiedRun
 
 
 @dataclass(frozen=True)

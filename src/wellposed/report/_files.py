@@ -14,7 +14,7 @@ from wellposed.finite_json import from_json
 from wellposed.measurement import Measurement
 from wellposed.regular_file import read_bytes, read_text
 from wellposed.training import verify_run_file
-from wellposed.training.certified_file import CertifiedRun, read_certified
+from wellposed.training.certified.record import CertifiedRun, read_certified
 
 ENTRIES: Mapping[str, type] = {
     "task": str, "variant": str, "seed": int, "results": dict, "headline": str, "higher_is_better": dict,

@@ -18,7 +18,7 @@ from wellposed.report._html_table import Cell, Column, Table, csv_link
 from wellposed.report._running import running_section
 from wellposed.report._runs import Run, find_runs, load_details
 from wellposed.report._sections import shown, task_section
-from wellposed.training import durable_files
+from wellposed.training.folder import durable_files
 
 
 def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = None) -> Path:

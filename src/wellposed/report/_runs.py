@@ -15,7 +15,7 @@ from wellposed.measurement import Measurement
 from wellposed.regular_file import read_text
 from wellposed.report._files import FINAL, INITIAL, RunFiles, headline_values, is_finite
 from wellposed.statistics import Failure
-from wellposed.training.certified_file import CertifiedRun
+from wellposed.training.certified.record import CertifiedRun
 
 ORDER_FILE = "compare.json"
 

@@ -95,7 +95,7 @@ class _Inputs:
         return first | {f"{name}_pair": value for name, value in second.items()}
 
     def _encoded(self, start: int, *sides: list[str]) -> dict[str, Tensor]:
-        from wellposed.training.batches import TOKEN_TYPES, model_inputs
+        from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
         lengths = [len(ids) for ids in self.tokenizer(*sides, verbose=False)["input_ids"]]
         self.cut += [

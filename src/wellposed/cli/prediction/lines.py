@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
 from wellposed.tasks.data.files import bounded_lines
-from wellposed.training.durable_files import open_replacing
+from wellposed.training.folder.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -22,8 +22,8 @@ from wellposed.recipes.frontier.tuning import CHOSEN_BY, FACTORS, Tuned, rates_a
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, mean_and_error, plus_minus, train_grid
 from wellposed.tasks import Task, build_task
-from wellposed.training.certified_file import CertifiedRun
-from wellposed.training.certified_run import certify_runs
+from wellposed.training.certified.record import CertifiedRun
+from wellposed.training.certified.run import certify_runs
 from wellposed.training.config import RunConfig
 
 

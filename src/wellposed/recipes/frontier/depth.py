@@ -107,7 +107,7 @@ def _total(run: FinishedRun) -> float:
     if run.failure:
         return math.inf
     from wellposed.training import load_run_model
-    from wellposed.training.certified_run import best_certificate
+    from wellposed.training.certified.run import best_certificate
 
     return best_certificate(
         load_run_model(run.folder)[0], int(run.config.task_options["max_length"] or 0)

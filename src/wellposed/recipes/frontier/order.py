@@ -17,7 +17,7 @@ from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.recipes.runs import FinishedRun, PlannedRun, plus_minus, train_grid
 from wellposed.recipes.verdicts import UNCERTAINTY, within
 from wellposed.statistics import mean_and_standard_error
-from wellposed.training.certified_file import CertifiedRun
+from wellposed.training.certified.record import CertifiedRun
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -198,7 +198,7 @@ def gains_over_control(curves: Sequence[Curves]) -> dict[str, list[float]]:
 
 def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
     from wellposed.tasks import build_task
-    from wellposed.training.certified_run import certify_runs
+    from wellposed.training.certified.run import certify_runs
 
     kind, options = TASKS[name]
     options = dict(options) | (

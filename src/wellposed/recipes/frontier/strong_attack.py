@@ -14,9 +14,10 @@ from typing import Any
 
 from wellposed.finite_json import from_json
 from wellposed.tasks import Task
-from wellposed.training import durable_files, load_run_model, read_result
-from wellposed.training.certified_accuracy import certified_accuracy
-from wellposed.training.certified_run import best_certificate, first_batches
+from wellposed.training import load_run_model, read_result
+from wellposed.training.certified.accuracy import certified_accuracy
+from wellposed.training.certified.run import best_certificate, first_batches
+from wellposed.training.folder import durable_files
 
 
 @dataclass(frozen=True)

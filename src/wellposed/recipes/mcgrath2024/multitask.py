@@ -23,8 +23,8 @@ from wellposed.recipes.mcgrath2024.encoders import (
     build_multitask_model,
 )
 from wellposed.recipes.mcgrath2024.multitask_options import SETS, MultiTaskOptions, overall_score
-from wellposed.training.batches import to_device
-from wellposed.training.optimizer import decay_groups, set_learning_rate
+from wellposed.training.loop.batches import to_device
+from wellposed.training.loop.optimizer import decay_groups, set_learning_rate
 
 WARMUP_SHARE = 0.1
 PROBE_ROWS = 16

@@ -23,7 +23,7 @@ from wellposed.recipes.mcgrath2024.results import (
 )
 from wellposed.recipes.mcgrath2024.sweep import DATA, SweepSettings
 from wellposed.recipes.runs import plus_minus
-from wellposed.training.durable_files import replace_files
+from wellposed.training.folder.durable_files import replace_files
 
 DrawTable = Callable[[str, Sequence[str], Sequence[Sequence[str]]], str]
 

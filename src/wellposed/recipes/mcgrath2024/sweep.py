@@ -31,8 +31,8 @@ from wellposed.recipes.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS
 from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed.recipes.mcgrath2024.trial_files import Record, read_record, write_record
 from wellposed.tasks.data.minbert import MinBertSet, read_minbert
-from wellposed.training.durable_files import is_litter, replace_file
-from wellposed.training.signals import Cancelled, StopRequest
+from wellposed.training.folder.durable_files import is_litter, replace_file
+from wellposed.training.loop.signals import Cancelled, StopRequest
 
 STUDY = "mcgrath2024"
 SETTINGS = "sweep.json"
@@ -106,7 +106,7 @@ def open_sweep(settings: SweepSettings, resume: str) -> None:
     if not settings.seeds:
         raise ConfigError("seeds: expected at least 1")
     sets = read_minbert(settings.data)
-    from wellposed.training.run_folder import now, versions
+    from wellposed.training.folder.run_folder import now, versions
 
     if _is_used(out):
         if resume == "never":

@@ -9,7 +9,7 @@ from typing import Any
 
 from wellposed.recipes.mcgrath2024.results import COLUMNS, cell_results
 from wellposed.recipes.mcgrath2024.sweep import STUDY, SweepSettings, Training
-from wellposed.training.tracking import Images, Trackers, Tracking
+from wellposed.training.loop.tracking import Images, Trackers, Tracking
 
 
 def track_training(settings: SweepSettings, training: Training, record: Mapping[str, Any]) -> None:

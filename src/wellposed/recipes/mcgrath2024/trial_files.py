@@ -9,7 +9,7 @@ from typing import Any
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed.training.durable_files import replace_file
+from wellposed.training.folder.durable_files import replace_file
 
 Record = dict[str, Any]
 """What a result file of a training holds."""

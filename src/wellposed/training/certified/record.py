@@ -1,0 +1,109 @@
+"""``certified.json`` of a run folder: certified and attacked accuracy of its final model; free of
+torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from wellposed.errors import DataError
+from wellposed.finite_json import from_json, to_json
+from wellposed.training.folder import durable_files
+
+NAME = "certified.json"
+FORMAT = 1
+TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
+"""Radii that compare models whose tokens differ in size: multiples of the median norm of an
+embedded token."""
+CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "causal_lm")
+"""Kinds of tasks with a certified accuracy: a label of a text or a pair, or the next token."""
+NAMED_SHARE = 0.1
+"""The radius whose certified accuracy stands in tables."""
+
+
+@dataclass(frozen=True)
+class CertifiedRun:
+    """What a run can be relied on for: the shares of examples held at radii in units of the median
+    token norm."""
+
+    run_date: str
+    """Date of the training that made the model."""
+    split: str
+    examples: int
+    norm: str
+    attack: str
+    total: float | None
+    """The certified Lipschitz constant; None where there is none."""
+    median_token: float
+    median_radius: float
+    """Median certified radius of the examples that are classified right."""
+    shares: list[float]
+    """Radii in units of `median_token`, increasing."""
+    certified: list[float]
+    attacked: list[float]
+
+    def metrics(self) -> dict[str, float]:
+        """Return certified accuracy at `NAMED_SHARE` as a metric of a run; nothing where it was not
+        measured there."""
+        found = dict(zip(self.shares, self.certified, strict=True))
+        return (
+            {f"certified@{NAMED_SHARE:g},{self.split}": found[NAMED_SHARE]}
+            if NAMED_SHARE in found
+            else {}
+        )
+
+
+def write_certified(folder: Path, run: CertifiedRun) -> Path:
+    """Write ``certified.json`` in one step and return its path."""
+    path = folder / NAME
+    durable_files.replace_file(path, to_json({"format": FORMAT, **asdict(run)}, indent=2))
+    return path
+
+
+def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
+    """Return what was certified of the run that ended at ``run_date``; None where nothing was.
+
+    Raises:
+        DataError: the file is damaged, or belongs to an earlier training in this folder.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        values = from_json(path.read_bytes())
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError(f"not a JSON object of format {FORMAT}")
+        missing = [item.name for item in fields(CertifiedRun) if item.name not in values]
+        if missing:
+            raise ValueError(f"lacks {', '.join(missing)}")
+        run = CertifiedRun(**values)
+        _refuse_damage(run)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: {error}; certify the run again, or remove the file") from error
+    if run.run_date != run_date:
+        raise DataError(
+            f"{path}: certifies the model of {run.run_date}, the run ended {run_date}; certify it"
+            " again, or remove the file"
+        )
+    return run
+
+
+def _refuse_damage(run: CertifiedRun) -> None:
+    columns = (run.shares, run.certified, run.attacked)
+    if not all(isinstance(column, list) and len(column) == len(run.shares) for column in columns):
+        raise ValueError("shares, certified and attacked must be lists of the same length")
+    if not all(
+        isinstance(value, (int, float)) and math.isfinite(value)
+        for column in columns
+        for value in column
+    ):
+        raise ValueError("shares, certified and attacked must be finite numbers")
+    if run.shares != sorted(set(run.shares)):
+        raise ValueError(f"shares = {run.shares}, expected increasing radii")
+    above = [share for share, sure, seen in zip(*columns, strict=True) if sure > seen]
+    if above:
+        raise ValueError(
+            f"certified accuracy is above the attacked one at {above}, which no sound certificate"
+            " allows"
+        )

@@ -1,0 +1,172 @@
+"""Certified accuracy of a finished run: its model, its data, and the file that the report reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from wellposed.certification import Certificate, certify
+from wellposed.errors import ConfigError
+from wellposed.models import embedding_radius
+from wellposed.tasks.task import Split
+from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
+from wellposed.training.certified.record import (
+    TOKEN_SHARES,
+    CertifiedRun,
+    read_certified,
+    write_certified,
+)
+from wellposed.training.folder.result import read_result
+from wellposed.training.folder.save import load_run_model
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+BALL = 1.5
+"""Of the longest embedded token: wide enough for every radius of TOKEN_SHARES."""
+
+
+def has_certified_accuracy(model: nn.Module) -> bool:
+    """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or
+    the next token."""
+    return type(model).__name__.endswith(
+        ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
+    )
+
+
+def first_batches(
+    task: Task, split: Split, examples: int, batch_size: int = 32
+) -> list[dict[str, Tensor]]:
+    """Return the first ``examples`` of a split, or all of it, in batches.
+
+    Of a language model every next token is one: texts are taken until they hold so many.
+    """
+    dataset = task.dataset(split)
+    chosen, found = 0, 0
+    while chosen < len(dataset) and found < examples:
+        found += len(dataset[chosen]["input_ids"]) - 1 if task.kind == "causal_lm" else 1
+        chosen += 1
+    return [
+        task.collate([dataset[member] for member in range(start, min(start + batch_size, chosen))])
+        for start in range(0, chosen, batch_size)
+    ]
+
+
+def best_certificate(model: Any, seq_len: int) -> Certificate:
+    """Return the certificate in norm tok: on all inputs, or on a ball about the vocabulary where
+    there is none."""
+    everywhere = certify(model, seq_len=seq_len)
+    if math.isfinite(everywhere.total):
+        return everywhere
+    return certify(model, seq_len=seq_len, radius=BALL * embedding_radius(model))
+
+
+def certify_run(
+    folder: Path,
+    task: Task,
+    *,
+    examples: int = 256,
+    attack_steps: int = 20,
+    shares: Sequence[float] = TOKEN_SHARES,
+) -> CertifiedRun:
+    """Measure certified and attacked accuracy of a run on *test*, and keep it as ``certified.json``
+    in its folder.
+
+    Status: certified <= robust <= attacked, see `certified_accuracy`. The perturbation moves every
+    embedded token by up to a share of the median token norm, so that models with tokens of other
+    sizes can be compared.
+
+    Args:
+        folder: of a finished run.
+        task: of that run.
+        examples: the first so many of *test*; of a language model, next tokens.
+        attack_steps: gradient steps of the attack for each radius.
+        shares: radii in units of the median token norm, increasing.
+
+    Raises:
+        ConfigError: the run neither classifies texts or pairs nor predicts the next token, or has
+        not finished.
+
+    Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples.
+    """
+    model, _ = load_run_model(folder)
+    if not has_certified_accuracy(model):
+        raise ConfigError(
+            f"{folder}: certified accuracy is for a label of a text or a pair, or the next token of"
+            f" a text; the run holds a {type(model).__name__}"
+        )
+    batches = first_batches(task, "test", examples)
+    longest = max(
+        ids.shape[-1]
+        for batch in batches
+        for name, ids in batch.items()
+        if name.startswith("input_ids")
+    )
+    curve = certified_accuracy(
+        model,
+        batches,
+        best_certificate(model, longest),
+        radii=shares,
+        in_tokens=True,
+        attack_steps=attack_steps,
+    )
+    return keep(folder, curve, "test", shares)
+
+
+def certify_runs(
+    folders: Sequence[Path],
+    task: Task,
+    *,
+    examples: int,
+    announce: Callable[[str], None],
+    attack_steps: int = 20,
+    shares: Sequence[float] = TOKEN_SHARES,
+) -> list[CertifiedRun]:
+    """Certify every run, or read what was found before at these radii for as many examples or
+    more."""
+    found = []
+    for folder in folders:
+        known = read_certified(folder, run_date=_date(folder))
+        enough = min(examples, len(task.dataset("test")))
+        if known is None or known.examples < enough or known.shares != list(shares):
+            announce(f"certified accuracy of {folder}")
+            known = certify_run(
+                folder, task, examples=examples, attack_steps=attack_steps, shares=shares
+            )
+        found.append(known)
+    return found
+
+
+def keep(
+    folder: Path, curve: CertifiedAccuracy, split: Split, shares: Sequence[float]
+) -> CertifiedRun:
+    """Write a curve over ``shares`` of the median token norm into the folder of its run."""
+    run = CertifiedRun(
+        run_date=_date(folder),
+        split=split,
+        examples=curve.predictions or curve.examples,
+        norm=curve.norm,
+        attack=curve.attack,
+        total=curve.lipschitz if math.isfinite(curve.lipschitz) else None,
+        median_token=curve.median_token,
+        median_radius=curve.median_radius,
+        shares=list(shares),
+        certified=[row.certified for row in curve.rows],
+        attacked=[row.attacked for row in curve.rows],
+    )
+    write_certified(folder, run)
+    return run
+
+
+def _date(folder: Path) -> str:
+    result = read_result(folder)
+    if result is None:
+        raise ConfigError(
+            f"{folder}: the run has not finished (no result.json); finish it with --resume auto"
+            " first"
+        )
+    return str(result.result["date"])

@@ -1,0 +1,250 @@
+"""Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
+digests.
+
+Accelerate's ``save_state`` is not used, since it pickles the optimizer and the random states.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from wellposed.errors import CheckpointError
+from wellposed.finite_json import from_json, to_json
+from wellposed.training.folder import durable_files, manifest
+from wellposed.training.folder.tensors import (
+    decode,
+    encode,
+    load_model_tensors,
+    load_optimizer_tensors,
+    load_random_tensors,
+    model_tensors,
+    optimizer_tensors,
+    random_tensors,
+)
+from wellposed.training.loop.state import TrainerState
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer_state.json"
+NAME = re.compile(r"^checkpoint-(\d+)$")
+_MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The bytes of one checkpoint, by file name."""
+
+    step: int
+    files: Mapping[str, bytes]
+
+
+def take_snapshot(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    random_states: list[bytes],
+) -> Snapshot:
+    """Return the checkpoint of the present moment; ``random_states`` holds one entry per
+    process."""
+    files = {
+        MODEL: encode(model_tensors(model)[0]),
+        OPTIMIZER: encode(*optimizer_tensors(optimizer)),
+        STATE: to_json(state.to_dict(), indent=2),
+        **{random_name(rank): data for rank, data in enumerate(random_states)},
+    }
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        files["config.json"] = (
+            config.to_json_string().encode()
+        )  # makes the folder loadable by from_pretrained
+    return Snapshot(state.step, files)
+
+
+def join_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep
+    nothing."""
+    model_tensors(model, keep=False)
+    optimizer_tensors(optimizer, keep=False)
+
+
+def random_snapshot() -> bytes:
+    """Return the state of the random-number generators of this process."""
+    return encode(*random_tensors())
+
+
+def random_name(rank: int) -> str:
+    """Return the file name of the random states of process ``rank``."""
+    return f"random_states_{rank}.safetensors"
+
+
+def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
+    """Write ``snapshot`` as ``checkpoint-<step>``, complete or not at all.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; older checkpoints are untouched,
+        nothing is left behind.
+    """
+    folder = run_folder / f"checkpoint-{snapshot.step}"
+    # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
+    listed = {
+        "format": manifest.FORMAT,
+        "step": snapshot.step,
+        "files": manifest.describe(snapshot.files),
+    }
+    try:
+        with durable_files.replace_folder(folder) as temporary:
+            for name, data in snapshot.files.items():
+                durable_files.write_synced(temporary / name, data)
+            durable_files.write_synced(temporary / manifest.NAME, to_json(listed, indent=2))
+    except OSError as error:
+        size = sum(map(len, snapshot.files.values()))
+        older = newest_complete(run_folder)[0]
+        kept = f"{older.name} is intact" if older else "there is no earlier one"
+        raise CheckpointError(
+            f"{folder}: cannot write the checkpoint of {size / 1e6:.3g} MB:"
+            f" {error.strerror or error}; {kept}; free space on the disk, then continue with"
+            " --resume auto"
+        ) from error
+    return folder
+
+
+def verify(folder: Path) -> None:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: all missing, cut or altered files, by name.
+    """
+    _refuse(manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE)))
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint, and nothing else of it: what happened to its other files
+    does not matter.
+
+    Raises:
+        CheckpointError: the weights are missing, cut or altered, or belong to another model.
+    """
+    _refuse(manifest.problems(folder, needed=(MODEL,), only=(MODEL,)))
+    try:
+        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+    except (OSError, *_MISFITS) as error:
+        raise CheckpointError(
+            f"{folder / MODEL}: the weights do not fit this run: {error}"
+        ) from error
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(
+            "; ".join(problems)
+            + "; the checkpoint cannot be used: remove it, or continue with --resume auto, which "
+            "takes the newest complete one"
+        )
+
+
+def all_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoint folders of a run, oldest first, complete or not."""
+    found = [
+        path for path in run_folder.glob("checkpoint-*") if path.is_dir() and NAME.match(path.name)
+    ]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint folder."""
+    match = NAME.match(folder.name)
+    if match is None:
+        raise CheckpointError(
+            f"{folder}: not a checkpoint; expected a folder named checkpoint-<step>"
+        )
+    return int(match[1])
+
+
+def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that passes `verify`, and what is wrong with each newer one."""
+    damaged = []
+    for folder in reversed(all_checkpoints(run_folder)):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            damaged.append(str(error))
+        else:
+            return folder, damaged
+    return None, damaged
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rank: int | None = None,
+) -> TrainerState:
+    """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the
+    generators of ``rank``.
+
+    The generators of a process that was not there when it was written stay as they are.
+
+    Raises:
+        CheckpointError: a file cannot be read, or belongs to another model.
+    """
+    try:
+        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+        if optimizer is not None:
+            load_optimizer_tensors(optimizer, *decode((folder / OPTIMIZER).read_bytes()))
+        random_file = folder / random_name(rank or 0)
+        if rank is not None and random_file.is_file():
+            load_random_tensors(*decode(random_file.read_bytes()))
+        values = {"processes": random_count(folder), **from_json((folder / STATE).read_bytes())}
+    except CheckpointError:
+        raise
+    except (OSError, *_MISFITS) as error:
+        raise CheckpointError(f"{folder}: the checkpoint does not fit this run: {error}") from error
+    return TrainerState.from_dict(values, where=str(folder / STATE))
+
+
+def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> None:
+    """Keep the newest ``keep`` checkpoints up to ``step`` and the best one; remove the others.
+
+    Later ones than ``step`` are damaged, or of a course that was given up by resuming from an
+    earlier checkpoint.
+    """
+    folders = all_checkpoints(run_folder)
+    newest = [folder for folder in folders if step_of(folder) <= step][-keep:]
+    for folder in folders:
+        if folder not in newest and step_of(folder) != best_step:
+            # Under a temporary name first: a kill in the middle must not leave half a checkpoint
+            # under a good name.
+            doomed = folder.with_name(f"{durable_files.TEMPORARY}{folder.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def random_count(folder: Path) -> int:
+    """Return how many processes wrote a checkpoint, each of which left the state of its
+    generators."""
+    return len(list(folder.glob(random_name(0).replace("0", "*"))))
+
+
+def processes_at_start(run_folder: Path) -> int | None:
+    """Return how many processes a run began with, as its newest readable checkpoint says; None
+    before the first."""
+    for folder in reversed(all_checkpoints(run_folder)):
+        try:
+            return int(
+                json.loads((folder / STATE).read_bytes()).get("processes", random_count(folder))
+            )
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+            continue
+    return None

@@ -1,0 +1,90 @@
+"""``metrics.jsonl``: one row per line, appended; cut back to the rows of the checkpoint on
+resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
+from wellposed.regular_file import read_bytes
+from wellposed.training.folder import durable_files
+
+NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """The rows of a run so far. Opening it with ``rows=n`` removes every row after the first n, and
+    half a line.
+
+    Only one process of a run writes; on the others (``enabled=False``) rows are counted alone.
+    """
+
+    def __init__(self, run_folder: Path, *, rows: int = 0, enabled: bool = True) -> None:
+        self.path = run_folder / NAME
+        self.rows = _truncate(self.path, rows) if enabled else rows
+        self._file = self.path.open("ab") if enabled else None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row; it is visible to readers at once.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
+        """
+        try:
+            if self._file is not None:
+                self._file.write(to_json(row))
+                self._file.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot add a row: {error.strerror or error}; checkpoints are intact;"
+                " free space on the disk, then continue with --resume auto"
+            ) from error
+        self.rows += 1
+
+    def sync(self) -> int:
+        """Wait until every row is on the disk and return their number; a checkpoint counts no row a
+        crash can lose."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        return self.rows
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of ``metrics.jsonl``."""
+    path = run_folder / NAME
+    return [json.loads(line) for line in _complete_lines(path)]
+
+
+def _truncate(path: Path, rows: int) -> int:
+    lines = _complete_lines(path)[:rows]
+    if len(lines) < rows:
+        raise CheckpointError(
+            f"{path}: {len(lines)} complete rows, but the checkpoint was written after {rows};"
+            " restore the file, or train in another folder"
+        )
+    if path.exists():
+        durable_files.replace_file(path, b"".join(lines))
+    return len(lines)
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    return [line for line in read_bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]

@@ -1,0 +1,166 @@
+"""The model card of ``final/``: what was trained on what, how good it is, how to load it, and how
+to make it again."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wellposed.config_record import recorded
+from wellposed.errors import WellposedError
+from wellposed.training.config import RunConfig
+from wellposed.training.folder.remote_code import is_ours
+from wellposed.training.loop.evaluate import Evaluation
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+HEADER = """---
+library_name: transformers
+tags:
+- wellposed
+---
+"""
+WITH_OUR_CLASSES = """import wellposed.models
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+AS_IT_IS = WITH_OUR_CLASSES.removeprefix("import wellposed.models\n")
+WITH_OUR_LOADER = """from transformers import AutoTokenizer
+from wellposed.models import load_saved_model
+
+model = load_saved_model("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+NOTE_ON_CLASSES = (
+    "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed:"
+    " `modeling_wellposed.py` imports the classes. Tokens alone need neither:"
+    ' `PreTrainedTokenizerFast.from_pretrained("FOLDER")` of transformers reads them, where'
+    " `AutoTokenizer` would first ask about the classes of the model."
+)
+NOTE_ON_LOADER = (
+    "**A plain `from_pretrained` gives another model**, without a warning: {lost}. `config.json`"
+    " notes the change under `wellposed`, and the loader above makes it again."
+)
+
+
+def model_card(
+    config: RunConfig,
+    model: nn.Module,
+    task: Task,
+    evaluations: Mapping[str, Evaluation],
+    command: Sequence[str] | None,
+) -> str:
+    """Return ``README.md``, with names in the place of paths of this machine; the licence is for
+    the user to add."""
+    facts = {
+        "task": config.task,
+        "data": ", ".join(_data_names(config, task)),
+        "started from": f"`{_name(config.start.model)}`" if config.start.model else "",
+        "variant": f"`{config.variant}`",
+        "seed": str(config.train.seed),
+        "certificate": _certificate(model),
+    }
+    parts = [
+        f"{HEADER}# {config.task}, {config.variant}",
+        "\n".join(f"- {name}: {value}" for name, value in facts.items() if value),
+        _results(task, evaluations),
+        *_loading(model),
+    ]
+    if command:
+        parts += ["## How it was made", f"```\n{shlex.join(_word(word) for word in command)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
+    rows = ["| split | examples | metric | value |", "|---|---|---|---|"]
+    for split, evaluation in evaluations.items():
+        first = [
+            name for name in (task.report_headline, task.headline) if name in evaluation.metrics
+        ]
+        rows += [
+            f"| {split} | {evaluation.examples} | {name} | {evaluation.metrics[name]:.6g} |"
+            for name in dict.fromkeys([*first, *sorted(evaluation.metrics)])
+        ]
+    return "\n".join(rows)
+
+
+def _loading(model: nn.Module) -> list[str]:
+    if not hasattr(model, "save_pretrained"):
+        return []
+    from wellposed.models import auto_class, reads_images
+
+    changes = recorded(getattr(model, "config", None))
+    if changes:
+        code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=" and ".join(_lost(changes)))
+    else:
+        code, note = (WITH_OUR_CLASSES, NOTE_ON_CLASSES) if is_ours(model) else (AS_IT_IS, "")
+    if reads_images(model):
+        code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
+    auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
+    lines = [
+        "## How to load it",
+        f"```python\n{code.format(auto=auto)}\n```",
+        note.format(auto=auto),
+    ]
+    return [line for line in lines if line]
+
+
+def _lost(changes: Mapping[str, Any]) -> Iterator[str]:
+    if changes.get("removed_norms"):
+        yield f"it puts back {len(changes['removed_norms'])} LayerNorms, with fresh weights"
+    if changes.get("attention"):
+        yield f"its attention is by dot products in the place of `{changes['attention']}`"
+
+
+def _certificate(model: Any) -> str:
+    """Return the Lipschitz bound of a model of this package, where it has one at every length it
+    takes."""
+    if not is_ours(model):
+        return ""
+    from wellposed.certification import certify
+
+    try:
+        positions = model.config.max_position_embeddings
+        bound = certify(model.eval(), seq_len=positions, norm="tok", cross_check=False).total
+    except (WellposedError, AttributeError):
+        return ""
+    if math.isinf(bound):
+        return ""
+    return f"Lipschitz bound {bound:.4g} in the largest 2-norm of a token, up to {positions} tokens"
+
+
+def _data_names(config: RunConfig, task: Task) -> list[str]:
+    named = config.task_options.get("data")
+    files = [Path(path).name for path in _paths(task.description())]
+    return list(dict.fromkeys([*([_name(str(named))] if named else []), *files]))
+
+
+def _paths(described: Any) -> Iterator[str]:
+    """Yield every ``path`` in the nested description of the data."""
+    if isinstance(described, Mapping):
+        for name, value in described.items():
+            if name == "path" and isinstance(value, str):
+                yield value
+            else:
+                yield from _paths(value)
+
+
+def _word(word: str) -> str:
+    option, equals, value = word.partition("=")
+    return f"{option}={_name(value)}" if equals else _name(word)
+
+
+def _name(text: str) -> str:
+    """Return ``text``, and of a path of this machine its last part."""
+    return (
+        Path(text).name
+        if Path(text).is_absolute() or (os.sep in text and Path(text).exists())
+        else text
+    )

@@ -1,0 +1,195 @@
+"""``result.json``: what a run reached, with everything needed to trust and repeat it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from wellposed.errors import CheckpointError
+from wellposed.finite_json import from_json, to_json
+from wellposed.training.config import RunConfig
+from wellposed.training.folder import durable_files, manifest
+from wellposed.training.folder.run_folder import RESULT, now
+from wellposed.training.loop.divergence import Divergence
+from wellposed.training.loop.evaluate import Evaluation
+from wellposed.training.loop.state import TrainerState
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+SCHEMA_VERSION = 1
+Status = Literal["success", "cancelled", "failed"]
+EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "cancelled": 130}
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: ``status`` success | cancelled | failed, its folder, the content of
+    ``result.json``, a message.
+
+    >>> RunResult(status="cancelled", out=Path("runs/a")).exit_code
+    130
+    """
+
+    status: Status
+    out: Path
+    result: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status of a command: 0 success, 1 failed, 130 cancelled."""
+        return EXIT_CODES[self.status]
+
+
+def result_schema() -> dict[str, Any]:
+    """Return the JSON schema of ``result.json``."""
+    return json.loads(
+        files("wellposed.training").joinpath("result.schema.json").read_text(encoding="utf-8")
+    )
+
+
+def read_result(run_folder: Path) -> RunResult | None:
+    """Return what ``result.json`` of a run says, or None where the run has not ended yet.
+
+    Raises:
+        CheckpointError: the file is not what this version writes.
+    """
+    path = run_folder / RESULT
+    if not path.is_file():
+        return None
+    manifest.verify_run_file(path)
+    try:
+        values = from_json(path.read_bytes())
+        info, metrics = values["train_info"], values["results"][values["task"]]
+        numbers = [
+            *(value for value in metrics.values() if value is not None),
+            values["config"]["train"]["steps"],
+        ]
+        if info["status"] not in EXIT_CODES or not all(
+            isinstance(value, int | float) for value in numbers
+        ):
+            raise TypeError("a value of another type")
+        return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: not a result of wellposed ({error}); remove it and resume the run"
+        ) from error
+
+
+def write_result(result: RunResult) -> RunResult:
+    """Write the manifest of the run's records and last, in one step, ``result.json``: with it the
+    run has ended."""
+    path, data = result.out / RESULT, to_json(result.result, indent=2)
+    path.unlink(
+        missing_ok=True
+    )  # that of an earlier end would not be what the new manifest describes
+    manifest.write(result.out, manifest.RECORDS, coming={RESULT: data})
+    durable_files.replace_file(path, data)
+    return result
+
+
+def describe_result(
+    *,
+    status: Status,
+    config: RunConfig,
+    task: Task,
+    state: TrainerState,
+    evaluations: Mapping[str, Evaluation],
+    environment: Mapping[str, Any],
+    parameters: int,
+    message: str = "",
+    divergence: Divergence | None = None,
+) -> dict[str, Any]:
+    """Return the content of ``result.json``; keys that lm-eval also has carry its names."""
+    results = {
+        f"{metric},{split}": value
+        for split, evaluation in evaluations.items()
+        for metric, value in evaluation.metrics.items()
+    }
+    metrics = {
+        task.headline,
+        "loss",
+        *(metric for evaluation in evaluations.values() for metric in evaluation.metrics),
+    }
+    values: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "task": config.task,
+        "variant": config.variant,
+        "seed": config.train.seed,
+        "results": {config.task: results},
+        "headline": _report_headline(task, metrics),
+        "higher_is_better": _directions(task, metrics),
+        "reference": task.reference(),
+        "n-samples": {
+            config.task: {split: evaluation.examples for split, evaluation in evaluations.items()}
+        },
+        "config": config.to_dict(),
+        "versions": environment["packages"],
+        "git_hash": environment["git_hash"],
+        "date": now(),
+        "command": environment["command"],
+        "train_info": {
+            "status": status,
+            "steps": state.step,
+            "best_step": state.best_step,
+            "seconds": state.seconds,
+            "tokens": state.tokens,
+            "tokens_per_second": state.tokens / state.train_seconds
+            if state.train_seconds
+            else None,
+            "parameters": parameters,
+            "peak_memory_bytes": peak_memory_bytes(),
+        },
+        "data": task.description(),
+    }
+    for evaluation in evaluations.values():
+        values |= evaluation.notes
+    if message:
+        values["train_info"]["reason"] = message
+    if divergence is not None:
+        values["failure"] = {
+            "step": divergence.step,
+            "learning_rate": divergence.learning_rate,
+            "what": divergence.what,
+            "layer": divergence.blame.layer,
+            "reason": divergence.blame.reason,
+        }
+    return values
+
+
+def _report_headline(task: Task, metrics: Collection[str]) -> str:
+    """Return the metric a report shows first: of generated text, where the run got so far, else
+    what chose weights."""
+    wanted = task.report_headline or task.headline
+    return wanted if wanted in metrics else task.headline
+
+
+def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
+    """Return for each metric whether higher is better: as for the task's headline; always for
+    generated text."""
+    plain = task.headline if task.report_headline else None
+    return {
+        metric: metric != "loss" and (task.higher_is_better if plain in (None, metric) else True)
+        for metric in sorted(metrics)
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory of this process so far: of the GPU where there is one, else resident
+    memory."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

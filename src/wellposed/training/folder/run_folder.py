@@ -1,0 +1,311 @@
+"""The folder of a run: its configuration, its environment, and whether it may be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import CheckpointError, ConfigError, listed
+from wellposed.finite_json import to_json
+from wellposed.plugins import import_again
+from wellposed.training.config import RunConfig, config_difference, read_toml
+from wellposed.training.folder import checkpoints, durable_files
+from wellposed.training.folder import lock as folder_lock
+from wellposed.training.loop.schedules import learning_rate
+from wellposed.training.ranges import DECAYS_TO_ZERO
+from wellposed.version import __version__
+
+CONFIG = "config.toml"
+ENVIRONMENT = "env.json"
+RESULT = "result.json"
+PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
+"""What may change when a run is resumed: where it computes, where its batches are made, who holds
+its weights."""
+LENGTH = ("train.steps:", "train.epochs:")
+"""What may grow when a run is trained longer."""
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
+
+
+def read_config(run_folder: Path) -> RunConfig:
+    """Return the configuration a run was started with.
+
+    Raises:
+        ConfigError: there is no ``config.toml``, or it cannot be read (all problems named).
+    """
+    return RunConfig.from_dict(_read_values(run_folder), where=str(run_folder / CONFIG))
+
+
+def import_recorded(run_folder: Path) -> None:
+    """Import the Python files that a run was made with, see `wellposed.plugins.import_again`; most
+    have none.
+
+    Raises:
+        ConfigError: there is no ``config.toml``, it cannot be read, or a file may not be imported.
+    """
+    files = _read_values(run_folder).get("imports", {})
+    if not isinstance(files, Mapping):
+        raise ConfigError(
+            f"{run_folder / CONFIG}: imports = {files!r}, expected a table of files and SHA-256"
+        )
+    import_again(files, where=str(run_folder))
+
+
+def _read_values(run_folder: Path) -> dict[str, Any]:
+    path = run_folder / CONFIG
+    if not path.exists():
+        raise ConfigError(f"{run_folder}: not a run folder (no {CONFIG})")
+    return read_toml(path)
+
+
+def write_config(run_folder: Path, config: RunConfig) -> None:
+    """Write ``config`` as ``config.toml``."""
+    import tomli_w
+
+    try:
+        data = tomli_w.dumps(config.to_dict()).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no"
+            " text, so it cannot be recorded; rename the file or folder"
+        ) from error
+    durable_files.replace_file(run_folder / CONFIG, data)
+
+
+def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:
+    """Refuse a run folder that cannot be used, before any work is done; nothing is written.
+
+    Args:
+        out: the run folder.
+        config: the configuration of this start.
+        resume: ``"never"``, ``"auto"`` or the path of a checkpoint in ``out``.
+        longer: more steps or epochs than before are no other configuration.
+
+    Raises:
+        ConfigError: ``out`` is in use without resume, is not a run folder, was made by another
+            configuration (every differing field is listed), or ``resume`` names a checkpoint of
+            another run or none at all.
+    """
+    if out.is_file():
+        raise ConfigError(
+            f"{out}: there is a file of that name, expected a folder; name another --out"
+        )
+    if _is_used(out) and resume == "never":
+        raise ConfigError(
+            f"{out}: already holds files; name another --out, or continue the run in it with"
+            " --resume auto"
+        )
+    if resume not in ("never", "auto") and not checkpoints.NAME.match(Path(resume).name):
+        raise ConfigError(
+            f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out) or"
+            f" the folder of a checkpoint, {out / 'checkpoint-STEP'}"
+        )
+    if resume not in ("never", "auto") and Path(resume).resolve().parent != out.resolve():
+        raise ConfigError(
+            f"--resume {resume}: not a checkpoint of {out}; a run continues in its own folder, "
+            f"so give --out {Path(resume).parent}"
+        )
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
+        raise ConfigError(f"--resume {resume}: no such checkpoint; in {out} there are: {there}")
+    if not _is_used(out):
+        return
+    if not (out / CONFIG).is_file():
+        raise ConfigError(
+            f"{out}: holds files but no {CONFIG}, so it is not a run to resume; name another --out"
+        )
+    begun = read_config(out)
+    difference = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
+    grows = longer and config.train.steps > begun.train.steps
+    if any(not (grows and line.startswith(LENGTH)) for line in difference):
+        shorter = (
+            "; a run can be trained longer, never shorter"
+            if config.train.steps < begun.train.steps
+            else ""
+        )
+        raise ConfigError(
+            f"{out}: the run was started with another configuration:\n{listed(difference)}\n"
+            f"resume with the same options, or train in another folder{shorter}"
+        )
+
+
+def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
+    """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what
+    to tell the user.
+
+    A run that is trained longer has no result until it ends again; its ``final/`` stays until then.
+
+    Raises:
+        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+    """
+    if not _is_used(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(out, config)
+        return None, []
+    durable_files.remove_litter(out)
+    checkpoint, notes = find_checkpoint(out, resume)
+    begun = read_config(out)
+    if config.train.steps > begun.train.steps:
+        (out / RESULT).unlink(
+            missing_ok=True
+        )  # before the configuration: a kill between must not leave both
+        notes.append(_longer(begun, config, checkpoints.step_of(checkpoint) if checkpoint else 0))
+    if config != begun:
+        write_config(out, config)
+    return checkpoint, notes
+
+
+def _longer(begun: RunConfig, config: RunConfig, step: int) -> str:
+    name, width = config.train.schedule, config.model.hidden_size
+    note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
+    if name not in DECAYS_TO_ZERO:
+        return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
+    before, after = (
+        learning_rate(max(1, step), train, width) for train in (begun.train, config.train)
+    )
+    return (
+        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from"
+        f" {before:.3g} to {after:.3g}, so this is not the run that {config.train.steps} steps from"
+        " the start would have been"
+    )
+
+
+def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """Return the verified checkpoint that ``resume`` means, and what to tell the user; nothing is
+    written.
+
+    Raises:
+        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+    """
+    if resume == "never":
+        return None, []
+    if resume != "auto":
+        checkpoint = Path(resume)
+        checkpoints.step_of(checkpoint)
+        checkpoints.verify(checkpoint)
+        return checkpoint, [f"resuming from {checkpoint}"]
+    checkpoint, damaged = checkpoints.newest_complete(out)
+    if checkpoint is None and damaged:
+        raise CheckpointError(f"{out}: no checkpoint can be used:\n" + listed(damaged))
+    notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
+    notes.append(
+        f"resuming from {checkpoint}"
+        if checkpoint
+        else f"{out}: no checkpoint yet; starting from step 0"
+    )
+    return checkpoint, notes
+
+
+def _is_used(out: Path) -> bool:
+    if not out.is_dir():
+        return out.exists()
+    return any(
+        not durable_files.is_litter(path) and path.name != folder_lock.NAME
+        for path in out.iterdir()
+    )
+
+
+def environment(command: Sequence[str] | None) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run: versions, hardware, threads, source and the
+    exact command."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": now(),
+        "command": list(command) if command is not None else list(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "git_hash": git_hash(),
+    }
+
+
+def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> None:
+    """Append this start to ``env.json``; a resumed run has one entry per start.
+
+    Raises:
+        CheckpointError: the file of earlier starts is damaged.
+    """
+    starts = read_environment(run_folder).get("starts", [])
+    entry = {"from_step": step, "date": values["date"], "command": values["command"]}
+    durable_files.replace_file(
+        run_folder / ENVIRONMENT, to_json({**values, "starts": [*starts, entry]}, indent=2)
+    )
+
+
+def read_environment(run_folder: Path) -> dict[str, Any]:
+    """Return the content of ``env.json``, empty where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = run_folder / ENVIRONMENT
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+        return {**values, "starts": list(values.get("starts", []))}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore"
+            " or remove it, then continue with --resume auto"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Return the installed version of every package that can change a result."""
+    found = {"python": platform.python_version(), "wellposed": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_hash() -> str | None:
+    """Return the commit of the wellposed source in use, or None where it is not a checkout."""
+    here = Path(__file__)
+    tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
+    return _git(here.parent, "rev-parse", "HEAD") if tracked else None
+
+
+def now() -> str:
+    """Return the present time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,148 @@
+"""What a run leaves for other programs: the final model, its measurements, and the way back from a
+run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wellposed.errors import CheckpointError, RoleNotFoundError
+from wellposed.training.folder import checkpoints, durable_files, manifest
+from wellposed.training.folder.remote_code import name_our_classes
+from wellposed.training.folder.run_folder import import_recorded, read_config
+from wellposed.training.folder.tensors import encode, model_tensors
+from wellposed.training.loop.build import build_run_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from wellposed.tasks import Task
+
+FINAL = "final"
+CARD = "README.md"
+
+
+def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Path:
+    """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by
+    ``from_pretrained``.
+
+    A model of images is saved with its image processor. The card is not in the manifest: its
+    readers may add to it.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    folder = run_folder / FINAL
+    try:
+        with durable_files.replace_folder(folder) as temporary:
+            _save_into(temporary, model, task)
+            for path in temporary.iterdir():
+                durable_files.sync_file(path)
+            manifest.write(temporary, [path.name for path in temporary.iterdir()])
+            durable_files.write_synced(temporary / CARD, card.encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are"
+            " intact; free space on the disk, then continue with --resume auto"
+        ) from error
+    return folder
+
+
+def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        durable_files.write_synced(folder / checkpoints.MODEL, encode(model_tensors(model)[0]))
+        return
+    from safetensors import SafetensorError
+
+    from wellposed.models import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            save(folder)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    name_our_classes(folder, model)
+    task.processor.save_pretrained(folder)
+    readable = (folder / "config.json").stat().st_mode
+    for path in folder.glob("*.safetensors"):
+        path.chmod(readable)  # safetensors writes files that other users cannot read
+
+
+def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | None:
+    """Write the condition of every weight of ``model`` to ``path``; return why not, where the model
+    has no roles."""
+    from wellposed.measurement import measure
+
+    try:
+        found = measure(model)
+    except RoleNotFoundError as error:
+        return f"no {path.name}: {error}"
+    if write:
+        with durable_files.replace_files(path.parent) as there:
+            found.to_json(there / path.name)
+    return None
+
+
+def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and
+    its tokenizer.
+
+    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the
+    best checkpoint is taken, else the newest complete one, and the tokenizer is built from the data
+    again. A model of images comes with its image processor in the place of the tokenizer.
+
+    Args:
+        run_dir: a run folder.
+
+    Returns:
+        ``(model, tokenizer)``.
+
+    Raises:
+        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
+        user's list.
+        CheckpointError: no complete checkpoint, or files that do not load.
+        DataError: an unfinished run whose data is gone.
+
+    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
+    ``from_pretrained``.
+
+    >>> load_run_model("no/such/run")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml)
+    """
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    import_recorded(run_dir)
+    final = run_dir / FINAL
+    if final.is_dir():
+        return _load_final(final)
+    from wellposed.tasks import build_task
+
+    newest, damaged = checkpoints.newest_complete(run_dir)
+    if newest is None:
+        raise CheckpointError(
+            f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
+            + "".join(f"\n  {problem}" for problem in damaged)
+        )
+    task = build_task(config.task, config.task_options)
+    model: Any = build_run_model(config, task)
+    state = checkpoints.load_checkpoint(newest, model)
+    if state.best_step not in (None, state.step):
+        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
+    return model.eval(), task.processor
+
+
+def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    from wellposed.models import load_pretrained, load_saved_model, reads_images
+
+    manifest.verify_final(final)
+    model = load_saved_model(final)
+    return model, load_pretrained(
+        AutoImageProcessor if reads_images(model) else AutoTokenizer, final
+    )

@@ -1,0 +1,178 @@
+"""The stream of micro-batches of a run, a function of task, batch size and seed alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks.kinds.objectives import IGNORED_LABEL, TARGETS
+from wellposed.training.loop.loading import Batch, collated
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
+TOKEN_TYPES = "token_type_ids"
+
+
+class MicroBatches:
+    """Endless micro-batches of the train split: epoch after epoch, each in the order that
+    ``task.batches`` gives.
+
+    The stream depends on ``(task, batch_size, seed)`` and on nothing of the model, so that every
+    variant of a seed sees the same batches in the same order. The position ``(epoch, index)`` is
+    all the state there is. With several processes, process r of W takes the micro-batches r, r + W,
+    ...
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batch_size: int,
+        seed: int,
+        *,
+        epoch: int = 0,
+        index: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+    ) -> None:
+        self._task = task
+        self._batch_size = batch_size
+        self._seed = seed
+        self._rank, self._world = rank, world
+        self.epoch, self.index = epoch, index
+        self._ahead: deque[tuple[int, int]] = deque()
+        members = self._members(self._order(epoch), epoch, index)
+        self._batches = collated(task, "train", members, workers=workers)
+
+    def take(self, count: int) -> list[Batch]:
+        """Return the next ``count`` micro-batches of this process and step over those of the
+        others."""
+        mine = []
+        for _ in range(count):
+            mine.append(next(self._batches))
+            self.epoch, self.index = self._ahead.popleft()
+        return mine
+
+    def close(self) -> None:
+        """End the worker processes; nothing can be taken any more."""
+        self._batches = iter(())
+
+    def _members(self, order: list[list[int]], epoch: int, index: int) -> Iterator[Sequence[int]]:
+        """Yield the examples of each micro-batch of this process, and note the position after those
+        of all."""
+        while True:
+            mine: Sequence[int] = ()
+            for process in range(self._world):
+                if index >= len(order):
+                    epoch, index = epoch + 1, 0
+                    order = self._order(epoch)
+                if process == self._rank:
+                    mine = order[index]
+                index += 1
+            self._ahead.append((epoch, index))
+            yield mine
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        order = self._task.batches("train", self._batch_size, seed=self._seed, epoch=epoch)
+        if not order:
+            raise DataError(
+                f"{self._task.name}: the train split has {len(self._task.dataset('train'))}"
+                f" examples and gives no batch of {self._batch_size}; use more data or a smaller"
+                " batch_size"
+            )
+        return order
+
+
+def micro_batches_of_process(accumulation: int, *, begun_with: int, processes: int) -> int:
+    """Return how many micro-batches each process takes in a step that sees as many as when the run
+    began.
+
+    Raises:
+        ConfigError: they cannot be shared out evenly.
+    """
+    total = accumulation * begun_with
+    if total % processes:
+        raise ConfigError(
+            f"the run was begun by {begun_with} processes with gradient_accumulation"
+            f" {accumulation}, so a step takes {total} micro-batches, which {processes} processes"
+            f" cannot share evenly; continue with a number of processes that divides {total}"
+        )
+    return total // processes
+
+
+def token_count(batch: Batch) -> int:
+    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of
+    targets as well.
+
+    An image counts as one.
+    """
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        count = int(mask.sum())
+    else:
+        count = batch["input_ids"].numel() if "input_ids" in batch else sequence_count(batch)
+    if "attention_mask_pair" in batch:
+        count += int(batch["attention_mask_pair"].sum())
+    if "decoder_input_ids" in batch:
+        count += int((batch["labels"] != IGNORED_LABEL).sum())
+    return count
+
+
+def check_target_count(task: Task, counted: int, summed: float) -> None:
+    """Refuse a task whose loss sums over another number of targets than its labels say."""
+    if counted != int(summed):
+        raise ConfigError(
+            f"task {task.name!r}: loss_sum reports {int(summed)} targets, but the labels hold"
+            f" {counted}; define target_count(batch) on the task so that gradient accumulation"
+            " stays exact"
+        )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return ``batch`` on ``device``."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def sequence_count(batch: Batch) -> int:
+    """Return how many sequences ``batch`` holds: the rows of its first tensor."""
+    return len(next(iter(batch.values())))
+
+
+def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
+    """Return what of ``batch`` a model reads: all but the targets, and token types only where it
+    has them."""
+    inputs = {name: value for name, value in batch.items() if name not in TARGETS}
+    if TOKEN_TYPES in inputs and not takes_token_types(getattr(model, "module", model)):
+        del inputs[TOKEN_TYPES]
+    return inputs
+
+
+def takes_token_types(model: torch.nn.Module) -> bool:
+    """Return whether ``model`` reads the number of the text that each token is of."""
+    kinds = getattr(getattr(model, "config", None), "type_vocab_size", 2)
+    return kinds > 1 and TOKEN_TYPES in inspect.signature(model.forward).parameters
+
+
+def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the logits of ``model`` on everything in ``batch`` but the labels."""
+    return forward_with_auxiliary(model, batch)[0]
+
+
+def forward_with_auxiliary(
+    model: torch.nn.Module, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits of ``model``, and a loss of its own where it has one: a mean over the
+    sequences of ``batch``.
+
+    It is read from ``output.auxiliary_loss``.
+    """
+    output: Any = model(**model_inputs(model, batch))
+    if isinstance(output, torch.Tensor):
+        return output, None
+    return output.logits, getattr(output, "auxiliary_loss", None)

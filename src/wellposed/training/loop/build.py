@@ -1,0 +1,228 @@
+"""From a `RunConfig` to the objects of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
+from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, StartOptions
+from wellposed.training.loop.batches import forward, model_inputs
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel
+
+    from wellposed.constrain import Constraint
+    from wellposed.models import Start
+    from wellposed.tasks import Task
+
+MEASURED_IMAGES = 32
+"""Train images that the norm of embedded patches is measured on."""
+ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
+
+
+def build_run_model(config: RunConfig, task: Task) -> nn.Module:
+    """Return the model that ``config.start`` or ``config.model`` describes, made for the data of
+    ``task``.
+
+    Raises:
+        ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad
+        combination.
+    """
+    return build_start(config, task).model
+
+
+def build_start(config: RunConfig, task: Task) -> Start:
+    """Return the model of `build_run_model`, and which of its weights were read where it starts
+    from a model.
+
+    Raises:
+        ConfigError: as `build_run_model`; a model without a head for the task, or whose attention
+        cannot be replaced.
+        CheckpointError: it cannot be loaded.
+        RoleNotFoundError: T-Fixup has no rule for one of its weights.
+    """
+    from wellposed.models import Start, build_model, model_keywords, start_model
+
+    options = config.start
+    if not options.model:
+        given = {**model_keywords(config.model), **task.model_kwargs()}
+        return Start(build_model(config.model.architecture, task.kind, **given), (), ())
+    _refuse_other_tokens(options, task)
+    start = start_model(
+        options.model,
+        task.kind,
+        task.model_kwargs(),
+        from_scratch=options.from_scratch,
+        new_head=options.new_head,
+    )
+    if task.kind == "image_classification":
+        _try_image(start.model, task, options.model)
+    if options.init == "t_fixup":
+        _draw_t_fixup(start.model, task)
+    if options.attention != "own":
+        from wellposed.integrations import set_attention_
+
+        set_attention_(start.model, f"wellposed_{options.attention}")
+    return start
+
+
+def _draw_t_fixup(model: PreTrainedModel, task: Task) -> None:
+    """Give ``model`` T-Fixup's weights; of images, patches stay embedded as drawn and the rule
+    reads their norm."""
+    from wellposed.initialize import t_fixup_
+
+    if task.kind != "image_classification":
+        t_fixup_(model)
+        return
+    try:
+        patches = model.get_input_embeddings()
+    except NotImplementedError:
+        raise ConfigError(
+            f"{type(model).__name__}: does not say what embeds its patches, which T-Fixup has to"
+            " leave as they are; train it with its norms, as another variant"
+        ) from None
+    path = next(path for path, module in model.named_modules() if module is patches)
+    leave = f"{path.rpartition('.')[0]}.*"
+    dataset = task.dataset("train")
+    batch = model_inputs(
+        model, task.collate([dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))])
+    )
+    entering = t_fixup_(model, leave=leave, batch=batch, dry_run=True).entering
+    t_fixup_(model, leave=leave, input_scale=max(entering.values()))
+
+
+def _try_image(model: nn.Module, task: Task, source: str) -> None:
+    """Run ``model`` on one image: what sizes and channels it takes is known to its forward pass
+    alone."""
+    batch = task.collate([task.dataset("train")[0]])
+    try:
+        with torch.no_grad():
+            forward(model.eval(), batch)
+    except (ValueError, RuntimeError) as error:
+        shape = tuple(batch["pixel_values"].shape[1:])
+        raise ConfigError(
+            f"{source}: the model cannot read images of shape {shape} (channels, height, width):"
+            f" {error}; give the processor that was saved with it (--processor hf:FOLDER), or"
+            " --processor config:FOLDER for its size"
+        ) from error
+    model.train()
+
+
+def _refuse_other_tokens(options: StartOptions, task: Task) -> None:
+    """Refuse pretrained weights whose tokens are not those of the data; where no tokenizer was
+    saved nobody knows."""
+    from transformers import AutoTokenizer
+
+    from wellposed.models import load_pretrained
+
+    if options.from_scratch or Path(options.model).is_file() or task.kind == "image_classification":
+        return
+    try:
+        saved = load_pretrained(AutoTokenizer, options.model).get_vocab()
+    except CheckpointError:
+        return
+    used = task.tokenizer.get_vocab()
+    if any(used.get(token) != number for token, number in saved.items()):
+        raise ConfigError(
+            f"{options.model}: its weights are those of its own tokens, and the data of {task.name}"
+            " is read as others; take a task that reads the model's tokenizer, with no other"
+            " --tokenizer, or give --from-scratch"
+        )
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Let ``model`` recompute its activations in the backward pass.
+
+    Raises:
+        ConfigError: its architecture cannot.
+    """
+    older_name = getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", older_name)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise ConfigError(
+            f"train.gradient_checkpointing: {type(model).__name__} cannot recompute its"
+            " activations; leave the option out, and lower --batch-size with a higher"
+            " --gradient-accumulation to save memory"
+        )
+    enable({"use_reentrant": False})
+
+
+def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
+    """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None when all
+    strengths are zero.
+
+    ``every`` is left to the loop, which counts optimizer steps where the penalty would count
+    micro-batches.
+
+    Raises:
+        RoleNotFoundError: the model has no weight in a role that the penalty names.
+    """
+    if not options.active:
+        return None
+    from wellposed.penalize import OrthogonalityPenalty
+
+    keywords = {**dataclasses.asdict(options), "every": 1}
+    feedforward_form = keywords.pop("feedforward_form")
+    if feedforward_form != "same":
+        others = dict.fromkeys(("attention", "query", "key", "value", "embedding"), options.form)
+        keywords["form"] = {**others, "feedforward": feedforward_form}
+    return OrthogonalityPenalty(model, **keywords)
+
+
+def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of ``model`` that ``options`` names, for an optimizer that must not decay
+    them.
+
+    Raises:
+        ConfigError: a pattern that matches nothing; near names are listed.
+    """
+    if not options.where:
+        return []
+    from wellposed.constrain import select_weights
+
+    try:
+        found = select_weights(model, options.patterns)
+    except RoleNotFoundError as error:
+        raise _unusable(options, error) from error
+    return [candidate.parameter for candidate in found if candidate.parameter is not None]
+
+
+def build_constraint(
+    options: ConstrainOptions, model: nn.Module, optimizer: Optimizer
+) -> Constraint | None:
+    """Return the handle that holds the weights of ``options`` in their set, or None where it names
+    none.
+
+    Everything that a resumed run needs is in the weights and in the state of the optimizer.
+
+    Raises:
+        ConfigError: weights that cannot be held, each with the reason.
+    """
+    if not options.where:
+        return None
+    from wellposed.constrain import constrain_
+
+    try:
+        return constrain_(
+            model,
+            optimizer,
+            options.patterns,
+            to=options.to,
+            bound=options.bound,
+            embeddings=options.embeddings,
+        )
+    except ShapeError as error:
+        raise _unusable(options, error) from error
+
+
+def _unusable(options: ConstrainOptions, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"constrain.where = {options.where!r} cannot be used for this model: {error}"
+    )

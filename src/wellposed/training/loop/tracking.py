@@ -1,0 +1,211 @@
+"""What a run writes, sent on while it trains to trackers of Accelerate: TensorBoard, Trackio,
+Weights & Biases, ..."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from wellposed.errors import ConfigError, unknown_name
+from wellposed.finite_json import to_json
+from wellposed.options import flat_options
+from wellposed.training.folder import durable_files
+
+logger = logging.getLogger("wellposed.training")
+
+NAME = "trackers.json"
+PROJECT = "wellposed"
+Images = Mapping[str, Any]
+"""Name -> pixels, (height, width, 3), uint8."""
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where runs are reported to while they train: names of trackers, and what draws the figures of
+    a finished run."""
+
+    names: tuple[str, ...] = ()
+    figures: Callable[[Path], Images] | None = None
+
+
+NOT_TRACKED = Tracking()
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Refuse a tracker that Accelerate does not know, or whose package is not installed.
+
+    Raises:
+        ConfigError: such a name.
+    """
+    if not (names := tuple(names)):
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
+
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise unknown_name("tracker", name, LOGGER_TYPE_TO_CLASS)
+        if name in LoggerType.list() and name not in map(str, get_available_trackers()):
+            package = name.replace("_", "-")
+            raise ConfigError(
+                f"--track {name} needs the package {package!r}, which is not installed; nothing was"
+                f" trained; run: pip install {package}"
+            )
+
+
+class Trackers:
+    """The open records of one run, one for each tracker; closed at the end of a ``with``.
+
+    A tracker that raises never ends the run: its first error is told at once, how often it failed
+    at the end, and the files of the run hold everything. A folder that was tracked before continues
+    its records in TensorBoard, Trackio and Weights & Biases; other trackers begin a new one.
+
+    Args:
+        tracking: names as `check_trackers` accepts them.
+        folder: of the run; it keeps the identity of its records.
+        title: of the records.
+        config: nested plain values.
+        step: the step this start begins at.
+        warn: called with each problem.
+    """
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        folder: Path,
+        *,
+        title: str,
+        config: Mapping[str, Any],
+        step: int = 0,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._folder, self._figures, self._warn, self._step = folder, tracking.figures, warn, step
+        self._lost: Counter[str] = Counter()
+        self._open: dict[str, Any] = {}
+        if not tracking.names:
+            return
+        identity, begun = _identity(folder, tracking.names)
+        plain = flat_options(config)
+
+        def start(name: str) -> None:
+            tracker = _build(name, folder, title=title, identity=identity, step=step)
+            tracker.start()
+            self._open[name] = tracker
+            if not (
+                name == "tensorboard" and name in begun
+            ):  # which would make a second record of it
+                tracker.store_init_configuration(plain)
+
+        self._each(dict.fromkeys(tracking.names), start)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Send one row of ``metrics.jsonl``, as ``train/loss`` and so on."""
+        self._step = max(
+            self._step, int(row["step"])
+        )  # that of a test row may be past, and records only grow
+        self._log(
+            {f"{row['split']}/{name}": value for name, value in row.items() if name != "step"}
+        )
+
+    def end(self, results: Mapping[str, float], *, succeeded: bool) -> None:
+        """Send ``metric,split`` of the results as ``final/split/metric``, and the figures of a run
+        that succeeded."""
+        named = {
+            "/".join(["final", *reversed(name.split(","))]): value
+            for name, value in results.items()
+        }
+        self._log({"final/succeeded": int(succeeded), **named})
+        able = [name for name, tracker in self._open.items() if hasattr(tracker, "log_images")]
+        if not (able and succeeded and self._figures):
+            return
+        try:
+            images = {name: pixels[None] for name, pixels in self._figures(self._folder).items()}
+        except Exception as error:
+            self._warn(f"no figures for {', '.join(able)}: {type(error).__name__}: {error}")
+            return
+        self._each(
+            able,
+            lambda name: self._open[name].log_images(
+                images, step=self._step, **_image_options(name)
+            ),
+        )
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        numbers = {name: value for name, value in values.items() if _is_number(value)}
+        self._each(self._open, lambda name: self._open[name].log(numbers, step=self._step))
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._each(self._open, lambda name: self._open[name].finish())
+        for name, count in self._lost.items():
+            if count > 1:
+                self._warn(
+                    f"tracker {name}: {count} records did not arrive; the files of the run have"
+                    " them"
+                )
+
+    def _each(self, names: Iterable[str], act: Callable[[str], None]) -> None:
+        for name in names:
+            try:
+                with redirect_stdout(sys.stderr):  # standard output holds results alone
+                    act(name)
+            except Exception as error:
+                self._lost[name] += 1
+                if self._lost[name] == 1:
+                    said = str(error).partition("\n")[0]
+                    self._warn(f"tracker {name}: {type(error).__name__}: {said}; the run goes on")
+
+
+def _build(name: str, folder: Path, *, title: str, identity: str, step: int) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind: Any = LOGGER_TYPE_TO_CLASS[name]
+    options = {
+        "tensorboard": {"purge_step": step + 1},  # rows after the checkpoint are written again
+        "trackio": {"name": f"{title} {identity[:8]}", "resume": "allow"},
+        "wandb": {"id": identity, "name": title, "resume": "allow"},
+    }.get(name, {})
+    project = name if name == "tensorboard" else PROJECT
+    return (
+        kind(project, folder, **options)
+        if kind.requires_logging_directory
+        else kind(project, **options)
+    )
+
+
+def _image_options(name: str) -> dict[str, str]:
+    return {"dataformats": "NHWC"} if name == "tensorboard" else {}
+
+
+def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what names the records of ``folder``, made at its first start, and the trackers that
+    have one already."""
+    path = folder / NAME
+    try:
+        known = json.loads(path.read_bytes())
+        identity, begun = str(known["identity"]), [str(name) for name in known["trackers"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        identity, begun = uuid4().hex, []
+    values = {"identity": identity, "trackers": list(dict.fromkeys([*begun, *names]))}
+    durable_files.replace_file(path, to_json(values))
+    return identity, begun
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

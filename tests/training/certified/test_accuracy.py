@@ -1,0 +1,262 @@
+"""Certified accuracy is never above the accuracy under attack, and equal to it where the theory
+says so."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed.certification import Certificate, certify, perturbation_size
+from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.linalg import Norm
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForSequenceClassification,
+    embedding_radius,
+    input_vectors,
+)
+from wellposed.training.certified.accuracy import (
+    CertifiedAccuracy,
+    certified_accuracy,
+    default_radii,
+)
+
+
+def make_model(
+    attention: str, *, norm: str = "none", seed: int = 0
+) -> WellposedForSequenceClassification:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"num_labels": 3}
+    config = WellposedConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attention=attention, norm=norm,
+        max_position_embeddings=10, pad_token_id=0, **sizes,
+    )  # fmt: skip
+    return WellposedForSequenceClassification(config).eval()
+
+
+def make_batches(
+    model: WellposedForSequenceClassification, count: int = 12
+) -> list[dict[str, Tensor]]:
+    """Labels are mostly what the model says, so that there is something to certify; some are wrong
+    on purpose."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 20, (count, 10), generator=generator)
+    mask = (torch.arange(10) < torch.randint(1, 11, (count, 1), generator=generator)).long()
+    with torch.no_grad():
+        labels = model(input_ids=ids * mask, attention_mask=mask).logits.argmax(-1)
+    labels[:3] = (labels[:3] + 1) % 3
+    whole = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+    return [
+        {name: part[start : start + 8] for name, part in whole.items()}
+        for start in range(0, count, 8)
+    ]
+
+
+def assert_sound(curve: CertifiedAccuracy) -> None:
+    assert all(row.attacked >= row.certified for row in curve.rows)
+    for column in ("certified", "attacked"):
+        values = [getattr(row, column) for row in curve.rows]
+        assert values == sorted(values, reverse=True)
+    assert curve.rows[0].certified == curve.rows[0].attacked == curve.clean == 9 / 12
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+@pytest.mark.parametrize("attention", ["l2_tied", "l2_contractive", "cosine"])
+def test_accuracy_under_attack_is_never_below_certified_accuracy(
+    attention: str, norm: Norm
+) -> None:
+    model = make_model(attention)
+    curve = certified_accuracy(
+        model, make_batches(model), certify(model, seq_len=10, norm=norm), attack_steps=6
+    )
+    assert_sound(curve)
+    assert curve.rows[1].certified > 0.4
+    assert curve.rows[-1].attacked < curve.clean
+
+
+def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
+    """Without feed-forward and attention weights the margin is linear, so the radius of two classes
+    is the distance."""
+    model = make_model("l2_contractive")
+    for name, parameter in model.named_parameters():
+        if ".o_proj." in name or ".down_proj." in name:
+            torch.nn.init.zeros_(parameter)
+    batches = make_batches(model)
+    radii = certify(model, seq_len=10, norm="tok")
+    batch = batches[-1]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    smallest = radii.radius(logits, batch["labels"])[0].item()
+    one = [{name: part[:1] for name, part in batch.items()}]
+    curve = certified_accuracy(
+        model,
+        one,
+        radii,
+        radii=[0.0, 0.98 * smallest, 1.02 * smallest],
+        attack_steps=25,
+        restarts=2,
+    )
+    assert [(row.certified, row.attacked) for row in curve.rows] == [
+        (1.0, 1.0),
+        (1.0, 1.0),
+        (0.0, 0.0),
+    ]
+
+
+def test_dot_product_is_certified_inside_its_ball_only() -> None:
+    model = make_model("dot_product")
+    batches = make_batches(model)
+    assert (
+        certified_accuracy(
+            model, batches, certify(model, seq_len=10), radii=[0.0, 1e-9], attack_steps=1
+        )
+        .rows[1]
+        .certified
+        == 0.0
+    )
+    largest = embedding_radius(model)
+    inside = certify(model, seq_len=10, radius=largest + 0.001)
+    curve = certified_accuracy(model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5)
+    assert_sound(curve)
+    assert curve.rows[1].certified > 0
+    assert curve.rows[2].certified == 0.0
+    assert "no radius reaches out of the ball" in curve.table()
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+def test_no_radius_leaves_the_ball(norm: Norm) -> None:
+    """The margin is raised so high that only the ball is left to limit the radius, and half the
+    inputs lie outside."""
+    model = make_model("dot_product")
+    batches = make_batches(model)
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([1e9, 0.0, 0.0]))
+    for batch in batches:
+        batch["labels"][:] = 0
+    masks = torch.cat([batch["attention_mask"] for batch in batches])
+    vectors = (
+        input_vectors(model, torch.cat([batch["input_ids"] for batch in batches])).detach().double()
+    )
+    largest = (vectors.norm(dim=-1) * masks).amax(-1)
+    ball = float(largest.median()) * (1 + 1e-9)
+    certificate = certify(model, seq_len=10, norm=norm, radius=ball)
+    room = ((ball - largest) / (8**0.5 if norm == "inf" else 1)).clamp_min(0)
+    between = sorted({float(f"{size:.6g}") * 0.999 for size in room.tolist() if size > 1e-6})
+    curve = certified_accuracy(model, batches, certificate, radii=[0.0, *between], attack_steps=1)
+    expected = [float((room > row.radius).double().mean()) for row in curve.rows[1:]]
+    assert [row.certified for row in curve.rows[1:]] == pytest.approx(expected)
+    assert f"{int((largest > ball).sum())} of 12 inputs lie outside the ball" in curve.table()
+
+
+def test_a_certificate_of_long_inputs_is_refused_for_short_ones() -> None:
+    model = make_model("l2_contractive")
+    batches = make_batches(model)
+    lengths = batches[0]["attention_mask"].sum(-1)
+    long = certify(model, seq_len=10, norm=2, min_tokens=10)
+    message = (
+        rf"at least 10 real tokens, received {int(lengths.min())} \({int((lengths < 10).sum())} of"
+        r" 8 inputs"
+    )
+    with pytest.raises(ShapeError, match=message):
+        certified_accuracy(model, batches, long)
+    shortest = min(int(batch["attention_mask"].sum(-1).min()) for batch in batches)
+    covered = certify(model, seq_len=10, norm=2, min_tokens=shortest)
+    assert_sound(certified_accuracy(model, batches, covered, attack_steps=4))
+
+
+def test_without_a_bound_nothing_is_certified_and_one_line_says_why() -> None:
+    model = make_model("dot_product")
+    curve = certified_accuracy(
+        model, make_batches(model), certify(model, seq_len=10), radii=[0.0, 1e-12]
+    )
+    assert [row.certified for row in curve.rows] == [curve.clean, 0.0]
+    (note,) = curve.notes
+    assert (
+        note == "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
+    )
+    assert note in curve.table().splitlines()
+
+
+def test_files_hold_the_rows(tmp_path: Path) -> None:
+    model = make_model("l2_contractive")
+    curve = certified_accuracy(
+        model, make_batches(model), certify(model, seq_len=10), attack_steps=2
+    )
+    curve.to_csv(tmp_path / "curve.csv")
+    with (tmp_path / "curve.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["certified"]) for row in rows] == [row.certified for row in curve.rows]
+    curve.plot(tmp_path / "curve.svg")
+    assert "under attack" in (tmp_path / "curve.svg").read_text()
+    assert "certified" in curve.table()
+
+
+@pytest.mark.parametrize(("radii", "steps"), [([0.2, 0.1], 3), ([-1.0], 3), ([], 3), ([0.1], 0)])
+def test_bad_arguments_are_refused(radii: list[float], steps: int) -> None:
+    model = make_model("l2_contractive")
+    with pytest.raises(ConfigError, match="certified accuracy"):
+        certified_accuracy(model, [], certify(model, seq_len=10), radii=radii, attack_steps=steps)
+
+
+def test_bad_data_is_refused() -> None:
+    model = make_model("l2_contractive")
+    certificate: Certificate = certify(model, seq_len=10)
+    with pytest.raises(DataError, match="no examples"):
+        certified_accuracy(model, [], certificate)
+    batch = make_batches(model)[0]
+    with pytest.raises(DataError, match="class numbers"):
+        certified_accuracy(model, [{**batch, "labels": batch["labels"].float()}], certificate)
+    with pytest.raises(ShapeError, match="at most 4 tokens"):
+        certified_accuracy(model, [batch], certify(model, seq_len=4))
+
+
+def test_sizes_and_default_radii() -> None:
+    delta = torch.tensor([[[3.0, 4.0], [0.0, -12.0]]], dtype=torch.float64)
+    assert [float(perturbation_size(delta, norm)) for norm in ("tok", 2, "inf")] == [
+        12.0,
+        13.0,
+        12.0,
+    ]
+    assert default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]
+
+
+def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was() -> None:
+    model = make_model("l2_contractive")
+    batches, certificate = make_batches(model), certify(model, seq_len=10)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.9
+    expected = certified_accuracy(
+        model, batches, certificate, radii=[0.0, 0.01, 0.5], attack_steps=4
+    )
+    model.train()
+    assert (
+        certified_accuracy(model, batches, certificate, radii=[0.0, 0.01, 0.5], attack_steps=4)
+        == expected
+    )
+    assert model.training
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_radii_in_tokens_are_multiples_of_the_median_token_norm() -> None:
+    model = make_model("l2_contractive")
+    batches, certificate = make_batches(model), certify(model, seq_len=10)
+    shares = [0.0, 0.01, 0.1]
+    curve = certified_accuracy(
+        model, batches, certificate, radii=shares, in_tokens=True, attack_steps=3
+    )
+    sizes = torch.cat(
+        [input_vectors(model, b["input_ids"])[b["attention_mask"].bool()] for b in batches]
+    ).norm(dim=-1)
+    assert curve.median_token == pytest.approx(float(sizes.detach().double().median()), rel=1e-6)
+    assert [row.radius for row in curve.rows] == pytest.approx(
+        [share * curve.median_token for share in shares]
+    )
+    direct = certified_accuracy(
+        model, batches, certificate, radii=[r.radius for r in curve.rows], attack_steps=3
+    )
+    assert direct.rows == curve.rows

@@ -1,0 +1,425 @@
+"""``compare --certify``, ``certified.json``: certified is never above attacked."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.html_page import Page
+
+from wellposed.certification import certify
+from wellposed.cli import main
+from wellposed.errors import ConfigError, DataError
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
+from wellposed.report import aggregate, build_report
+from wellposed.training import load_run_model
+from wellposed.training.certified.nearest_words import nearest_words
+from wellposed.training.certified.record import NAME, TOKEN_SHARES, read_certified
+from wellposed.training.certified.run import best_certificate, certify_run
+from wellposed.training.loop.margin import certified_logits
+
+TINY = [
+    "--model.hidden-size",
+    "8",
+    "--model.num-hidden-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+]
+SHORT = [
+    "--steps",
+    "20",
+    "--eval-every",
+    "20",
+    "--checkpoint-every",
+    "20",
+    "--batch-size",
+    "8",
+    "--quiet",
+    *TINY,
+]
+
+
+def write_texts(folder: Path) -> Path:
+    rng = random.Random(0)
+    folder.mkdir(parents=True)
+    pairs = [("pos", "good"), ("neg", "bad")] * 40
+    rows = "".join(f"{label}\ta {word} film {rng.choice('xyz')}\n" for label, word in pairs)
+    (folder / "train.tsv").write_text(f"label\ttext\n{rows}", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a comparison of a variant with a certificate and one with a bound on a
+    ball only."""
+    folder = tmp_path_factory.mktemp("compared")
+    data = str(write_texts(folder / "data") / "train.tsv")
+    words = [
+        "compare",
+        "text_classification",
+        "--data",
+        data,
+        "--max-length",
+        "6",
+        *SHORT,
+        "--seeds",
+        "2",
+    ]
+    words += ["--variants", "rezero,lipschitz", "--certify", "4", "--out", str(folder / "out")]
+    assert main(words) == 0
+    return folder / "out"
+
+
+def found(folder: Path) -> dict[str, object]:
+    return json.loads((folder / NAME).read_text())
+
+
+def test_every_run_of_a_comparison_holds_its_curve(compared: Path) -> None:
+    for variant in ("rezero", "lipschitz"):
+        for seed in (0, 1):
+            values = found(compared / variant / f"seed-{seed}")
+            certified, attacked = values["certified"], values["attacked"]
+            assert isinstance(certified, list)
+            assert isinstance(attacked, list)
+            assert values["shares"] == list(TOKEN_SHARES)
+            assert all(sure <= seen for sure, seen in zip(certified, attacked, strict=True))
+            assert certified == sorted(certified, reverse=True)
+            assert certified[0] == attacked[0]
+            assert values["examples"] == 4
+
+
+def test_the_total_of_the_variant_is_one_at_most_and_its_tokens_have_norm_one(
+    compared: Path,
+) -> None:
+    values = found(compared / "lipschitz" / "seed-0")
+    model, _ = load_run_model(compared / "lipschitz" / "seed-0")
+    weights = [
+        p.detach().double() for name, p in model.named_parameters() if name.endswith("_proj.weight")
+    ]
+    assert all(float(torch.linalg.matrix_norm(weight, 2)) <= 1 for weight in weights)
+    assert certify(model, seq_len=6).total == pytest.approx(values["total"], rel=1e-6)
+    assert isinstance(values["total"], float)
+    assert values["total"] <= 1
+    assert values["median_token"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(
+    compared: Path, tmp_path: Path
+) -> None:
+    table = aggregate([compared]).table()
+    assert "certified@0.1,test" in table
+    page = build_report([compared], tmp_path / "report.html").read_text()
+    assert "what no perturbation can undo (solid)" in page
+    rows = Page(page).csv("1-text_classification-certified")
+    curves = [found(compared / "lipschitz" / f"seed-{seed}")["certified"] for seed in (0, 1)]
+    mine = [row for row in rows if row["variant"] == "lipschitz"]
+    assert [float(row["radius"]) for row in mine] == list(TOKEN_SHARES)
+    expected = [(first + second) / 2 for first, second in zip(*curves, strict=True)]  # type: ignore[arg-type]
+    assert [float(row["certified"]) for row in mine] == pytest.approx(expected, abs=1e-12)
+    assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
+
+
+def test_pairs_are_certified_with_both_texts_moving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "compare",
+        "retrieval",
+        "--num-train",
+        "24",
+        "--num-valid",
+        "8",
+        "--num-test",
+        "8",
+        "--max-length",
+        "12",
+    ]
+    words += [
+        "--variants",
+        "rezero,lipschitz:2",
+        "--seeds",
+        "1",
+        "--certify",
+        "6",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*words, *SHORT, "--margin-loss", "hinge", "--margin-radius", "0.05"]) == 0
+    for variant in ("rezero", "lipschitz-2"):
+        run = tmp_path / "out" / variant / "seed-0"
+        values = found(run)
+        certified, attacked = values["certified"], values["attacked"]
+        assert isinstance(certified, list)
+        assert isinstance(attacked, list)
+        assert all(sure <= seen for sure, seen in zip(certified, attacked, strict=True))
+        assert values["examples"] == 6
+    model, _ = load_run_model(run)
+    assert values["total"] == pytest.approx(certify(model, seq_len=12).total, rel=1e-6)
+    assert isinstance(values["total"], float)
+    assert values["total"] <= 2
+    capsys.readouterr()
+    assert main(["certify", str(run), "--examples", "4", "--attack-steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "both vectors move (B12)" in said
+    assert "certified accuracy on test of retrieval" in said
+
+
+def test_a_run_is_not_certified_twice(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = compared / "rezero" / "seed-0" / NAME
+    before = file.stat().st_mtime_ns
+    data = str(compared.parent / "data" / "train.tsv")
+    words = [
+        "compare",
+        "text_classification",
+        "--data",
+        data,
+        "--max-length",
+        "6",
+        *SHORT,
+        "--seeds",
+        "2",
+    ]
+    words += [
+        "--variants",
+        "rezero,lipschitz",
+        "--certify",
+        "4",
+        "--out",
+        str(compared),
+        "--resume",
+        "auto",
+    ]
+    assert main(words) == 0
+    assert file.stat().st_mtime_ns == before
+    capsys.readouterr()
+
+
+def test_certify_says_what_the_radius_means_and_keeps_the_curve(
+    compared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = compared / "rezero" / "seed-1"
+    (run / NAME).unlink()
+    assert (
+        main(["certify", str(run), "--examples", "4", "--attack-steps", "2", "--radius", "9"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "modules that enlarge a change, largest first" in said
+    assert "of a token" in said
+    assert "in words: the most frequent ones" in said
+    assert "'film'" in said
+    assert "kept for `wellposed report`" in said
+    assert found(run)["shares"] == list(TOKEN_SHARES)
+    assert main(["certify", str(compared / "lipschitz" / "seed-0"), "--examples", "0"]) == 0
+    assert "no module enlarges a change of its input" in capsys.readouterr().out
+
+
+def test_losses_are_the_innermost_modules_in_order(compared: Path) -> None:
+    model, _ = load_run_model(compared / "rezero" / "seed-0")
+    certificate = best_certificate(model, 6)
+    losses = certificate.losses()
+    sizes = [layer.lipschitz for layer in losses]
+    paths = {layer.path for layer in certificate.layers}
+    assert sizes == sorted(sizes, reverse=True)
+    assert min(sizes) > 1
+    assert not any(other.startswith(f"{layer.path}.") for layer in losses for other in paths)
+    above = {layer.path for layer in certificate.layers if layer.lipschitz > 1}
+    inner = {
+        path for path in paths if path and not any(other.startswith(f"{path}.") for other in paths)
+    }
+    assert {layer.path for layer in losses} == above & inner
+
+
+def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(
+    compared: Path, tmp_path: Path
+) -> None:
+    values = found(compared / "lipschitz" / "seed-0")
+    shares = values["shares"]
+    assert isinstance(shares, list)
+    spoilt = {
+        "certifies the model of 2001": {"run_date": "2001"},
+        "same length": {"certified": [1.0]},
+        "increasing": {"shares": shares[::-1]},
+        "above the attacked one at [0.0": {"certified": [2.0] * len(shares)},
+        "finite numbers": {"certified": ["x"] * len(shares)},
+        "format 1": {"format": 7},
+    }
+    for message, change in spoilt.items():
+        (tmp_path / NAME).write_text(json.dumps({**values, **change}))
+        with pytest.raises(DataError, match=message.replace("[", r"\[")):
+            read_certified(tmp_path, run_date=str(values["run_date"]))
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(DataError, match=NAME):
+        read_certified(tmp_path, run_date="")
+    (tmp_path / NAME).write_text(json.dumps({"format": 1, "norm": "tok"}))
+    with pytest.raises(DataError, match="lacks run_date"):
+        read_certified(tmp_path, run_date="")
+
+
+def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.tsv").write_text("en\tfr\n" + "a b\tc d\n" * 60)
+    words = [
+        "compare",
+        "translation",
+        "--data",
+        str(tmp_path / "train.tsv"),
+        "--src",
+        "en",
+        "--tgt",
+        "fr",
+        *SHORT,
+    ]
+    assert main([*words, "--certify", "4", "--out", str(tmp_path / "out")]) == 2
+    assert "certify = 4 on translation" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_next_tokens_are_certified_in_a_comparison_and_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "compare",
+        "char_lm",
+        "--limit-chars",
+        "20000",
+        "--seq-len",
+        "16",
+        *SHORT,
+        "--variants",
+        "lipschitz",
+    ]
+    assert main([*words, "--certify", "16", "--seeds", "1", "--out", str(tmp_path / "out")]) == 0
+    run = tmp_path / "out" / "lipschitz" / "seed-0"
+    values = found(run)
+    assert values["examples"] == 30  # two blocks of 16 tokens
+    assert values["total"] is not None
+    assert main(["certify", str(run), "--examples", "4", "--attack-steps", "3"]) == 0
+    assert "15 next tokens of 1 texts" in capsys.readouterr().out
+    assert found(run)["examples"] == 15
+
+
+def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run folder"):
+        certify_run(tmp_path, None)  # type: ignore[arg-type]
+
+
+class Tokenizer:
+    """Word k is the token ``wk``; number 0 is special."""
+
+    all_special_ids = (0,)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"w{number}": number for number in range(20)}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"w{number}" for number in ids]
+
+
+def test_nearest_words_are_those_of_a_search_by_hand() -> None:
+    torch.manual_seed(0)
+    config = WellposedConfig(
+        vocab_size=20, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, num_labels=2
+    )
+    model = WellposedForSequenceClassification(config).eval()
+    ids = torch.tensor([[7, 7, 7, 3, 3, 0], [5, 3, 7, 7, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    vectors = input_vectors(model, torch.arange(20)[None])[0].detach().double()
+    found = nearest_words(model, Tokenizer(), [batch], radius=2.0, count=3)
+    assert [word.word for word in found] == ["w7", "w3", "w5"]
+    for number, word in zip((7, 3, 5), found, strict=True):
+        distances = {
+            o: float((vectors[o] - vectors[number]).norm()) for o in range(1, 20) if o != number
+        }
+        best = min(distances, key=lambda other: distances[other])
+        assert (word.nearest, word.within) == (
+            f"w{best}",
+            sum(d <= 2.0 for d in distances.values()),
+        )
+        assert word.distance == pytest.approx(distances[best], rel=1e-12)
+
+
+def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit() -> None:
+    """By hand: every other class gains what a vector of length r can add to it over the class that
+    is right."""
+    torch.manual_seed(0)
+    config = WellposedConfig(
+        vocab_size=9, hidden_size=4, num_hidden_layers=0, num_attention_heads=2, num_labels=3
+    )
+    model = WellposedForSequenceClassification(config).double().eval()
+    pooled, labels, radius = (
+        torch.randn(5, 4, dtype=torch.float64),
+        torch.tensor([0, 2, 1, 1, 0]),
+        0.3,
+    )
+    weight = model.classifier.weight
+    found = certified_logits(model.classifier(pooled), labels, model, radius)
+    for row, label in enumerate(labels.tolist()):
+        for k in range(3):
+            away = weight[k] - weight[label]
+            worst = pooled[row] + radius * away / away.norm().clamp_min(1e-30)
+            gap = (model.classifier(worst)[k] - model.classifier(worst)[label]).item()
+            assert (found[row, k] - found[row, label]).item() == pytest.approx(gap, abs=1e-12)
+    found.sum().backward()
+    assert weight.grad is not None
+    assert bool(weight.grad.isfinite().all())
+
+
+def test_a_margin_is_trained_and_refused_where_nothing_has_one(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(compared.parent / "data" / "train.tsv")
+    words = [
+        "train",
+        "text_classification",
+        "--data",
+        data,
+        "--max-length",
+        "6",
+        *SHORT,
+        "--variant",
+        "lipschitz",
+    ]
+    first_losses = []
+    for number, margin in enumerate((["0"], ["0.5"], ["0.5", "--margin-loss", "certified"])):
+        out = tmp_path / f"run-{number}"
+        assert (
+            main([*words, "--margin-radius", *margin, "--log-every", "1", "--out", str(out)]) == 0
+        )
+        first_losses.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert first_losses[1] > first_losses[0]
+    assert first_losses[2] == first_losses[1]
+    hinge = ["--margin-radius", "0.5", "--margin-loss", "hinge", "--out", str(tmp_path / "hinge")]
+    assert main([*words, *hinge]) == 0
+    texts = [
+        "train",
+        "char_lm",
+        "--limit-chars",
+        "20000",
+        *SHORT,
+        "--variant",
+        "lipschitz",
+        *hinge[:4],
+    ]
+    assert main([*texts, "--out", str(tmp_path / "lm")]) == 0
+    pairs = tmp_path / "train.tsv"
+    pairs.write_text("de\ten\n" + "ein Hund\ta dog\n" * 40)
+    words = [
+        "train",
+        "translation",
+        "--data",
+        str(pairs),
+        "--src",
+        "de",
+        "--tgt",
+        "en",
+        "--vocab-size",
+        "300",
+        *SHORT,
+    ]
+    assert main([*words, "--margin-radius", "0.1", "--out", str(tmp_path / "translation")]) == 2
+    assert "received an encoder-decoder" in capsys.readouterr().err

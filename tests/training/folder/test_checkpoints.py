@@ -1,0 +1,273 @@
+"""Checkpoints: complete or absent, damaged ones refused by file, nothing pickled, a full disk loses
+nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.errors import CheckpointError
+from wellposed.finite_json import to_json
+from wellposed.training.folder import checkpoints, durable_files
+from wellposed.training.folder.tensors import load_random_tensors, random_tensors
+from wellposed.training.loop.state import TrainerState
+
+
+class Held:
+    """A model and an optimizer with a state, and where it saves."""
+
+    def __init__(self, stub: ModuleType, folder: Path) -> None:
+        self.model = stub.StubModel(dropout=0.1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+        self.folder = folder
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        tokens = torch.randint(0, 11, (2, 4))
+        self.model(tokens, None).logits.square().mean().backward()
+        self.optimizer.step()
+
+    def save(self, step: int) -> Path:
+        state = TrainerState(step=step, best_value=0.1 + 0.2, best_step=1)
+        snapshot = checkpoints.take_snapshot(
+            self.model, self.optimizer, state, [checkpoints.random_snapshot()]
+        )
+        return checkpoints.write_checkpoint(self.folder, snapshot)
+
+    def numbers(self) -> list[torch.Tensor]:
+        state = self.optimizer.state_dict()["state"]
+        moments = [state[i][name] for i in sorted(state) for name in sorted(state[i])]
+        return [
+            *(p.detach().clone() for p in self.model.parameters()),
+            *(m.clone() for m in moments),
+        ]
+
+
+@pytest.fixture
+def held(stub: ModuleType, tmp_path: Path) -> Held:
+    return Held(stub, tmp_path)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_a_checkpoint_brings_back_every_bit(held: Held, stub: ModuleType, tmp_path: Path) -> None:
+    for _ in range(3):
+        held.step()
+    folder = held.save(3)
+    before = held.numbers()
+    held.step()
+    straight = held.numbers()
+    other = Held(stub, tmp_path)
+    state = checkpoints.load_checkpoint(folder, other.model, other.optimizer, rank=0)
+    assert (state.step, state.best_value) == (3, 0.1 + 0.2)
+    assert same(other.numbers(), before)
+    assert other.model.head.weight is other.model.embedding.weight
+    other.step()  # the same random tokens and the same dropout
+    assert same(other.numbers(), straight)
+
+
+def test_every_generator_is_restored() -> None:
+    import random
+
+    import numpy
+
+    saved = random_tensors()
+    first = (
+        torch.rand(3).tolist(),
+        numpy.random.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+    )
+    decoded = json.loads(json.dumps(saved[1]))
+    load_random_tensors(saved[0], decoded)
+    assert (
+        torch.rand(3).tolist(),
+        numpy.random.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+    ) == first
+
+
+def test_nothing_is_pickled(held: Held) -> None:
+    held.step()
+    folder = held.save(1)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    for path in folder.glob("*.json"):
+        json.loads(path.read_text())
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", ["half", "altered", "missing"])
+def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) -> None:
+    held.step()
+    older, folder = held.save(1), held.save(2)
+    path = folder / name
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        path.write_bytes(
+            data[:middle]
+            if damage == "half"
+            else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        )
+    if name == "manifest.json" and damage == "altered":
+        # One changed bit may leave valid JSON; then a digest or a size no longer fits, or a name is
+        # not there.
+        with pytest.raises(CheckpointError):
+            checkpoints.verify(folder)
+    else:
+        with pytest.raises(CheckpointError, match=name):
+            checkpoints.verify(folder)
+    found, notes = checkpoints.newest_complete(held.folder)
+    assert found == older
+    assert len(notes) == 1
+    assert "checkpoint-2" in notes[0]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.step()
+    old = held.save(1)
+    write = durable_files.write_synced
+    for broken in range(5):
+        count = 0
+
+        def full(path: Path, data: bytes) -> None:
+            nonlocal count
+            count += 1
+            if count > broken:  # noqa: B023
+                path.write_bytes(data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(path, data)
+
+        monkeypatch.setattr(durable_files, "write_synced", full)
+        with pytest.raises(
+            CheckpointError,
+            match=r"checkpoint-2: cannot write .* No space left .*checkpoint-1 is intact",
+        ):
+            held.save(2)
+        assert [path.name for path in held.folder.iterdir()] == ["checkpoint-1"]
+    checkpoints.verify(old)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_crash_before_the_rename_leaves_the_old_one(
+    held: Held, monkeypatch: pytest.MonkeyPatch, repeated: bool
+) -> None:
+    """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
+    start removes it."""
+    held.step()
+    old = held.save(2 if repeated else 1)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            durable_files.shutil, "rmtree", lambda *_, **__: None
+        )  # a killed process cleans nothing up
+        patch.setattr(Path, "rename", kill)
+        with pytest.raises(Killed):
+            held.save(2)
+    assert len(list(held.folder.iterdir())) == 2
+    assert checkpoints.newest_complete(held.folder) == (old, [])
+    durable_files.remove_litter(held.folder)
+    assert list(held.folder.iterdir()) == [old]
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.step()
+    old = held.save(2)
+    rename, calls = Path.rename, []
+
+    class Killed(BaseException):
+        pass
+
+    def second_fails(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == 2:
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", second_fails)
+        with pytest.raises(Killed):
+            held.save(2)
+    assert not old.exists()
+    durable_files.remove_litter(held.folder)
+    assert checkpoints.newest_complete(held.folder) == (old, [])
+
+
+def test_the_newest_and_the_best_stay(held: Held) -> None:
+    held.step()
+    for step in (1, 2, 3, 4, 9):
+        held.save(step)
+    # 9 is later than the present step: a damaged one, or of a course that was given up
+    checkpoints.prune(held.folder, step=4, keep=2, best_step=1)
+    assert [path.name for path in checkpoints.all_checkpoints(held.folder)] == [
+        "checkpoint-1", "checkpoint-3", "checkpoint-4",
+    ]  # fmt: skip
+    assert len(list(held.folder.iterdir())) == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
+    held.step()
+    folder = held.save(1)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        checkpoints.load_checkpoint(folder, nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"expected a folder named checkpoint-<step>"):
+        checkpoints.step_of(Path("somewhere/final"))
+
+
+def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_processes(
+    held: Held,
+) -> None:
+    held.step()
+    folder = held.save(1)
+    before = torch.manual_seed(5).get_state()
+    checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=0)
+    assert not torch.equal(torch.get_rng_state(), before)
+    values = json.loads((folder / checkpoints.STATE).read_text())
+    del values[
+        "processes"
+    ]  # as written before a run could be continued by other numbers of processes
+    (folder / checkpoints.STATE).write_text(json.dumps(values))
+    (folder / checkpoints.random_name(1)).write_bytes(
+        (folder / checkpoints.random_name(0)).read_bytes()
+    )
+    assert checkpoints.load_checkpoint(folder, held.model).processes == 2
+    assert checkpoints.processes_at_start(held.folder) == 2
+    assert checkpoints.processes_at_start(folder) is None
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    assert json.loads(to_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {
+        "a": [None, 1.5],
+        "b": [None],
+    }

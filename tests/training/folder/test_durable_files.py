@@ -1,0 +1,158 @@
+"""Files that are old or new and never half, also where two processes write the same one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli.prediction.lines import line_writer
+from wellposed.training.folder import durable_files
+
+WRITER = """
+import sys
+from pathlib import Path
+from wellposed.training.folder.durable_files import open_replacing
+with open_replacing(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    print("half", flush=True)
+    sys.stdin.readline()
+    file.write(b" and half")
+"""
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "half\n"
+    return child
+
+
+def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
+    """With one temporary name for both, the one that ended first published the half of the
+    other."""
+    path = tmp_path / "page.html"
+    other = start(path)
+    durable_files.replace_file(path, b"whole")
+    assert path.read_bytes() == b"whole"
+    other.communicate("\n")
+    assert other.returncode == 0
+    assert path.read_bytes() == b"half and half"
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    other = start(path)
+    other.send_signal(signal.SIGKILL)
+    other.communicate()
+    assert [each.name for each in tmp_path.iterdir()] == [f".tmp-{other.pid}-page.html"]
+    durable_files.replace_file(path, b"whole")
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_files_come_together_and_the_record_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = []
+    replace = Path.replace
+
+    def noted(path: Path, target: Path) -> Path:
+        order.append(Path(target).name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    with durable_files.replace_files(tmp_path / "new") as there:
+        (there / "a.json").write_text("{}")
+        (there / "b.csv").write_text("x")
+        assert list((tmp_path / "new").glob("[!.]*")) == []
+    assert order == ["b.csv", "a.json"]
+
+    def interrupted() -> None:
+        with durable_files.replace_files(tmp_path / "new") as there:
+            (there / "a.json").write_text("[]")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert {each.name: each.read_text() for each in (tmp_path / "new").iterdir()} == {
+        "a.json": "{}",
+        "b.csv": "x",
+    }
+
+
+def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "lines.txt"
+    with line_writer(out) as file:
+        file.write("\u00fc\n")
+    assert out.read_bytes() == "\u00fc\n".encode()
+
+    def interrupted() -> None:
+        with line_writer(out) as file:
+            file.write("x" * 100_000)
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        interrupted()
+    assert out.read_bytes() == "\u00fc\n".encode()
+    assert os.listdir(tmp_path) == ["lines.txt"]
+
+
+@pytest.mark.parametrize("command", ["measure", "certify"])
+def test_a_command_that_dies_while_it_writes_leaves_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    from wellposed.cli import main
+
+    config = {
+        "model_type": "bert",
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "intermediate_size": 8,
+        "vocab_size": 9,
+        "max_position_embeddings": 8,
+        "architectures": ["BertModel"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write = Path.write_text
+
+    def cut(path: Path, data: str, **options: object) -> int:
+        write(path, data[: len(data) // 2], encoding="utf-8")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    assert main([command, str(tmp_path / "config.json"), "--out", str(tmp_path / "out")]) == 1
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+@pytest.mark.parametrize("kind", ["pipe", "link", "file"])
+def test_a_folder_replaces_whatever_has_its_name(tmp_path: Path, kind: str) -> None:
+    """``shutil.rmtree`` of a pipe waits for ever."""
+    path = tmp_path / "final"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "else").mkdir()
+        path.symlink_to(tmp_path / "else")
+    else:
+        path.write_text("x")
+    with durable_files.replace_folder(path) as temporary:
+        (temporary / "a").write_text("a")
+    assert [each.name for each in path.iterdir()] == ["a"]
+    assert not path.is_symlink()
+    assert kind != "link" or (tmp_path / "else").is_dir()

@@ -1,0 +1,156 @@
+"""Run folders: what is written, when one may be used, and what a changed configuration is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellposed.errors import CheckpointError, ConfigError
+from wellposed.training import RunConfig, TrainOptions, read_config, read_metrics
+from wellposed.training.folder import run_folder
+from wellposed.training.folder.metrics import MetricsFile
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rate=st.floats(min_value=1e-12, max_value=1e3),
+    patience=st.none() | st.integers(1, 99),
+    data=st.dictionaries(
+        st.text("abc", min_size=1),
+        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
+    ),
+)
+def test_a_configuration_survives_the_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    rate: float,
+    patience: int | None,
+    data: dict[str, str],
+) -> None:
+    config = RunConfig("listops", data, train=TrainOptions(learning_rate=rate, patience=patience))
+    folder = tmp_path_factory.mktemp("run")
+    run_folder.write_config(folder, config)
+    assert read_config(folder) == config
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, stub: ModuleType) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    config = stub.make_config()
+    with pytest.raises(ConfigError, match="already holds files"):
+        stub.run(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.toml, so it is not a run"):
+        stub.run(config, tmp_path, resume="auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
+        stub.run(config, tmp_path / "thesis.txt")
+    with pytest.raises(
+        ConfigError, match=r"--resume yes: expected never, auto .* or the folder of a checkpoint"
+    ):
+        stub.run(config, tmp_path / "new", resume="yes")
+
+
+def test_every_changed_field_is_listed(tmp_path: Path, stub: ModuleType) -> None:
+    config = stub.make_config(steps=5, eval_every=5, checkpoint_every=5)
+    stub.run(config, tmp_path / "run")
+    changed = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, learning_rate=0.5, patience=3),
+        model=dataclasses.replace(config.model, dropout=0.4),
+        task_options={"data": "elsewhere"},
+    )
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with pytest.raises(ConfigError) as caught:
+        stub.run(changed, tmp_path / "run", resume="auto")
+    message = str(caught.value)
+    for line in (
+        "train.learning_rate: 0.05 -> 0.5", "train.patience: 'not set' -> 3", "model.dropout: 0.0 -> 0.4",
+        "task_options.data: 'not set' -> 'elsewhere'",
+    ):  # fmt: skip
+        assert line in message
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, stub: ModuleType) -> None:
+    config = stub.make_config(steps=4)
+    stub.run(config, tmp_path / "a")
+    for out in ("a", "b"):
+        with pytest.raises(ConfigError, match="a run continues in its own folder"):
+            stub.run(config, tmp_path / out, resume=tmp_path / "c" / "checkpoint-4")
+    for out, there in (("a", "checkpoint-4"), ("b", "none")):
+        with pytest.raises(ConfigError, match=f"no such checkpoint; in .* there are: {there}"):
+            stub.run(config, tmp_path / out, resume=tmp_path / out / "checkpoint-3")
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "a" / "checkpoint-4" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="unreadable manifest"):
+        stub.run(config, tmp_path / "a", resume=tmp_path / "a" / "checkpoint-4")
+
+
+def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:
+    run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "train", "x"]), 0)
+    run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "again"]), 7)
+    values = json.loads((tmp_path / "env.json").read_text())
+    assert {
+        "python",
+        "platform",
+        "packages",
+        "cpu",
+        "threads",
+        "git_hash",
+        "command",
+        "date",
+    } <= set(values)
+    assert {"torch", "transformers", "accelerate"} <= set(values["packages"])
+    assert [(start["from_step"], start["command"][-1]) for start in values["starts"]] == [
+        (0, "x"),
+        (7, "again"),
+    ]
+
+
+def test_bad_configuration_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run folder"):
+        read_config(tmp_path)
+    (tmp_path / "config.toml").write_text("task = ")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.toml").write_text('task = "listops"\n[train]\nstepz = 3\n')
+    with pytest.raises(ConfigError, match="unknown option 'stepz'; nearest: steps"):
+        read_config(tmp_path)
+
+
+def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path) as metrics:
+        for step in range(5):
+            metrics.append({"step": step, "loss": float("nan")})
+        assert metrics.sync() == 5
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # a kill in the middle of a row
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    with MetricsFile(tmp_path, rows=3) as metrics:
+        metrics.append({"step": 9})
+    assert read_metrics(tmp_path) == [
+        *({"step": step, "loss": None} for step in range(3)),
+        {"step": 9},
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"4 complete rows, but the checkpoint was written after 7"
+    ):
+        MetricsFile(tmp_path, rows=7)
+
+
+def test_the_configuration_is_on_disk_before_the_first_step(
+    tmp_path: Path, stub: ModuleType
+) -> None:
+    class Broken(stub.StubTask):
+        def collate(self, examples: object) -> dict[str, object]:
+            raise RuntimeError("first batch")
+
+    with pytest.raises(RuntimeError, match="first batch"):
+        stub.run(stub.make_config(), tmp_path / "run", task=Broken())
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["task"] == "stub"
+    assert (tmp_path / "run" / "env.json").is_file()

@@ -1,0 +1,197 @@
+"""The layer that is blamed is the one that broke: in its weights, forward, inside a block, or
+backward."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.training.loop.divergence import find_blame
+
+
+class Attention(nn.Module):
+    """Computes between its layers, where no module's output shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.divide_by = 1.0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.q_proj(x) @ x.mT + mask
+        return self.o_proj((scores.softmax(-1) @ x) / self.divide_by)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(
+            1
+        )  # masks hold -inf by right
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x, mask)
+        return self.norm(x)
+
+
+@pytest.fixture
+def tower() -> Tower:
+    return Tower()
+
+
+def blame(model: nn.Module, x: Tensor | None = None, **extra: Tensor) -> Any:
+    x = torch.randn(2, 5, 4) if x is None else x
+    return find_blame(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
+
+
+def test_a_healthy_model_is_not_blamed(tower: Tower) -> None:
+    assert blame(tower) is None
+    assert all(p.grad is None for p in tower.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tower.modules())
+
+
+def test_weights_that_are_not_finite(tower: Tower) -> None:
+    with torch.no_grad():
+        tower.layers[1].o_proj.weight[2, 3] = float("nan")
+    found = blame(tower)
+    assert found.layer == "layers.1.o_proj"
+    assert "layers.1.o_proj.weight" in found.reason
+
+
+def test_the_first_layer_whose_output_overflows(tower: Tower) -> None:
+    with torch.no_grad():
+        for index in (1, 2):
+            tower.layers[index].o_proj.weight.mul_(1e38)
+            tower.layers[index].o_proj.bias.fill_(3e38)
+    x = 100 * torch.randn(2, 5, 4)
+    found = blame(tower, x)
+    assert found.layer == "layers.1.o_proj"
+    assert "infinite" in found.reason
+
+
+def test_an_operation_between_layers_is_blamed_on_the_block_around_it(tower: Tower) -> None:
+    tower.layers[2].divide_by = 0.0
+    found = blame(tower)
+    assert found.layer == "layers.2"
+    assert "before layers.2.o_proj" in found.reason
+
+
+def test_a_bad_input_is_blamed_on_the_model_around_the_first_layer(tower: Tower) -> None:
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    x.data[0, 0, 0] = float("inf")
+    assert blame(tower, x).layer == "(the model itself)"
+
+
+def test_a_backward_pass_that_breaks() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0.0).abs().sqrt()  # the derivative of sqrt at 0 is infinite, times 0 is NaN
+
+    model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
+    found = blame(model)
+    assert found.layer == "1"
+    assert "backward pass" in found.reason
+
+
+def test_finite_gradients_whose_norm_overflows() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    found = find_blame(model, lambda: {"(the loss)": 1e25 * model(torch.ones(2, 4)).sum()})
+    assert found is not None
+    assert found.layer in ("0", "1")
+    assert (
+        "every gradient is finite, but the norm of all of them is more than float32 can hold"
+        in found.reason
+    )
+
+
+def test_a_term_of_the_loss(tower: Tower) -> None:
+    assert (
+        blame(tower, **{"(the penalty)": tower.embed.weight.sum() * float("inf")}).layer
+        == "(the penalty)"
+    )
+
+
+def test_a_run_stops_before_the_weights_are_touched(stub: ModuleType, tmp_path: Any) -> None:
+    """The batch of step 6 breaks block 1; the run ends there with the step, the rate and the
+    layer."""
+
+    class Fragile(stub.Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and torch.is_grad_enabled():
+                Fragile.calls += 1
+            return super().forward(x) * (
+                float("inf") if self.training and Fragile.calls >= 6 else 1.0
+            )
+
+    held: list[Any] = []
+
+    def make(config: Any, task: Any) -> nn.Module:
+        model = stub.make_model(config, task)
+        model.blocks[1] = Fragile(8, 0.0)
+        held.append(model)
+        return model
+
+    config = stub.make_config(steps=12, eval_every=5, checkpoint_every=5)
+    result = stub.run(config, tmp_path / "run", model=make)
+    assert (result.status, result.exit_code) == ("failed", 1)
+    failure = result.result["failure"]
+    assert (failure["step"], failure["layer"]) == (6, "blocks.1")
+    from wellposed.training import learning_rate
+
+    assert failure["learning_rate"] == learning_rate(6, config.train, 8)
+    assert "blocks.1" in result.message
+    assert "step 6" in result.message
+    assert result.result["train_info"]["steps"] == 5
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
+    for name, value in saved.items():
+        assert torch.equal(held[0].state_dict()[name], value)
+
+
+def test_a_bad_validation_loss_stops_the_run_too(stub: ModuleType, tmp_path: Any) -> None:
+    class Overflowing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self.training else x * float("nan")
+
+    def make(config: Any, task: Any) -> nn.Module:
+        model = stub.make_model(config, task)
+        model.blocks.append(Overflowing())
+        return model
+
+    result = stub.run(stub.make_config(), tmp_path / "run", model=make)
+    assert result.status == "failed"
+    assert result.result["failure"]["layer"] == "blocks.2"
+    assert "valid" in result.result["failure"]["what"]
+
+
+def test_logits_may_be_a_plain_tensor(stub: ModuleType) -> None:
+    from wellposed.training.loop.batches import forward
+
+    logits = torch.zeros(1, 2, 3)
+    batch = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.long),
+        "labels": torch.zeros(1, 2, dtype=torch.long),
+    }
+
+    class Plain(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return logits
+
+    class Wrapped(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return SimpleNamespace(logits=logits)
+
+    assert forward(Plain(), batch) is logits
+    assert forward(Wrapped(), batch) is logits

@@ -1,0 +1,181 @@
+"""Devices, precision, memory: refused in one line where they are not there, the same numbers where
+they only save."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from wellposed.errors import ConfigError, WellposedError
+from wellposed.training import (
+    ModelOptions,
+    PenaltyOptions,
+    RunConfig,
+    TrainOptions,
+    read_metrics,
+    train,
+)
+from wellposed.training.loop import machine, run
+from wellposed.training.loop.failures import one_line_failures
+from wellposed.training.loop.machine import build_accelerator
+from wellposed.training.loop.run import Run
+from wellposed.training.loop.state import LARGEST_SCALE, STEPS_TO_DOUBLE, TrainerState
+
+SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
+DATA = {"limit_chars": 9000, "seq_len": 32}
+
+
+def losses(out: Path, **options: object) -> list[float]:
+    values = {"steps": 3, "batch_size": 16, "eval_batches": 1, "log_every": 1, **options}
+    penalty = PenaltyOptions(affinity=1e-3, key=1e-2)
+    train(
+        RunConfig("char_lm", DATA, model=SMALL, penalty=penalty, train=TrainOptions(**values)),
+        out,
+        progress=False,
+    )
+    return [
+        row[name]
+        for row in read_metrics(out)
+        for name in ("loss", "penalty", "grad_norm")
+        if name in row
+    ]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"])
+def test_an_unknown_device(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"device = .*expected auto, cpu, cuda, cuda:N or mps"):
+        TrainOptions(device=device)
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train.device = 'cuda:64' is not on this machine, which has: cpu"
+    ):
+        build_accelerator(TrainOptions(device="cuda:64"))
+
+
+def test_several_processes_choose_no_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one GPU each"):
+        build_accelerator(TrainOptions(device="cuda:0"))
+
+
+def test_half_precision_wants_cuda() -> None:
+    with pytest.raises(ConfigError, match="only CUDA devices train in it; give --precision bf16"):
+        build_accelerator(TrainOptions(device="cpu", precision="fp16"))
+
+
+def test_checkpointing_changes_no_number(tmp_path: Path) -> None:
+    """Dropout is drawn again as it was, so only the order of sums could differ."""
+    plain, saving = (
+        losses(tmp_path / "plain"),
+        losses(tmp_path / "saving", gradient_checkpointing=True),
+    )
+    assert saving == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_model_that_cannot_recompute_is_refused(stub: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="StubModel cannot recompute its activations"):
+        stub.run(stub.make_config(gradient_checkpointing=True), tmp_path)
+
+
+def test_a_compiled_model_is_what_trains(
+    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a backend that computes as Python does, the numbers are the same; the inner model is
+    what is saved."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: whole(model, backend="eager"))
+    config, compiled = stub.make_config(steps=3), stub.make_config(steps=3, compile=True)
+    seen = Run(
+        compiled,
+        tmp_path,
+        stub.StubTask(),
+        stub.make_model(compiled, None),
+        build_accelerator(compiled.train),
+    )
+    assert isinstance(seen.prepared, torch._dynamo.OptimizedModule)
+    results = [
+        stub.run(each, tmp_path / name).result["results"]
+        for each, name in ((config, "a"), (compiled, "b"))
+    ]
+    assert results[1]["stub"] == pytest.approx(results[0]["stub"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_the_end_of_memory_is_one_line(tmp_path: Path, error: Exception) -> None:
+    options, expected = (
+        TrainOptions(gradient_accumulation=2),
+        "batch_size = 32, gradient_accumulation = 2",
+    )
+    with (
+        pytest.raises(WellposedError, match=expected) as caught,
+        one_line_failures(tmp_path, options, Accelerator()),
+    ):
+        raise error
+    message = str(caught.value)
+    assert "--batch-size 16 --gradient-accumulation 4, or give --gradient-checkpointing" in message
+    assert "\n" not in message
+    saving = TrainOptions(batch_size=15, gradient_checkpointing=True)
+    expected = "--batch-size 5 --gradient-accumulation 3; complete"
+    with (
+        pytest.raises(WellposedError, match=expected),
+        one_line_failures(tmp_path, saving, Accelerator()),
+    ):
+        raise error
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="mat1"),
+        one_line_failures(tmp_path, TrainOptions(), Accelerator()),
+    ):
+        torch.matmul(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+def test_fp16_scales_its_loss_and_leaves_no_step_out(
+    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of
+    fp16, 2^-11."""
+    monkeypatch.setattr(machine, "FP16_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(run, "TrainerState", partial(TrainerState, loss_scale=2.0**127))
+    config, half = (
+        stub.make_config(steps=8, log_every=1, dropout=0.2, precision=name)
+        for name in ("fp32", "fp16")
+    )
+    stub.run(config, tmp_path / "fp32")
+    stub.run(half, tmp_path / "fp16")
+    full, low = (
+        [row["loss"] for row in read_metrics(tmp_path / name)] for name in ("fp32", "fp16")
+    )
+    assert low == pytest.approx(full, rel=1e-2)
+    assert low != full
+    state = json.loads((tmp_path / "fp16" / "checkpoint-8" / "trainer_state.json").read_text())
+    assert 1 < state["loss_scale"] < 2.0**127
+    assert 0 < state["steps_at_scale"] <= 8
+
+
+def test_the_scale_grows_after_many_finite_steps_and_has_an_end() -> None:
+    state = TrainerState()
+    for _ in range(STEPS_TO_DOUBLE):
+        state.count_scaled_step()
+    assert (state.loss_scale, state.steps_at_scale) == (2.0**17, 0)
+    for _ in range(20 * STEPS_TO_DOUBLE):
+        state.count_scaled_step()
+    assert state.loss_scale == LARGEST_SCALE
+    state.lower_scale()
+    assert state.loss_scale == LARGEST_SCALE / 2

@@ -1,0 +1,84 @@
+"""The optimizer of a run: the one that is named, exact through a resume, decayed where it should
+be."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wellposed.constrain import MuonAndAdamW
+from wellposed.errors import ConfigError
+from wellposed.training import ConstrainOptions, TrainOptions
+from wellposed.training.loop.optimizer import build_optimizer
+
+FILES = (
+    "checkpoint-12/model.safetensors",
+    "checkpoint-12/optimizer.safetensors",
+    "final/model.safetensors",
+)
+
+
+@pytest.mark.parametrize("kind", ["muon", "sgd"])
+@pytest.mark.parametrize("to", [None, "orthogonal", "spectral"])
+def test_a_run_that_is_taken_up_again_goes_on_bit_for_bit(
+    stub: ModuleType, tmp_path: Path, kind: str, to: Any
+) -> None:
+    config = stub.make_config(dropout=0.3, optimizer=kind)
+    if to is not None:
+        config = replace(config, constrain=ConstrainOptions("*.inner", to=to))
+    stub.run(config, tmp_path / "run")
+    shutil.copytree(
+        tmp_path / "run",
+        tmp_path / "again",
+        ignore=shutil.ignore_patterns("final", "checkpoint-12"),
+    )
+    (tmp_path / "again" / "result.json").unlink()
+    assert stub.run(config, tmp_path / "again", resume="auto").status == "success"
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+
+
+def test_each_name_is_that_optimizer_with_its_numbers(stub: ModuleType) -> None:
+    model = stub.StubModel()
+    held = [model.blocks[0].inner.weight]
+    adamw = build_optimizer(model, TrainOptions(adam_beta2=0.9))
+    assert type(adamw) is torch.optim.AdamW
+    assert adamw.defaults["betas"] == (0.9, 0.9)
+    sgd = build_optimizer(
+        model, TrainOptions(optimizer="sgd", learning_rate=0.5, weight_decay=0.1), constrained=held
+    )
+    assert type(sgd) is torch.optim.SGD
+    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.5, 0.9)
+    muon = build_optimizer(
+        model,
+        TrainOptions(optimizer="muon", momentum=0.8, weight_decay=0.1),
+        constrained=held,
+        where=["blocks.0.inner"],
+    )
+    assert type(muon) is MuonAndAdamW
+    assert {group["momentum"] for group in muon.param_groups if group["method"] == "muon"} == {0.8}
+    for optimizer in (sgd, muon):
+        decays = {
+            id(entry): group["weight_decay"]
+            for group in optimizer.param_groups
+            for entry in group["params"]
+        }
+        assert decays[id(held[0])] == 0.0
+        assert decays[id(model.blocks[1].inner.weight)] == 0.1
+        assert len(decays) == len(list(model.parameters()))
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer = 'lion', expected adamw, muon, sgd"):
+        TrainOptions(optimizer="lion")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"momentum = 0\.9 with optimizer = adamw"):
+        TrainOptions(momentum=0.9)
+    with pytest.raises(ConfigError, match="no trainable matrix"):
+        build_optimizer(nn.Embedding(4, 2), TrainOptions(optimizer="muon"))

@@ -1,0 +1,150 @@
+"""The loop with the real tasks, models, penalty and measurements: they fit together, and what is
+saved loads again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.training import (
+    ModelOptions,
+    PenaltyOptions,
+    RunConfig,
+    TrainOptions,
+    load_run_model,
+    read_metrics,
+    result_schema,
+    train,
+)
+from wellposed.training.loop.signals import StopRequest
+
+SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
+SHORT = TrainOptions(
+    steps=4, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the north wind and the sun were disputing which was the stronger. " * 60)
+    return path
+
+
+def language_model(text: Path, **changes: Any) -> RunConfig:
+    return RunConfig(
+        "char_lm", {"data": str(text), "seq_len": 16}, model=SMALL, train=SHORT, **changes
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "lm"
+    penalty = PenaltyOptions(affinity=1e-3, attention=1e-3, feedforward=1e-3)
+    result = train(language_model(text, penalty=penalty, variant="oc3"), out, progress=False)
+    assert result.status == "success"
+    jsonschema.validate(result.result, result_schema())
+    return out
+
+
+def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> None:
+    from wellposed.measurement import Measurement
+
+    before, after = (
+        Measurement.from_json(finished / f"measure-{when}.json") for when in ("initial", "final")
+    )
+    assert len(before.rows) == len(after.rows) > 0
+    assert any(
+        old["sigma_max"] != new["sigma_max"]
+        for old, new in zip(before.rows, after.rows, strict=True)
+    )
+    trained = [row for row in read_metrics(finished) if row["split"] == "train"]
+    assert all(row["penalty"] > 0 for row in trained)
+
+
+def test_the_final_model_loads_with_from_pretrained_and_gives_the_same_logits(
+    finished: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = load_run_model(finished)
+    assert not model.training
+    ids = torch.tensor([tokenizer("the north")["input_ids"]])
+    best = json.loads((finished / "result.json").read_text())["train_info"]["best_step"]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        for folder in (finished / "final", finished / f"checkpoint-{best}"):
+            assert torch.equal(
+                AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=ids).logits, logits
+            )
+
+
+def test_an_interrupted_run_can_be_used(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    def requested(_: StopRequest) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked >= 4
+
+    config = language_model(text)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        load_run_model(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            StopRequest, "requested", property(requested, lambda self, value: None), raising=False
+        )
+        assert train(config, tmp_path / "run", progress=False).status == "cancelled"
+    model, tokenizer = load_run_model(tmp_path / "run")
+    assert type(model).__name__ == "WellposedForCausalLM"
+    assert tokenizer("the")["input_ids"]
+    for path in (tmp_path / "run").glob("checkpoint-*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="neither final/ nor a complete checkpoint"):
+        load_run_model(tmp_path / "run")
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    rows = "".join(f"{'good' if i % 2 else 'bad'}\t{'fine ' * (i % 5 + 1)}\n" for i in range(60))
+    (tmp_path / "data.tsv").write_text("label\ttext\n" + rows)
+    config = RunConfig(
+        "text_classification", {"data": str(tmp_path / "data.tsv")}, model=SMALL, train=SHORT
+    )
+    result = train(config, tmp_path / "run", progress=False)
+    assert result.result["headline"] == "accuracy"
+    assert result.result["higher_is_better"]["accuracy"] is True
+    assert {"accuracy,test", "accuracy,valid", "loss,test"} <= set(
+        result.result["results"]["text_classification"]
+    )
+    jsonschema.validate(result.result, result_schema())
+    model, _ = load_run_model(tmp_path / "run")
+    assert type(model).__name__ == "WellposedForSequenceClassification"
+
+
+def test_bf16_trains_fp32_weights(text: Path, tmp_path: Path) -> None:
+    import dataclasses
+
+    config = dataclasses.replace(
+        language_model(text), train=dataclasses.replace(SHORT, precision="bf16")
+    )
+    assert train(config, tmp_path / "run", progress=False).status == "success"
+    model, _ = load_run_model(tmp_path / "run")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_missing_data_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.txt"):
+        train(
+            RunConfig("char_lm", {"data": str(tmp_path / "nowhere.txt")}),
+            tmp_path / "run",
+            progress=False,
+        )
+    assert not (tmp_path / "run").exists()

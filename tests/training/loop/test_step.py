@@ -1,0 +1,173 @@
+"""One step against the slow formula in float64: accumulation, penalty shares, clipping,
+smoothing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from wellposed.training import TrainOptions
+from wellposed.training.loop.batches import Batch, MicroBatches
+from wellposed.training.loop.optimizer import build_optimizer, decay_groups
+from wellposed.training.loop.step import compute_gradients
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(mixed_precision="no", cpu=True)
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def concatenated(batches: list[Batch]) -> Batch:
+    """Return one batch that holds the sequences of all, padded to the longest."""
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.cat(
+            [
+                nn.functional.pad(b[name], (0, longest - b[name].shape[1]), value=fill)
+                for b in batches
+            ]
+        )
+        for name, fill in values.items()
+    }
+
+
+def slow_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the gradient of the mean loss per target, target by target."""
+    model.zero_grad(set_to_none=True)
+    log_probabilities = model(batch["input_ids"], batch["attention_mask"]).logits.log_softmax(-1)
+    terms = [
+        -log_probabilities[row, position, batch["labels"][row, position + 1]]
+        for row in range(len(batch["labels"]))
+        for position in range(batch["labels"].shape[1] - 1)
+        if batch["labels"][row, position + 1] != -100
+    ]
+    (torch.stack(terms).sum() / len(terms)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_accumulation_is_exact_however_unevenly_targets_are_spread(
+    stub: ModuleType, accelerator: Accelerator, count: int
+) -> None:
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 3, seed=0).take(count)
+    assert count == 1 or len({int((b["labels"][:, 1:] != -100).sum()) for b in batches}) > 1
+    expected = slow_gradients(model, concatenated(batches))
+    model.zero_grad(set_to_none=True)
+    numbers = compute_gradients(accelerator, model, task, batches, TrainOptions(max_grad_norm=0.0))
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(
+        gradients(model), expected, rtol=0, atol=100 * torch.finfo(torch.float64).eps * scale
+    )
+    assert numbers.grad_norm == pytest.approx(float(expected.norm()), rel=1e-12)
+    assert numbers.finite
+
+
+def test_a_mean_of_micro_batch_means_would_be_wrong(
+    stub: ModuleType, accelerator: Accelerator
+) -> None:
+    """The test above can fail: the usual shortcut differs by far more than its tolerance."""
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 3, seed=0).take(5)
+    expected = slow_gradients(model, concatenated(batches))
+    shortcut = torch.stack([slow_gradients(model, batch) for batch in batches]).mean(0)
+    assert float((shortcut - expected).abs().max()) > 1e-3 * float(expected.abs().max())
+
+
+def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
+    stub: ModuleType, accelerator: Accelerator
+) -> None:
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
+    values = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    weight = model.blocks[0].inner.weight
+
+    def penalty() -> torch.Tensor:
+        return next(values) * weight.square().sum()
+
+    without = slow_gradients(model, concatenated(batches))
+    mean = (5 * (1 + 2 + 3 + 4) + 3 * 5) / 23
+    model.zero_grad(set_to_none=True)
+    (mean * weight.square().sum()).backward()
+    expected = without + torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for p in model.parameters()
+        ]
+    )
+    model.zero_grad(set_to_none=True)
+    numbers = compute_gradients(
+        accelerator,
+        model,
+        task,
+        batches,
+        TrainOptions(max_grad_norm=0.0),
+        penalty=penalty,
+        check_targets=True,
+    )
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-13)
+    # The penalty is reported in float32.
+    assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
+
+
+def test_clipping_scales_the_whole_gradient(stub: ModuleType, accelerator: Accelerator) -> None:
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 4, seed=0).take(2)
+    free = slow_gradients(model, concatenated(batches))
+    limit = 0.25 * float(free.norm())
+    model.zero_grad(set_to_none=True)
+    numbers = compute_gradients(
+        accelerator, model, task, batches, TrainOptions(max_grad_norm=limit)
+    )
+    # torch divides by norm + 1e-6.
+    torch.testing.assert_close(gradients(model), 0.25 * free, rtol=1e-4, atol=0)
+    assert numbers.grad_norm == pytest.approx(4 * limit, rel=1e-12)
+
+
+def test_label_smoothing_and_precision_change_the_gradient(
+    stub: ModuleType, accelerator: Accelerator
+) -> None:
+    task, model = stub.StubTask(), stub.StubModel()
+    batches = MicroBatches(task, 4, seed=0).take(1)
+
+    def with_options(**changes: Any) -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        compute_gradients(accelerator, model, task, batches, TrainOptions(**changes))
+        return gradients(model)
+
+    plain = with_options()
+    assert not torch.allclose(with_options(label_smoothing=0.3), plain, rtol=1e-2)
+    half = with_options(precision="bf16")
+    assert half.dtype == torch.float32
+    assert not torch.equal(half, plain)
+    torch.testing.assert_close(half, plain, rtol=0, atol=0.05 * float(plain.abs().max()))
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+    model.register_parameter("scale", nn.Parameter(torch.zeros(())))
+    decayed, free = decay_groups(model, 0.1)
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[1].weight)}
+    assert len(free["params"]) == 4
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    held = {
+        id(p)
+        for group in build_optimizer(model, TrainOptions()).param_groups
+        for p in group["params"]
+    }
+    assert held == {id(model[1].weight), id(model[1].bias)}

@@ -1,0 +1,178 @@
+"""Trackers are told what the files of a run hold, and none of them can end a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from accelerate import tracking as accelerate_tracking
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from tests.support.notebook import Notebook
+
+from wellposed.errors import ConfigError
+from wellposed.options import flat_options
+from wellposed.training import read_config, read_metrics
+from wellposed.training.loop.tracking import Tracking
+
+
+@pytest.fixture(autouse=True)
+def records(monkeypatch: pytest.MonkeyPatch) -> list[Notebook]:
+    """The notebook in the place of every tracker."""
+    for name in ("notebook", "tensorboard", "trackio", "wandb"):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Notebook)
+    available = [*accelerate_tracking._available_trackers, "tensorboard", "trackio", "wandb"]
+    monkeypatch.setattr(accelerate_tracking, "_available_trackers", available)
+    monkeypatch.setattr(Notebook, "records", [])
+    return Notebook.records
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{row['split']}/{name}": value
+        for name, value in row.items()
+        if name not in ("step", "split", "best") and value is not None
+    }
+
+
+def test_a_tracker_is_told_what_the_files_hold(
+    stub: ModuleType, tmp_path: Path, records: list[Notebook], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    result = stub.run(stub.make_config(), out, tracking=Tracking(("notebook",)))
+    (record,) = records
+    assert record.config == flat_options(read_config(out).to_dict())
+    assert record.place == ("wellposed",)
+    rows = read_metrics(out)
+    assert [values for _, values in record.rows[: len(rows)]] == [numbers(row) for row in rows]
+    steps = [step for step, _ in record.rows]
+    assert steps == sorted(steps)
+    assert [step for step, values in record.rows if "train/loss" in values] == [2, 4, 6, 8, 10, 12]
+    assert len(record.rows) == len(rows) + 1
+    final = record.rows[-1][1]
+    scores = result.result["results"]["stub"]
+    named = {
+        f"final/{split}/{metric}": scores[f"{metric},{split}"]
+        for metric, split in (k.split(",") for k in scores)
+    }
+    assert final == {"final/succeeded": 1, **named}
+    assert record.finished
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_is_the_same_with_and_without(stub: ModuleType, tmp_path: Path) -> None:
+    stub.run(stub.make_config(dropout=0.1), tmp_path / "plain")
+    stub.run(stub.make_config(dropout=0.1), tmp_path / "tracked", tracking=Tracking(("notebook",)))
+    files = [
+        path.relative_to(tmp_path / "plain")
+        for path in (tmp_path / "plain").rglob("model.safetensors")
+    ]
+    assert len(files) > 1
+    for file in files:
+        assert (tmp_path / "plain" / file).read_bytes() == (
+            tmp_path / "tracked" / file
+        ).read_bytes()
+    assert not (tmp_path / "plain" / "trackers.json").exists()
+
+
+@pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
+def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
+    stub: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+) -> None:
+    class Broken(Notebook):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the network is away")
+
+    monkeypatch.setattr(Broken, method, fail)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "broken", Broken)
+    with caplog.at_level(logging.WARNING, logger="wellposed.training"):
+        result = stub.run(
+            stub.make_config(), tmp_path / "run", tracking=Tracking(("broken", "notebook"))
+        )
+    assert result.status == "success"
+    whole = next(record for record in Notebook.records if type(record) is Notebook)
+    assert len(whole.rows) == len(read_metrics(tmp_path / "run")) + 1
+    told = [
+        record.getMessage() for record in caplog.records if "tracker broken" in record.getMessage()
+    ]
+    assert told[0] == "tracker broken: OSError: the network is away; the run goes on"
+    if method == "log":
+        assert told[1:] == [
+            f"tracker broken: {len(whole.rows)} records did not arrive; the files of the run have"
+            " them"
+        ]
+    else:
+        assert told[1:] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("comet_ml", "--track comet_ml needs the package 'comet-ml'"),
+        ("tensorbord", "nearest: tensorboard"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_anything_is_done(
+    stub: ModuleType, tmp_path: Path, name: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        stub.run(stub.make_config(), tmp_path / "run", tracking=Tracking((name,)))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_a_resumed_run_continues_its_record(
+    stub: ModuleType, tmp_path: Path, records: list[Notebook], name: str
+) -> None:
+    out, tracking = tmp_path / "run", Tracking((name,))
+    config = stub.make_config(log_every=1, checkpoint_every=3, eval_every=20)
+
+    class Killed(BaseException):
+        pass
+
+    class Until(stub.StubTask):
+        taken = 0
+
+        def collate(self, examples: Any) -> Any:
+            self.taken += 1
+            if self.taken > 5:
+                raise Killed
+            return super().collate(examples)
+
+    with pytest.raises(Killed):
+        stub.run(config, out, task=Until(), tracking=tracking)
+    assert records[0].finished
+    assert [step for step, _ in records[0].rows] == [1, 2, 3, 4, 5]
+    stub.run(config, out, resume="auto", tracking=tracking)
+    assert [step for step, values in records[1].rows if "train/loss" in values] == list(
+        range(4, 13)
+    )
+    first, second = records[0].options, records[1].options
+    if name == "tensorboard":
+        assert (first, second) == ({"purge_step": 1}, {"purge_step": 4})
+        assert records[0].config is not None
+        assert records[1].config is None
+    else:
+        assert first == second
+        assert first["resume"] == "allow"
+    stub.run(config, out, resume="auto", tracking=tracking)
+    assert len(records) == 2  # nothing is left to report of a finished run
+
+
+def test_two_runs_are_two_records(
+    stub: ModuleType, tmp_path: Path, records: list[Notebook]
+) -> None:
+    for folder in ("a", "b"):
+        stub.run(stub.make_config(), tmp_path / folder, tracking=Tracking(("wandb",)))
+    assert records[0].options["id"] != records[1].options["id"]
+    assert json.loads((tmp_path / "a" / "trackers.json").read_bytes())["trackers"] == ["wandb"]
