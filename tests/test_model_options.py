@@ -22,6 +22,7 @@ from wellposed.model_options import (
 from wellposed.models import ARCHITECTURES, INITS, WellposedConfig, WellposedModel
 from wellposed.nn import ATTENTIONS, FEEDFORWARDS, POSITIONS, RESIDUALS
 from wellposed.option_checks import SIZE, option
+from wellposed.options import Size
 
 REGISTRIES: dict[str, Any] = {
     "architecture": ARCHITECTURES,
@@ -94,7 +95,7 @@ NAME = "windowed-for-this-test"
 @read_by(attention=NAME)
 @dataclass(frozen=True)
 class WindowOptions(PartOptions):
-    window_for_this_test: int = option(64, SIZE)
+    window_for_this_test: Size = 64
 
 
 class Window(torch.nn.Module):
@@ -126,3 +127,15 @@ def test_an_attention_from_outside_brings_its_options(tmp_path: Path) -> None:
     assert "window_for_this_test" not in WellposedConfig(**sizes).to_dict()
     assert "window_for_this_test" in options_of("attention")
     assert options_read("attention", NAME) == {"window_for_this_test"}
+
+
+def test_options_declared_as_before_are_still_checked() -> None:
+    with pytest.warns(FutureWarning, match="write `window: Size = 64`"):
+
+        @dataclass(frozen=True)
+        class Old(PartOptions):
+            window: int = option(64, SIZE)
+
+    assert Old(3).window == 3
+    with pytest.raises(ConfigError, match="window = 0, expected an integer >= 1"):
+        Old(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,15 @@ from typing import Any, Literal
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.options import OptionsError, build_options, flat_options, option_problems, refuse
+from wellposed.options import (
+    CheckedOptions,
+    OptionsError,
+    Rate,
+    Size,
+    build_options,
+    flat_options,
+    option_problems,
+)
 from wellposed.tasks import TASKS, TaskSpec, build_task
 from wellposed.training import RunConfig
 
@@ -22,11 +31,12 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Bounded:
-    value: int = 1
+class Bounded(CheckedOptions):
+    value: Size = 1
+    share: Rate | None = None
 
-    def __post_init__(self) -> None:
-        refuse([f"value = {self.value}, expected at least 1"] if self.value < 1 else [])
+    def problems(self) -> list[str]:
+        return ["value = 7 with share, expected another"] if self.value == 7 and self.share else []
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,10 @@ class SizedRun(RunConfig):
     [
         ({"size": None, "level": 2, "wide": True}, None),
         ({"size": "small", "level": 0.5}, None),
-        ({"size": "huge"}, "size = 'huge', expected 'small' or 'large' or nothing"),
-        ({"size": True}, "size = True, expected 'small' or 'large' or nothing"),
-        ({"level": True}, "level = True, expected 1 or 2 or float"),
-        ({"wide": 1}, "wide = 1, expected bool"),
+        ({"size": "huge"}, "size = 'huge', expected 'small', 'large' or None"),
+        ({"size": True}, "size = True, expected 'small', 'large' or None"),
+        ({"level": True}, "level = True, expected 1, 2 or a finite number"),
+        ({"wide": 1}, "wide = 1, expected true or false"),
     ],
 )
 def test_types_of_options(values: Mapping[str, Any], expected: str | None) -> None:
@@ -77,9 +87,9 @@ def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
     with pytest.raises(OptionsError) as caught:
         build_options(Outer, wrong, where="x")
     assert caught.value.problems == [
-        "x: [sized]: size = 'huge', expected 'small' or 'large' or nothing",
         "x: [sized]: unknown option 'widee'; nearest: wide, size, level",
-        "x: [bounded]: value = 0, expected at least 1",
+        "x: [sized]: size = 'huge', expected 'small', 'large' or None",
+        "x: [bounded]: value = 0, expected an integer >= 1",
         "x: unknown option 'nome'; nearest: name, bounded, sized",
         "x: option 'name' is missing",
     ]
@@ -93,7 +103,7 @@ def test_nested_options_are_flattened_with_dotted_names() -> None:
 
 def test_a_run_may_have_an_optional_choice() -> None:
     assert SizedRun.from_dict({"task": "listops", "size": "small"}).size == "small"
-    with pytest.raises(ConfigError, match="size = 'huge', expected 'small' or 'large' or nothing"):
+    with pytest.raises(ConfigError, match="size = 'huge', expected 'small', 'large' or None"):
         SizedRun.from_dict({"task": "listops", "size": "huge"})
 
 
@@ -102,5 +112,34 @@ def test_a_task_may_have_an_optional_choice(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TASKS, "get", lambda name: TaskSpec(name, Sized, built, "for this test"))
     made: Any = build_task("sized", {"size": "small"})
     assert made.size == "small"
-    with pytest.raises(ConfigError, match="size = 'huge', expected 'small' or 'large' or nothing"):
+    with pytest.raises(ConfigError, match="size = 'huge', expected 'small', 'large' or None"):
         build_task("sized", {"size": "huge"})
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"value": 2**63}, f"value = {2**63}, expected an integer >= 1"),
+        ({"value": True}, "value = True, expected an integer >= 1"),
+        ({"value": 1.0}, "value = 1.0, expected an integer >= 1"),
+        ({"share": math.nan}, "share = nan, expected a finite number >= 0 and < 1 or None"),
+        ({"share": math.inf}, "share = inf, expected a finite number >= 0 and < 1 or None"),
+        ({"share": 10**400}, "expected a finite number >= 0 and < 1 or None"),
+        ({"share": 1.0}, "share = 1.0, expected a finite number >= 0 and < 1 or None"),
+        ({"value": 7, "share": 0.5}, "value = 7 with share, expected another"),
+    ],
+)
+def test_a_value_is_refused_alike_in_python_and_in_a_file(
+    values: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(OptionsError) as in_python:
+        Bounded(**values)
+    with pytest.raises(OptionsError) as in_file:
+        build_options(Bounded, values, where="x")
+    assert line in in_python.value.problems[0]
+    assert in_file.value.problems == [f"x: {problem}" for problem in in_python.value.problems]
+
+
+def test_what_fits_is_taken() -> None:
+    assert Bounded(2**63 - 1, 0).share == 0
+    assert Bounded(7).problems() == []

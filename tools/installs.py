@@ -93,7 +93,7 @@ WITHOUT_TORCH = """
 import importlib, sys
 from importlib.metadata import metadata
 import wellposed
-names = "errors registry presets option_checks model_options text_table finite_json statistics config_record lazy cli"
+names = "errors registry presets options model_options text_table finite_json statistics config_record lazy cli"
 for name in names.split():
     importlib.import_module(f"wellposed.{name}")
 assert "torch" not in sys.modules

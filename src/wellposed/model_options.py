@@ -9,29 +9,26 @@ be refused, and one is dropped together with its part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, TypeVar
 
-from wellposed.option_checks import (
-    ABOVE_ONE,
-    COUNT,
-    INSIDE_0_1,
-    POSITIVE,
-    RATE,
-    SIZE,
-    one_of,
-    option,
-    out_of_range,
+from wellposed.options import (
+    CheckedOptions,
+    Count,
+    Gt,
+    Lt,
+    Positive,
+    Rate,
+    Size,
+    checked_hints,
 )
-from wellposed.options import refuse
 
 Options = TypeVar("Options", bound="PartOptions")
 
 
 @dataclass(frozen=True)
-class PartOptions:
-    """Options that some parts read: a frozen dataclass whose fields are made with `option`, marked
-    with `read_by`."""
+class PartOptions(CheckedOptions):
+    """Options that some parts read: a frozen dataclass marked with `read_by`."""
 
     @classmethod
     def of(cls: type[Options], config: object) -> Options:
@@ -52,7 +49,7 @@ def read_by(**parts: str | tuple[str, ...]) -> Callable[[type[Options]], type[Op
     >>> @read_by(attention="windowed")
     ... @dataclass(frozen=True)
     ... class WindowOptions(PartOptions):
-    ...     window: int = option(64, SIZE)
+    ...     window: Size = 64
     >>> options_read("attention", "windowed")
     {'window'}
     """
@@ -83,6 +80,12 @@ def options_of(kind: str) -> dict[str, Field[Any]]:
     return {item.name: item for options in declared for item in fields(options)}
 
 
+def hints_of(kind: str) -> dict[str, Any]:
+    """Return the hints of the options that only some parts of this kind read."""
+    declared = [options for classes in readers(kind).values() for options in classes]
+    return {name: hint for options in declared for name, hint in checked_hints(options).items()}
+
+
 def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> list[str]:
     """Return one line for each option of ``config`` that is off its default and that no chosen part
     reads.
@@ -108,18 +111,18 @@ def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> lis
 
 
 @dataclass(frozen=True)
-class SharedOptions:
+class SharedOptions(CheckedOptions):
     """What every architecture reads."""
 
     architecture: str = "wellposed"
     """Registered architecture."""
-    hidden_size: int = option(128, SIZE)
+    hidden_size: Size = 128
     """Width D of a token."""
-    num_hidden_layers: int = option(2, COUNT)
+    num_hidden_layers: Count = 2
     """Number of blocks; 0 is the control without any, a bag of tokens."""
     tie_word_embeddings: bool = True
     """Share the token embedding with the output layer of a language model."""
-    dropout: float = option(0.0, RATE)
+    dropout: Rate = 0.0
     """Dropout on embeddings and sublayer outputs."""
 
 
@@ -128,9 +131,9 @@ class SharedOptions:
 class HeadOptions(PartOptions):
     """Sizes of a Transformer's block; an LSTM accepts them and has neither."""
 
-    num_attention_heads: int = option(4, SIZE, neutral=1)
+    num_attention_heads: Size = field(default=4, metadata={"neutral": 1})
     """Number of heads; must divide hidden_size."""
-    intermediate_size: int | None = option(None, SIZE)
+    intermediate_size: Size | None = None
     """Width of the feed-forward layer; 4 x hidden_size where not given."""
 
 
@@ -161,11 +164,11 @@ class TransformerOptions(PartOptions):
     learnt, and mean that with a = 1/n for n residuals."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
-    attention_dropout: float = option(0.0, RATE)
+    attention_dropout: Rate = 0.0
     """Dropout on attention weights."""
     init: str = "xavier"
     """Initial weights."""
-    num_decoder_layers: int | None = option(None, SIZE)
+    num_decoder_layers: Size | None = None
     """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
     share_embeddings: bool = True
     """One token embedding for source and target of an encoder-decoder."""
@@ -189,7 +192,7 @@ class MLPOptions(PartOptions):
 class SinusoidalOptions(PartOptions):
     """What sines and cosines read."""
 
-    position_scale: float | None = option(None, POSITIVE)
+    position_scale: Positive | None = None
     """Factor on sinusoidal positions. None is 1, and under init t_fixup the factor that T-Fixup
     puts on the token embeddings of the same stack, so that tokens and positions keep their
     proportion (in the code of Huang et al. 2020 positions are added unscaled and are twice as long
@@ -201,7 +204,7 @@ class SinusoidalOptions(PartOptions):
 class Kim2021Options(PartOptions):
     """The initial weights of Kim et al. (2021), appendix I."""
 
-    l2_init_scale: float | None = option(None, POSITIVE)
+    l2_init_scale: Positive | None = None
     """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
 
 
@@ -210,7 +213,7 @@ class Kim2021Options(PartOptions):
 class L2Options(Kim2021Options):
     """What every L2 attention reads."""
 
-    query_width: int = option(1, one_of(1, 2))
+    query_width: Literal[1, 2] = 1
     """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a
     head."""
 
@@ -220,12 +223,12 @@ class L2Options(Kim2021Options):
 class ContractiveOptions(L2Options):
     """What an L2 attention reads that is divided by its bound."""
 
-    contractive: float | None = option(None, INSIDE_0_1)
+    contractive: Annotated[float, Gt(0), Lt(1)] | None = None
     """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not
     given."""
-    lipschitz_norm: Literal["tok", "inf", "2"] = option("tok", one_of("tok", "inf", "2"))
+    lipschitz_norm: Literal["tok", "inf", "2"] = "tok"
     """Norm in which l2_contractive is a contraction."""
-    contractive_bound: Literal["sharp", "kim2021"] = option("sharp", one_of("sharp", "kim2021"))
+    contractive_bound: Literal["sharp", "kim2021"] = "sharp"
     """What l2_contractive divides by: the least bound that is proved here, or that of Kim et al.
     (2021), Theorem 3.2, which has norms inf and 2 only."""
 
@@ -235,7 +238,7 @@ class ContractiveOptions(L2Options):
 class CosineOptions(PartOptions):
     """What cosine attention reads."""
 
-    cosine_eps: float = option(0.01, POSITIVE)
+    cosine_eps: Positive = 0.01
     """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
 
 
@@ -244,10 +247,10 @@ class CosineOptions(PartOptions):
 class BallOptions(PartOptions):
     """What attention on the unit ball reads."""
 
-    ball_temperature: float = option(2.0, POSITIVE)
+    ball_temperature: Positive = 2.0
     """Temperature of every head of attention ball at the start; it is learnt between 0 and
     ball_max_temperature."""
-    ball_max_temperature: float = option(10.0, POSITIVE)
+    ball_max_temperature: Positive = 10.0
     """No head of attention ball has a larger temperature."""
 
 
@@ -256,7 +259,7 @@ class BallOptions(PartOptions):
 class BudgetOptions(PartOptions):
     """What a residual with a share of a Lipschitz budget reads."""
 
-    budget: float = option(2.0, ABOVE_ONE)
+    budget: Annotated[float, Gt(1)] = 2.0
     """L of residual budget: all residuals together multiply distances by at most L, if no branch
     multiplies any."""
 
@@ -266,11 +269,11 @@ class BudgetOptions(PartOptions):
 class TransJectOptions(PartOptions):
     """What TransJect reads alone."""
 
-    num_experts: int = option(1, SIZE)
+    num_experts: Size = 1
     """Expert mixtures of TransJect: number of experts in a layer."""
-    spectrum: Literal["gram", "random"] = option("gram", one_of("gram", "random"))
+    spectrum: Literal["gram", "random"] = "gram"
     """Spectrum of TransJect's attention: estimated from the embedded tokens, or a learnt vector."""
-    spectrum_norm: Literal["max", "trace"] = option("max", one_of("max", "trace"))
+    spectrum_norm: Literal["max", "trace"] = "max"
     """What a Gram spectrum is divided by; trace gives the whole map a certificate."""
 
 
@@ -289,16 +292,15 @@ class ModelOptions(
 ):
     """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
 
-    def __post_init__(self) -> None:
-        found = out_of_range(self, fields(self))
-        problems = [f"{name} = {value!r}, expected {expected}" for name, value, expected in found]
+    def problems(self) -> list[str]:
+        """Return a line where the heads of an architecture that has any do not divide its width."""
         has_heads = "num_attention_heads" in options_read("architecture", self.architecture)
-        if not problems and has_heads and self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads ="
-                f" {self.num_attention_heads}"
-            )
-        refuse(problems)
+        if not has_heads or self.hidden_size % self.num_attention_heads == 0:
+            return []
+        return [
+            f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads ="
+            f" {self.num_attention_heads}"
+        ]
 
     def with_parts(self, **changes: Any) -> ModelOptions:
         """Return the options with ``changes``; those that only the parts given up read are at their

@@ -1,15 +1,81 @@
-"""Options dataclasses from plain values, with every problem named at once; free of torch."""
+"""Options dataclasses whose hints say what their values must be, and the one checker that reads them; free of torch.
+
+``steps: Annotated[int, Ge(1)] = 100`` is checked alike on the command line, in TOML and in Python.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from wellposed.errors import ConfigError, listed, nearest_names
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Limit:
+    limit: float
+    sign: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.limit:g}" if self.limit < 1 else f"{self.sign} {self.limit}"
+
+
+class Ge(_Limit):
+    """A constraint: at least ``limit``."""
+
+    sign = ">="
+
+    def holds(self, value: float) -> bool:
+        """Return whether ``value`` satisfies it."""
+        return value >= self.limit
+
+
+class Gt(_Limit):
+    """A constraint: above ``limit``."""
+
+    sign = ">"
+
+    def holds(self, value: float) -> bool:
+        """Return whether ``value`` satisfies it."""
+        return value > self.limit
+
+
+class Lt(_Limit):
+    """A constraint: below ``limit``."""
+
+    sign = "<"
+
+    def holds(self, value: float) -> bool:
+        """Return whether ``value`` satisfies it."""
+        return value < self.limit
+
+
+Size: TypeAlias = Annotated[int, Ge(1)]
+Count: TypeAlias = Annotated[int, Ge(0)]
+Strength: TypeAlias = Annotated[float, Ge(0)]
+Positive: TypeAlias = Annotated[float, Gt(0)]
+Rate: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+Seed: TypeAlias = Annotated[int, Ge(0), Lt(2**32)]
 
 
 class OptionsError(ConfigError):
@@ -21,18 +87,130 @@ class OptionsError(ConfigError):
 
 
 def refuse(problems: list[str]) -> None:
-    """Raise one error that lists all ``problems``, if there are any; an options class calls it on
-    its own values."""
+    """Raise one error that lists all ``problems``, if there are any."""
     if problems:
         raise OptionsError(problems)
 
 
+_put_off: ContextVar[list[str] | None] = ContextVar("_put_off", default=None)
+
+
+@contextmanager
+def refused_together() -> Iterator[None]:
+    """Make all `CheckedOptions` within, and refuse them at the end, in one error for all of them."""
+    problems: list[str] = []
+    token = _put_off.set(problems)
+    try:
+        yield
+    finally:
+        _put_off.reset(token)
+    refuse(list(dict.fromkeys(problems)))
+
+
+@dataclass(frozen=True)
+class CheckedOptions:
+    """Base of options that are checked when they are made: each value by its hint, then all by `problems`.
+
+    >>> @dataclass(frozen=True)
+    ... class Options(CheckedOptions):
+    ...     steps: Size = 1
+    ...     rate: Rate = 0.0
+    >>> Options(steps=0, rate=1.5)
+    Traceback (most recent call last):
+    ...
+    wellposed.options.OptionsError: the configuration cannot be used:
+      steps = 0, expected an integer >= 1
+      rate = 1.5, expected a finite number >= 0 and < 1
+    """
+
+    def __post_init__(self) -> None:
+        hints = checked_hints(type(self))
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        problems, put_off = value_problems(values, hints) or self.problems(), _put_off.get()
+        if put_off is None:
+            refuse(problems)
+        else:
+            put_off += problems
+
+    def problems(self) -> list[str]:
+        """Return one line for each value that fits its hint but not the other values."""
+        return []
+
+
+@functools.cache
+def checked_hints(options_class: type[Any]) -> dict[str, Any]:
+    """Return the hints of the fields of a dataclass, their constraints included."""
+    hints = get_type_hints(options_class, include_extras=True)
+    fields = dataclasses.fields(options_class)
+    return {item.name: item.metadata.get("hint", hints[item.name]) for item in fields}
+
+
+def misfits(values: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and what was expected, for each value that its hint does not allow.
+
+    Exact for the hints that options have: plain types, literals, ``None``, unions, and these in
+    ``Annotated`` with constraints. ``True`` is no int; an int must fit 64 bits and a float be finite.
+
+    >>> list(misfits({"steps": 0, "size": "m"}, {"steps": Size | None, "size": Literal["s", "l"]}))
+    [('steps', 0, 'an integer >= 1 or None'), ('size', 'm', "'s' or 'l'")]
+    """
+    for name, value in values.items():
+        if not fits(value, hints[name]):
+            *most, last = [_described(*allowed) for allowed in _alternatives(hints[name])]
+            yield name, value, f"{', '.join(most)} or {last}" if most else last
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a hint allows a value.
+
+    >>> fits(3, Size), fits(0, Size), fits(True, Size)
+    (True, False, False)
+    """
+    return any(_fits(value, kind, limits) for kind, limits in _alternatives(hint))
+
+
+def value_problems(values: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
+    """Return one line for each value that its hint does not allow."""
+    return [f"{name} = {value!r}, expected {kind}" for name, value, kind in misfits(values, hints)]
+
+
+def option_problems(
+    options_class: type[Any], values: Mapping[str, Any], *, where: str
+) -> list[str]:
+    """Return one line for each name and value that ``options_class(**values)`` has no field for.
+
+    >>> @dataclass
+    ... class Options:
+    ...     steps: int
+    ...     size: Literal["small", "large"] | None = None
+    >>> option_problems(Options, {"steps": 3, "size": "large"}, where="run.toml")
+    []
+    >>> option_problems(Options, {"sise": 1, "size": "huge"}, where="run.toml")[1:]
+    ["run.toml: size = 'huge', expected 'small', 'large' or None", "run.toml: option 'steps' is missing"]
+    """
+    hints = checked_hints(options_class)
+    unknown = [
+        f"unknown option {name!r}; nearest: {', '.join(nearest_names(name, hints))}"
+        for name in values
+        if name not in hints
+    ]
+    known = {name: value for name, value in values.items() if name in hints}
+    missing = [
+        f"option {item.name!r} is missing"
+        for item in dataclasses.fields(options_class)
+        if item.default is dataclasses.MISSING
+        and item.default_factory is dataclasses.MISSING
+        and item.name not in values
+    ]
+    problems = [*unknown, *value_problems(known, hints), *missing]
+    return [f"{where}: {problem}" for problem in problems]
+
+
 def build_options(options_class: type[T], values: Mapping[str, Any], *, where: str) -> T:
-    """Return ``options_class(**values)``, with the tables among the values built into the options
-    their fields hold.
+    """Return ``options_class(**values)``, tables among the values built into the options their fields hold.
 
     Args:
-        options_class: a dataclass; its ``__post_init__`` may `refuse` values that are out of range.
+        options_class: a dataclass; where it is one of `CheckedOptions`, its ``problems`` count too.
         values: plain values by field name, as read from TOML, JSON or a command line.
         where: what the lines of an error begin with, such as a file name.
 
@@ -40,7 +218,7 @@ def build_options(options_class: type[T], values: Mapping[str, Any], *, where: s
         ConfigError: everything that `option_problems` names, and every value that a class refuses,
         in one message.
 
-    >>> @dataclasses.dataclass
+    >>> @dataclass
     ... class Options:
     ...     steps: int = 1
     >>> build_options(Options, {"stepz": 3, "steps": "4"}, where="run.toml")
@@ -48,15 +226,12 @@ def build_options(options_class: type[T], values: Mapping[str, Any], *, where: s
     ...
     wellposed.options.OptionsError: the configuration cannot be used:
       run.toml: unknown option 'stepz'; nearest: steps
-      run.toml: steps = '4', expected int
+      run.toml: steps = '4', expected an integer
     """
     built, problems = dict(values), []
-    for name, hint in get_type_hints(options_class).items():
-        if (
-            isinstance(hint, type)
-            and dataclasses.is_dataclass(hint)
-            and isinstance(values.get(name), Mapping)
-        ):
+    for name, hint in checked_hints(options_class).items():
+        table = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        if table and isinstance(values.get(name), Mapping):
             try:
                 built[name] = build_options(hint, values[name], where=f"{where}: [{name}]")
             except OptionsError as error:
@@ -87,90 +262,52 @@ def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def option_problems(
-    options_class: type[Any], values: Mapping[str, Any], *, where: str
-) -> list[str]:
-    """Return one line for each value that ``options_class(**values)`` has no field of its name and
-    type for.
-
-    Exact for the hints that options have: plain types, literals, ``None`` and unions of them.
-    ``True`` is no int.
-
-    Args:
-        options_class: a dataclass.
-        values: plain values by field name, as read from TOML, JSON or a command line.
-        where: what the lines begin with, such as a file name.
-
-    Returns:
-        the lines, empty where all is well; a field without a default that has no value is a line
-        too.
-
-    Cost: none that matters. When not to use: ranges of numbers, which an options class checks
-    itself.
-
-    >>> @dataclasses.dataclass
-    ... class Options:
-    ...     steps: int
-    ...     size: Literal["small", "large"] | None = None
-    >>> option_problems(Options, {"steps": 3, "size": "large"}, where="run.toml")
-    []
-    >>> option_problems(Options, {"sise": 1, "size": "huge"}, where="run.toml")[1:]
-    ["run.toml: size = 'huge', expected 'small' or 'large' or nothing", "run.toml: option 'steps' is
-    missing"]
-    """
-    hints = get_type_hints(options_class)
-    fields = dataclasses.fields(options_class)
-    known = [field.name for field in fields]
-    problems = []
-    for name, value in values.items():
-        if name not in known:
-            problems.append(
-                f"{where}: unknown option {name!r}; nearest:"
-                f" {', '.join(nearest_names(name, known))}"
-            )
-        elif not _fits(value, hints[name]):
-            problems.append(f"{where}: {name} = {value!r}, expected {_describe(hints[name])}")
-    required = [field.name for field in fields if _is_required(field)]
-    return [
-        *problems,
-        *(f"{where}: option {name!r} is missing" for name in required if name not in values),
-    ]
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the types and literal values a hint allows."""
+def _alternatives(hint: Any, limits: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield every type or literal value that a hint allows, and the constraints on it."""
     origin = get_origin(hint)
-    if origin is Literal:
-        return get_args(hint)
-    if origin in (Union, UnionType):
-        return tuple(part for option in get_args(hint) for part in _alternatives(option))
-    return (origin or hint,)
+    if origin is Annotated:
+        kind, *more = get_args(hint)
+        yield from _alternatives(
+            kind, (*limits, *(each for each in more if isinstance(each, _Limit)))
+        )
+    elif origin in (Union, UnionType):
+        for option in get_args(hint):
+            yield from _alternatives(option, limits)
+    elif origin is Literal:
+        yield from ((value, ()) for value in get_args(hint))
+    else:
+        yield origin or hint, limits
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    for option in _alternatives(hint):
-        if not isinstance(option, type):
-            if value == option and type(value) is type(option):
-                return True
-        elif isinstance(value, bool):
-            if option is bool:
-                return True
-        elif isinstance(value, option) or (option is float and isinstance(value, int)):
-            return True
-    return False
+def _fits(value: Any, kind: Any, limits: tuple[Any, ...]) -> bool:
+    if not isinstance(kind, type):
+        return value == kind and type(value) is type(kind)
+    if isinstance(value, bool) or kind is bool:
+        return kind is bool and isinstance(value, bool)
+    if kind is int or (kind is float and isinstance(value, int)):
+        return isinstance(value, int) and -(2**63) <= value < 2**63 and _within(value, limits)
+    if kind is float:
+        return isinstance(value, float) and math.isfinite(value) and _within(value, limits)
+    return isinstance(value, kind)
 
 
-def _describe(hint: Any) -> str:
-    names = []
-    for option in _alternatives(hint):
-        if option is NoneType:
-            names.append("nothing")
-        elif dataclasses.is_dataclass(option) or option is Mapping:
-            names.append("a table of options")
-        else:
-            names.append(option.__name__ if isinstance(option, type) else repr(option))
-    return " or ".join(names)
+def _within(value: float, limits: tuple[Any, ...]) -> bool:
+    return all(limit.holds(value) for limit in limits)
+
+
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a finite number",
+    str: "text",
+    bool: "true or false",
+    NoneType: "None",
+    Mapping: "a table of options",
+}
+
+
+def _described(kind: Any, limits: tuple[Any, ...]) -> str:
+    if not isinstance(kind, type):
+        return repr(kind)
+    table = Mapping if dataclasses.is_dataclass(kind) else kind
+    words = _WORDS.get(table, getattr(table, "__name__", str(table)))
+    return " and ".join([f"{words} {limits[0]}", *map(str, limits[1:])]) if limits else words

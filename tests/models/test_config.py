@@ -137,7 +137,7 @@ def test_all_bad_values_are_in_one_message():
         "hiden_size: unknown key; nearest: hidden_size",
         "hidden_size: received 10; expected a multiple of num_attention_heads = 3",
         "vocab_size: received 0; expected an integer >= 1",
-        "dropout: received 1.0; expected a number in [0, 1)",
+        "dropout: received 1.0; expected a finite number >= 0 and < 1",
         "norm: unknown norm 'per'; nearest: pre, post, none",
         "layer_norm_eps: received 0.0",
     ):

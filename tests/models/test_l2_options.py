@@ -157,7 +157,7 @@ def test_an_option_that_nothing_reads_is_refused(options: dict[str, Any], part: 
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"contractive": 1.0}, "contractive: received 1.0; expected a number in (0, 1)"),
+        ({"contractive": 1.0}, "contractive: received 1.0; expected a finite number > 0 and < 1"),
         ({"contractive": True}, "contractive: received True"),
         ({"contractive": math.nan}, "contractive: received nan"),
         ({"lipschitz_norm": "fro"}, "lipschitz_norm: received 'fro'; expected 'tok', 'inf' or '2'"),

@@ -169,12 +169,13 @@ def test_every_bad_value_is_in_one_error() -> None:
         messages.append(str(caught.value))
     for part in (
         "hidden_size: received 15; expected an even number", "num_hidden_layers: received 0",
-        "num_experts: received 0", "spectrum: received 'gran'; expected 'gram' or 'random'", "unknown residual 'plain'",
+        "num_experts: received 0", "spectrum: received 'gran'; expected 'gram' or 'random'",
+        "residual: received 'plain'; expected",
         "dropout: received 1.0", "spectrum_eps: received 0.0; expected a finite number >= 1.17549e-38",
         "reconstruction_weight: received -1.0", "received 300; expected a token in [0, 256)",
         "num_expert: unknown key; nearest: num_experts", "unknown pooling 'min'",
         "num_attention_heads: unknown key; Gram attention has no heads: set num_experts",
-        "unknown gating 'fix'; nearest: fixed", "num_labels: received 0",
+        "gating: received 'fix'; expected 'pooled', 'normalized' or 'fixed'", "num_labels: received 0",
         "intermediate_size: unknown key; the feed-forward is orthogonal, so as wide as a token: set hidden_size",
     ):  # fmt: skip
         assert part in "".join(messages)

@@ -66,9 +66,9 @@ def test_every_bad_option_is_named_at_once() -> None:
         )
     message = str(caught.value)
     assert "unknown option 'seq_length'; nearest: seq_len" in message
-    assert "limit_chars = 'many', expected int or nothing" in message
-    assert "format = 'wide', expected 'auto' or 'plain' or 'spaced'" in message
-    assert "seq_len = True, expected int" in message
+    assert "limit_chars = 'many', expected an integer >= 2 or None" in message
+    assert "format = 'wide', expected 'auto', 'plain' or 'spaced'" in message
+    assert "seq_len = True, expected an integer" in message
 
 
 def test_a_missing_option_is_named() -> None:

@@ -215,7 +215,7 @@ def test_impossible_bounds_are_refused() -> None:
         ConfigError, match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"
     ):
         build_task("listops", {"max_depth": 1, "max_args": 1, "min_length": 20, "max_length": 21})
-    with pytest.raises(ConfigError, match="num_valid = 0; expected at least 1"):
+    with pytest.raises(ConfigError, match="num_valid = 0, expected an integer >= 1"):
         build_task("listops", {"num_valid": 0})
 
 

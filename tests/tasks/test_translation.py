@@ -304,7 +304,7 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
         ({"tokenizer": "word"}, "expected bpe, char or hf:NAME_OR_PATH"),
         (
             {"vocab_size": 0, "max_tokens": -1},
-            "vocab_size = 0, max_tokens = -1; expected at least 1",
+            "(?s)vocab_size = 0, expected an integer >= 1.*max_tokens = -1, expected an integer >= 1",
         ),
         ({"generate_length_penalty": math.inf}, "generate_length_penalty = inf"),
     ],

@@ -3,13 +3,13 @@ refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.training import PenaltyOptions, RunConfig, TrainOptions, config_difference, ranges
+from wellposed.options import checked_hints, fits
+from wellposed.training import PenaltyOptions, RunConfig, TrainOptions, config_difference
 
 
 def test_all_problems_of_a_section_are_in_one_error() -> None:
@@ -35,21 +35,18 @@ def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
     assert "unknown option 'stepz'; nearest: steps" in message
 
 
-@pytest.mark.parametrize(
-    ("options", "rules"),
-    [(PenaltyOptions, ranges.PENALTY_RULES), (TrainOptions, ranges.TRAIN_RULES)],
-)
-def test_every_number_has_a_range(options: Any, rules: dict[str, Any]) -> None:
-    numbers = {
-        field.name
-        for field in dataclasses.fields(options)
-        if any(kind in str(field.type) for kind in ("int", "float"))
-        and "Literal" not in str(field.type)
-    }
-    assert numbers == set(rules)
-    for name in numbers:
-        with pytest.raises(ConfigError, match=f"{name} = -1"):
-            options(**{name: -1})
+NUMBERS = [
+    (options, name)
+    for options in (PenaltyOptions, TrainOptions)
+    for name, hint in checked_hints(options).items()
+    if fits(1, hint) and not fits("", hint) and not fits(True, hint)
+]
+
+
+@pytest.mark.parametrize(("options", "name"), NUMBERS)
+def test_every_number_has_a_range(options: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = -1, expected"):
+        options(**{name: -1})
 
 
 def test_a_valid_configuration_survives_the_way_through_plain_values() -> None:

@@ -17,7 +17,7 @@ import tyro
 
 from wellposed.cli._start import READ_BY, start_config
 from wellposed.cli.imports import ImportedFiles
-from wellposed.cli.parser import HELP, HELP_ALL, OTHER_SPELLINGS, Flat, parse_words
+from wellposed.cli.parser import HELP, HELP_ALL, OTHER_SPELLINGS, Flat, parse_words, unchecked
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
@@ -218,12 +218,11 @@ def _task_defaults(options: type, base: RunConfig) -> Any:
     unknown = [name for name in base.task_options if name not in known]
     if unknown:
         raise unknown_name(f"option of task {base.task}", unknown[0], known)
-    required = {
-        item.name: tyro.MISSING
+    defaults = {
+        item.name: tyro.MISSING if item.default is dataclasses.MISSING else item.default
         for item in dataclasses.fields(options)
-        if item.default is dataclasses.MISSING
     }
-    return options(**{**required, **base.task_options})
+    return unchecked(options, {**defaults, **base.task_options})
 
 
 def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from wellposed.options import refused_together
 
 Arguments = TypeVar("Arguments")
 Flat = tyro.conf.arg(name="")
@@ -61,7 +63,7 @@ def parse_words(
             f"{description or ''}\n\nThe most used options; `{prog} {HELP_ALL}` lists all."
         )
     words = ["--help" if word == HELP_ALL else word for word in words]
-    with _REGISTRY:
+    with _REGISTRY, refused_together():
         parsed = tyro.cli(
             arguments, args=words, default=default, prog=prog, description=description
         )
@@ -92,7 +94,15 @@ def only(
         cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True
     )
     short.__doc__ = cls.__doc__
-    return short, short(**values)
+    return short, unchecked(short, values)
+
+
+def unchecked(options: type[Arguments], values: Mapping[str, Any]) -> Arguments:
+    """Return options in which some values may still be missing, which the parser then asks for."""
+    made = object.__new__(options)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -118,12 +128,8 @@ class _Optional:
 @_REGISTRY.primitive_rule
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show ``int | None`` as INT; tyro's own rule shows {None}|INT."""
-    kinds = [kind for kind in typing.get_args(info.type) if kind is not type(None)]
-    if (
-        type(None) not in typing.get_args(info.type)
-        or len(kinds) != 1
-        or kinds[0] not in (int, float, str, Path)
-    ):
+    kinds = [_unwrapped(kind)[0] for kind in typing.get_args(info.type)]
+    if len(kinds) != 2 or kinds[1] is not type(None) or kinds[0] not in (int, float, str, Path):
         return None
     optional = _Optional(kinds[0])
     return PrimitiveConstructorSpec(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from wellposed.errors import ConfigError, listed, nearest_names
-from wellposed.option_checks import COUNT, RATE, SIZE, Check, is_size, out_of_range
+from wellposed.options import Size, fits, misfits
 from wellposed.registry import Registry
 
 # What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
@@ -54,6 +54,11 @@ class CheckedConfig(PreTrainedConfig):
         return {}
 
     @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """Return what values must be, by name, as `wellposed.options` writes it."""
+        return {}
+
+    @classmethod
     def names(cls) -> set[str]:
         """Return the names of everything that the configuration holds."""
         return {item.name for item in fields(cls)} | set(cls.part_options())
@@ -67,35 +72,12 @@ class CheckedConfig(PreTrainedConfig):
 
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
-        found = out_of_range(self, self.part_options().values())
+        hints = self.hints()
+        values = {name: getattr(self, name) for name in hints}
         return [
-            f"{name}: received {value!r}; expected {expected}" for name, value, expected in found
+            f"{name}: received {value!r}; expected {expected}"
+            for name, value, expected in misfits(values, hints)
         ]
-
-
-def size_problems(config: object, names: Iterable[str]) -> list[str]:
-    """Return one line for each of the fields ``names`` that is no integer of at least 1."""
-    return _problems(config, names, SIZE)
-
-
-def count_problems(config: object, names: Iterable[str]) -> list[str]:
-    """Return one line for each of the fields ``names`` that is no integer of at least 0."""
-    return _problems(config, names, COUNT)
-
-
-def rate_problems(config: object, names: Iterable[str]) -> list[str]:
-    """Return one line for each of the fields ``names`` that is no number in [0, 1)."""
-    return _problems(config, names, RATE)
-
-
-def _problems(config: object, names: Iterable[str], check: Check) -> list[str]:
-    expected, holds = check
-    values = {name: getattr(config, name) for name in names}
-    return [
-        f"{name}: received {value!r}; expected {expected}"
-        for name, value in values.items()
-        if not holds(value)
-    ]
 
 
 def name_problems(config: object, registries: Mapping[str, Registry[Any]]) -> list[str]:
@@ -110,7 +92,7 @@ def name_problems(config: object, registries: Mapping[str, Registry[Any]]) -> li
 
 def token_problems(config: Any, names: Iterable[str]) -> list[str]:
     """Return one line for each token, in the fields ``names``, that is outside the vocabulary."""
-    if not is_size(config.vocab_size):
+    if not fits(config.vocab_size, Size):
         return []
     problems = []
     for name in names:

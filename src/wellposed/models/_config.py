@@ -7,21 +7,24 @@ from dataclasses import Field
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError, NotLipschitzError
-from wellposed.model_options import options_of, options_read, unread_options
+from wellposed.model_options import (
+    ModelOptions,
+    hints_of,
+    options_of,
+    options_read,
+    unread_options,
+)
 from wellposed.models._checked_config import (
     CheckedConfig,
-    count_problems,
     label_problems,
     name_problems,
-    rate_problems,
-    size_problems,
     token_problems,
 )
 from wellposed.models._init import INITS
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
 from wellposed.nn.block import cross_attention_name
-from wellposed.option_checks import is_size
+from wellposed.options import Positive, Size, checked_hints, fits
 from wellposed.registry import Registry
 
 _NAMED: dict[str, Registry[Any]] = {
@@ -34,14 +37,14 @@ _NAMED: dict[str, Registry[Any]] = {
     "init": INITS,
     "pooling": POOLINGS,
 }
-_SIZES = (
-    "vocab_size",
-    "max_position_embeddings",
+_SHARED = (
     "hidden_size",
     "num_attention_heads",
-    "intermediate_size",
+    "num_hidden_layers",
+    "num_decoder_layers",
+    "dropout",
+    "attention_dropout",
 )
-_PROBABILITIES = ("dropout", "attention_dropout")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
@@ -140,7 +143,7 @@ class WellposedConfig(CheckedConfig):
         def __init__(self, **options: Any) -> None: ...
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.intermediate_size is None and is_size(self.hidden_size):
+        if self.intermediate_size is None and fits(self.hidden_size, Size):
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
 
@@ -148,6 +151,19 @@ class WellposedConfig(CheckedConfig):
     def part_options(cls) -> dict[str, Field[Any]]:
         """Return the options that only some attentions, residuals, initialisations, ... read."""
         return {name: item for kind in _NAMED for name, item in options_of(kind).items()}
+
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """Return what values must be: those of the command line, and those that data fixes."""
+        shared = checked_hints(ModelOptions)
+        return {
+            **{name: shared[name] for name in _SHARED},
+            "vocab_size": Size,
+            "max_position_embeddings": Size,
+            "intermediate_size": Size,
+            "layer_norm_eps": Positive,
+            **{name: hint for kind in _NAMED for name, hint in hints_of(kind).items()},
+        }
 
     @property
     def decoder_depth(self) -> int:
@@ -171,13 +187,11 @@ class WellposedConfig(CheckedConfig):
         """Return one line for each value that no model can be built from."""
         unusable = super().problems()
         return [
-            *size_problems(self, _SIZES),
-            *count_problems(self, ("num_hidden_layers",)),
-            *rate_problems(self, _PROBABILITIES),
+            *unusable,
             *name_problems(self, _NAMED),
             *_decoder_problems(self),
             *token_problems(self, _TOKENS),
-            *(unusable or unread_options(self, self._chosen())),
+            *([] if unusable else unread_options(self, self._chosen())),
             *_shape_problems(self),
             *label_problems(self),
         ]
@@ -196,23 +210,17 @@ class WellposedConfig(CheckedConfig):
 
 
 def _decoder_problems(config: WellposedConfig) -> list[str]:
-    problems = []
-    if config.num_decoder_layers is not None and not is_size(config.num_decoder_layers):
-        problems.append(
-            f"num_decoder_layers: received {config.num_decoder_layers!r}; expected an integer >= 1,"
-            " or None"
-        )
     try:
         cross_attention_name(str(config.attention), config.cross_attention)
     except (ConfigError, NotLipschitzError) as error:
-        problems.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
-    return problems
+        return [f"cross_attention: {str(error).removeprefix('cross_attention: ')}"]
+    return []
 
 
 def _shape_problems(config: WellposedConfig) -> list[str]:
     problems = []
     width, heads = config.hidden_size, config.num_attention_heads
-    if is_size(width) and is_size(heads):
+    if fits(width, Size) and fits(heads, Size):
         if width % heads:
             problems.append(
                 f"hidden_size: received {width}; expected a multiple of num_attention_heads ="
@@ -223,8 +231,4 @@ def _shape_problems(config: WellposedConfig) -> list[str]:
                 "qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer"
                 " heads"
             )
-    if not config.layer_norm_eps > 0:
-        problems.append(
-            f"layer_norm_eps: received {config.layer_norm_eps!r}; expected a number > 0"
-        )
     return problems

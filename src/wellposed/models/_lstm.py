@@ -10,8 +10,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from wellposed.errors import ShapeError
 from wellposed.models._build import ARCHITECTURES, Architecture
-from wellposed.models._checked_config import size_problems
 from wellposed.models._config import WellposedConfig
+from wellposed.options import Size
 
 _NOT_FOR_LSTM = (
     "attention", "attention_dropout", "qk_norm", "residual", "norm", "position", "feedforward", "activation", "pooling",
@@ -35,6 +35,11 @@ class LSTMConfig(WellposedConfig):
 
     model_type = "wellposed_lstm"
 
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """Return what values must be; an LSTM has a layer at least."""
+        return {**super().hints(), "num_hidden_layers": Size}
+
     def check(self, problems: list[str] | None = None) -> None:
         """Raise `ConfigError` naming every value that no LSTM can be built from."""
         fields = {**type(self).__dataclass_fields__, **self.part_options()}
@@ -44,7 +49,6 @@ class LSTMConfig(WellposedConfig):
             for name in _NOT_FOR_LSTM
             if getattr(self, name) != fields[name].default
         ]
-        refused += size_problems(self, ("num_hidden_layers",))
         super().check([*(problems or []), *refused])
 
 

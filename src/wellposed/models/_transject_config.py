@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from wellposed.errors import nearest_names
 from wellposed.model_options import TransJectOptions
 from wellposed.models._checked_config import (
     CheckedConfig,
     label_problems,
     name_problems,
-    rate_problems,
-    size_problems,
     token_problems,
 )
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn.checks import LEAST_EPS
-from wellposed.option_checks import is_size
+from wellposed.options import Ge, Rate, Size, Strength, checked_hints, fits
 
-_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_CHOICES = {
-    "gating": ("pooled", "normalized", "fixed"),
-    "residual": ("rezero", "sigmoid"),
-    "position": ("sinusoidal", "learned"),
+_HINTS: Mapping[str, Any] = {
+    "vocab_size": Size,
+    "max_position_embeddings": Size,
+    "hidden_size": Size,
+    "num_hidden_layers": Size,
+    "dropout": Rate,
+    "spectrum_eps": Annotated[float, Ge(LEAST_EPS)],
+    "reconstruction_weight": Strength,
+    "gating": Literal["pooled", "normalized", "fixed"],
+    "residual": Literal["rezero", "sigmoid"],
+    "position": Literal["sinusoidal", "learned"],
+    "is_causal": bool | None,
+    **checked_hints(TransJectOptions),
 }
 
 
@@ -113,40 +117,26 @@ class TransJectConfig(CheckedConfig):
         """Return the options that TransJect shares with the command line."""
         return {item.name: item for item in fields(TransJectOptions)}
 
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """Return what values must be."""
+        return dict(_HINTS)
+
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
         return [
             *super().problems(),
-            *size_problems(self, _SIZES),
-            *rate_problems(self, ("dropout",)),
-            *_choice_problems(self),
             *name_problems(self, {"pooling": POOLINGS}),
             *token_problems(self, _TOKENS),
             *label_problems(self),
-            *_number_problems(self),
+            *_width_problems(self),
         ]
 
 
-def _number_problems(config: TransJectConfig) -> list[str]:
-    problems = []
-    if is_size(config.hidden_size) and config.hidden_size % 2:
-        problems.append(
-            f"hidden_size: received {config.hidden_size}; expected an even number: half for a"
-            " token, half for its position"
-        )
-    for name, least in (("spectrum_eps", LEAST_EPS), ("reconstruction_weight", 0.0)):
-        value = getattr(config, name)
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= least):
-            problems.append(f"{name}: received {value!r}; expected a finite number >= {least:g}")
-    if config.is_causal not in (None, True, False):
-        problems.append(f"is_causal: received {config.is_causal!r}; expected true, false or None")
-    return problems
-
-
-def _choice_problems(config: TransJectConfig) -> list[str]:
+def _width_problems(config: TransJectConfig) -> list[str]:
+    if not fits(config.hidden_size, Size) or config.hidden_size % 2 == 0:
+        return []
     return [
-        f"{name}: unknown {name.replace('_', ' ')} {getattr(config, name)!r}; "
-        f"nearest: {', '.join(nearest_names(str(getattr(config, name)), known))}"
-        for name, known in _CHOICES.items()
-        if getattr(config, name) not in known
+        f"hidden_size: received {config.hidden_size}; expected an even number: half for a"
+        " token, half for its position"
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import DataError
+from wellposed.options import CheckedOptions, Ge
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CharLMOptions:
+class CharLMOptions(CheckedOptions):
     """Options of the task `char_lm`."""
 
     data: str = "builtin"
@@ -36,7 +37,7 @@ class CharLMOptions:
     examples: Literal["blocks", "lines"] = "blocks"
     """blocks of running text, or one line an example after the line feed before it, padded, longer
     ones in pieces."""
-    limit_chars: int | None = None
+    limit_chars: Annotated[int, Ge(2)] | None = None
     """Keep only the first characters of the train text."""
 
 
@@ -72,8 +73,6 @@ class CharLMTask(LanguageModelTask):
         from wellposed.tasks.text.tokenizers import CharacterEncoder
 
         self.options = options
-        if options.limit_chars is not None and options.limit_chars < 2:
-            raise ConfigError(f"limit_chars = {options.limit_chars}, expected at least 2")
         texts, source = load_texts(
             options.data, valid=options.valid, test=options.test, text_format=options.format
         )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError, listed
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.dialogues import load_dialogues, read_synonyms, repeated
-from wellposed.tasks.kinds.seq2seq import Seq2SeqTask, check_pair_options
+from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
 from wellposed.tasks.metrics.names import SENTENCE_METRIC, VECTOR_METRICS
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
@@ -25,7 +26,7 @@ PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
 
 
 @dataclass(frozen=True)
-class DialogueOptions:
+class DialogueOptions(CheckedOptions):
     """Options of the task `dialogue`."""
 
     data: str
@@ -38,7 +39,7 @@ class DialogueOptions:
     format: Literal["auto", "dailydialog", "personachat"] = "auto"
     """dailydialog has __eou__ after every utterance, personachat a number before every line; auto
     looks."""
-    context: int = 3
+    context: Size = 3
     """Most utterances before the reply that the model reads, the latest ones."""
     speaker_marks: bool = True
     """Write B: before the earlier utterances of the speaker who replies, and A: before the
@@ -52,18 +53,18 @@ class DialogueOptions:
     tokenizer: str = "bpe"
     """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an
     encoder-decoder."""
-    vocab_size: int = 8000
+    vocab_size: Size = 8000
     """Ids of the byte-pair encoding, special tokens included."""
-    max_tokens: int = 128
+    max_tokens: Size = 128
     """Most tokens of a context or a reply, its end token included; the positions of the model."""
     overflow: Literal["cut", "error"] = "cut"
     """A longer context loses its beginning and a longer reply its end (counted in the report), or
     is an error."""
     lowercase: bool = False
     """Lower-case contexts and replies, references included."""
-    limit_dialogues: int | None = None
+    limit_dialogues: Size | None = None
     """Keep only the first dialogues of the train split."""
-    tokens_per_batch: int | None = None
+    tokens_per_batch: Size | None = None
     """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
     vectors: str | None = None
     """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching
@@ -74,14 +75,14 @@ class DialogueOptions:
     synonyms: str | None = None
     """File of words of equal meaning, one group a line, for METEOR; without it words match by form
     and stem."""
-    generate_beams: int = 4
+    generate_beams: Size = 4
     """Beams of the replies that are scored; 1 is greedy."""
     generate_length_penalty: float = 0.6
     """Exponent a of what log p is divided by in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
     """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al.
     (2016)."""
-    generate_max_examples: int | None = None
+    generate_max_examples: Size | None = None
     """Reply only to the first contexts of valid and of test; all where not given."""
 
 
@@ -109,7 +110,6 @@ class DialogueTask(Seq2SeqTask):
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        check_pair_options("dialogue", options, "context", "limit_dialogues")
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
             _ = self._vectors

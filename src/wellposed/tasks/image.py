@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.checks import require_positive
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.image_sources import label_names, load_images
 from wellposed.tasks.data.images import Images, read_class_folder
 from wellposed.tasks.kinds.pixels import PixelTask, prepare_images
@@ -15,7 +15,7 @@ from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
 
 
 @dataclass(frozen=True)
-class ImageOptions:
+class ImageOptions(CheckedOptions):
     """Options of the task `image`."""
 
     data: str = "builtin"
@@ -27,9 +27,9 @@ class ImageOptions:
     """npz file of the test split; found beside the train file, or cut from it, where not given."""
     color: Literal["gray", "rgb"] = "gray"
     """gray is one token a pixel, 0.299 R + 0.587 G + 0.114 B; rgb is three."""
-    size: int | None = None
+    size: Size | None = None
     """Side that images are shrunk to by block means; as they are where not given."""
-    limit_train: int | None = None
+    limit_train: Size | None = None
     """Keep only the first images of train."""
     data_seed: int | None = None
     """Seed of the drawn shapes; 0 where not given."""
@@ -54,7 +54,6 @@ class ImageTask(PixelTask):
     name: ClassVar[str] = "image"
 
     def __init__(self, options: ImageOptions) -> None:
-        require_positive("image", options, "size", "limit_train")
         self.options = options
         if options.data == "builtin" and options.color == "rgb":
             raise ConfigError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.checks import require_positive
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.image_sources import label_names, load_images
 from wellposed.tasks.data.images import ImageFiles, find_class_files
 from wellposed.tasks.data.pixel_values import build_processor
@@ -17,7 +17,7 @@ from wellposed.tasks.task import TASKS, TaskSpec
 
 
 @dataclass(frozen=True)
-class ImageClassificationOptions:
+class ImageClassificationOptions(CheckedOptions):
     """Options of the task `image_classification`."""
 
     data: str = "builtin"
@@ -33,7 +33,7 @@ class ImageClassificationOptions:
     of the model."""
     flip: bool = False
     """Turn train images left to right, each with probability 1/2."""
-    limit_train: int | None = None
+    limit_train: Size | None = None
     """Keep only the first images of train."""
     data_seed: int | None = None
     """Seed of the drawn shapes; 0 where not given."""
@@ -56,7 +56,6 @@ class ImageClassificationTask(PixelValuesTask):
     name: ClassVar[str] = "image_classification"
 
     def __init__(self, options: ImageClassificationOptions) -> None:
-        require_positive(self.name, options, "limit_train")
         self.options = options
         found, names, source = load_images(
             self.name, options, read_folder=_checked_files, prefer="rgb"

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from wellposed.errors import ConfigError
+from wellposed.options import CheckedOptions, Ge
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LanguageModelingOptions:
+class LanguageModelingOptions(CheckedOptions):
     """Options of the task `language_modeling`."""
 
     data: str = "builtin"
@@ -35,7 +36,7 @@ class LanguageModelingOptions:
     """byte, character or hf:NAME_OR_PATH; with --from, the tokenizer of that model."""
     seq_len: int = 256
     """Tokens in a block, of which all but the first are predicted."""
-    limit_chars: int | None = None
+    limit_chars: Annotated[int, Ge(2)] | None = None
     """Keep only the first characters of the train text."""
 
 
@@ -70,8 +71,6 @@ class LanguageModelingTask(LanguageModelTask):
         from wellposed.tasks.text.encoders import build_encoder
 
         self.options = options
-        if options.limit_chars is not None and options.limit_chars < 2:
-            raise ConfigError(f"limit_chars = {options.limit_chars}, expected at least 2")
         if options.tokenizer == "word":
             raise ConfigError(
                 "language_modeling: tokenizer = 'word', expected byte, character or"

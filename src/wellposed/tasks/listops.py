@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.checks import given_options, refuse_options, require_positive
+from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.checks import given_options, refuse_options
 from wellposed.tasks.data.labelled import load_labelled, refuse_longer
 from wellposed.tasks.data.splits import refuse_split_files
 from wellposed.tasks.data.tables import LabelledTexts
@@ -37,7 +38,7 @@ SIZES: Mapping[str, Mapping[Split, int]] = {
 
 
 @dataclass(frozen=True)
-class ListOpsOptions:
+class ListOpsOptions(CheckedOptions):
     """Options of the task `listops`."""
 
     data: str = "builtin"
@@ -59,11 +60,11 @@ class ListOpsOptions:
     max_length: int | None = None
     """Generated expressions have fewer tokens than this; 50 (short) or 2000 (lra). In a file: most
     tokens of one."""
-    num_train: int | None = None
+    num_train: Size | None = None
     """Generated train expressions; 20000 (short) or 96000 (lra)."""
-    num_valid: int | None = None
+    num_valid: Size | None = None
     """Generated valid expressions; 1000 (short) or 2000 (lra)."""
-    num_test: int | None = None
+    num_test: Size | None = None
     """Generated test expressions; 1000 (short) or 2000 (lra)."""
     data_seed: int | None = None
     """Seed of the generator, apart from the seed of training; 0 where not given."""
@@ -89,7 +90,6 @@ class ListOpsTask(ClassificationTask):
     name: ClassVar[str] = "listops"
 
     def __init__(self, options: ListOpsOptions) -> None:
-        require_positive("listops", options, "num_train", "num_valid", "num_test")
         encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
         self.options = options
         examples, source = (

@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from wellposed.tasks.checks import require_positive
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.generators.marked import (
     GENERATOR_VERSION,
     MarkedRules,
@@ -20,7 +20,7 @@ from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
 
 @dataclass(frozen=True)
-class MarkedOptions:
+class MarkedOptions(CheckedOptions):
     """Options of the task `marked`."""
 
     question: Literal["order", "recall"] = "order"
@@ -33,11 +33,11 @@ class MarkedOptions:
     repeats: bool = True
     """Whether a word may stand in several slots of recall; where none does, a bag of words gives no
     hint at all."""
-    num_train: int = 20000
+    num_train: Size = 20000
     """Generated train rows."""
-    num_valid: int = 1000
+    num_valid: Size = 1000
     """Generated valid rows."""
-    num_test: int = 1000
+    num_test: Size = 1000
     """Generated test rows."""
     data_seed: int = 0
     """Seed of the generator, apart from the seed of training."""
@@ -69,7 +69,6 @@ class MarkedTask(ClassificationTask):
 
         from wellposed.tasks.text.tokenizers import WordEncoder
 
-        require_positive("marked", options, "num_train", "num_valid", "num_test")
         self.options = options
         rules = MarkedRules(options.question, options.slots, options.words, options.repeats)
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.checks import given_options, refuse_options, require_positive
+from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.checks import given_options, refuse_options
 from wellposed.tasks.data.files import describe_file, missing_file, read_text
 from wellposed.tasks.data.images import Images, read_image_files
 from wellposed.tasks.data.npz import read_npz_splits
@@ -32,7 +33,7 @@ _SHORT_TURN = 3.6
 
 
 @dataclass(frozen=True)
-class PathfinderOptions:
+class PathfinderOptions(CheckedOptions):
     """Options of the task `pathfinder`."""
 
     data: str = "builtin"
@@ -44,22 +45,22 @@ class PathfinderOptions:
     """npz file of the test split; found beside the train file, or cut from it, where not given."""
     setting: Literal["easy", "medium", "hard"] = "easy"
     """Length of the drawn curves: 6, 9 or 14 dashes, as the three levels of the public release."""
-    size: int | None = None
+    size: Size | None = None
     """Side of the image: 32 where drawn; images of a file are shrunk to it by block means."""
-    contour_length: int | None = None
+    contour_length: Size | None = None
     """Dashes of each of the two long curves, in place of the setting's."""
     distractors: int | None = None
     """Number of short curves; 5 where not given."""
-    distractor_length: int | None = None
+    distractor_length: Size | None = None
     """Dashes of a short curve; a third of the setting's long ones where not given."""
     max_turn: float | None = None
     """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves,
     where not given."""
-    num_train: int | None = None
+    num_train: Size | None = None
     """Drawn train images; 1000 where not given (the release has 160000)."""
-    num_valid: int | None = None
+    num_valid: Size | None = None
     """Drawn valid images; 200 where not given."""
-    num_test: int | None = None
+    num_test: Size | None = None
     """Drawn test images; 200 where not given."""
     data_seed: int | None = None
     """Seed of the drawing, apart from the seed of training; 0 where not given."""
@@ -92,15 +93,6 @@ class PathfinderTask(PixelTask):
     name: ClassVar[str] = "pathfinder"
 
     def __init__(self, options: PathfinderOptions) -> None:
-        sizes = (
-            "size",
-            "contour_length",
-            "num_train",
-            "distractor_length",
-            "num_valid",
-            "num_test",
-        )
-        require_positive("pathfinder", options, *sizes)
         self.options = options
         images, source = _load(options)
         super().__init__(images=images, labels=LABELS, source=source, details={})

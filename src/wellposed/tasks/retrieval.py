@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.checks import given_options, refuse_options, require_positive
+from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.checks import given_options, refuse_options
 from wellposed.tasks.data.documents import (
     BUILTIN_SIZES,
     PairTable,
@@ -28,7 +29,7 @@ _MAX_DRAWS = 50
 
 
 @dataclass(frozen=True)
-class RetrievalOptions:
+class RetrievalOptions(CheckedOptions):
     """Options of the task `retrieval`."""
 
     data: str = "builtin"
@@ -42,17 +43,17 @@ class RetrievalOptions:
     format: Literal["auto", "pairs", "labelled"] = "auto"
     """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts; auto counts the
     columns."""
-    num_train: int | None = None
+    num_train: Size | None = None
     """Train pairs made of labelled texts; as many as texts (2000 for builtin) where not given."""
-    num_valid: int | None = None
+    num_valid: Size | None = None
     """Valid pairs made of labelled texts; as many as texts (200 for builtin) where not given."""
-    num_test: int | None = None
+    num_test: Size | None = None
     """Test pairs made of labelled texts; as many as texts (200 for builtin) where not given."""
     tokenizer: str = "byte"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
-    max_words: int = 20000
+    max_words: Size = 20000
     """Words in the vocabulary of the word tokenizer."""
-    max_length: int = 1024
+    max_length: Size = 1024
     """Most tokens of one document; the Long Range Arena takes 4000 bytes."""
     overflow: Literal["truncate", "error"] = "truncate"
     """A longer document keeps its first max_length tokens (counted in the report), or is an
@@ -86,9 +87,6 @@ class RetrievalTask(ClassificationTask):
     def __init__(self, options: RetrievalOptions) -> None:
         from wellposed.tasks.text.encoders import build_encoder
 
-        require_positive(
-            "retrieval", options, "num_train", "num_valid", "num_test", "max_length", "max_words"
-        )
         self.options = options
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {

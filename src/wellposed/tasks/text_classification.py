@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from wellposed.errors import DataError
-from wellposed.tasks.checks import require_positive
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.class_names import name_classes
 from wellposed.tasks.data.columns import AUTO, TableOptions
 from wellposed.tasks.data.labelled import (
@@ -22,7 +22,7 @@ from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
 
 
 @dataclass(frozen=True)
-class TextClassificationOptions:
+class TextClassificationOptions(CheckedOptions):
     """Options of the task `text_classification`."""
 
     data: str
@@ -47,10 +47,10 @@ class TextClassificationOptions:
     """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
-    max_words: int = 20000
+    max_words: Size = 20000
     """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the
     unknown token."""
-    max_length: int = 256
+    max_length: Size = 256
     """Most tokens of a text."""
     overflow: Literal["truncate", "error"] = "truncate"
     """A longer text keeps its first max_length tokens (counted in the report), or is an error."""
@@ -73,7 +73,6 @@ class TextClassificationTask(ClassificationTask):
     def __init__(self, options: TextClassificationOptions) -> None:
         from wellposed.tasks.text.encoders import build_encoder
 
-        require_positive("text_classification", options, "max_length", "max_words")
         self.options = options
         table = TableOptions(
             options.label_column,

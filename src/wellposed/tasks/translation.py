@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError, listed
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.parallel import Languages, ParallelTexts, load_parallel
-from wellposed.tasks.kinds.seq2seq import Seq2SeqTask, check_pair_options
+from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ REPEATED: tuple[Split, Split] = ("valid", "test")
 
 
 @dataclass(frozen=True)
-class TranslationOptions:
+class TranslationOptions(CheckedOptions):
     """Options of the task `translation`."""
 
     data: str
@@ -40,27 +41,27 @@ class TranslationOptions:
     tokenizer: str = "bpe"
     """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an
     encoder-decoder."""
-    vocab_size: int = 8000
+    vocab_size: Size = 8000
     """Ids of the byte-pair encoding, special tokens included."""
-    max_tokens: int = 256
+    max_tokens: Size = 256
     """Most tokens of a sentence, its end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
     """A longer train pair is an error, or is dropped (counted in the report); in valid and test it
     is an error."""
     lowercase: bool = False
     """Lower-case both languages, references included."""
-    limit_pairs: int | None = None
+    limit_pairs: Size | None = None
     """Keep only the first pairs of the train split."""
-    tokens_per_batch: int | None = None
+    tokens_per_batch: Size | None = None
     """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
-    generate_beams: int = 4
+    generate_beams: Size = 4
     """Beams of the translations that BLEU and chrF are of; 1 is greedy."""
     generate_length_penalty: float = 1.0
     """Exponent a of what log p is divided by in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
     """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al.
     (2016)."""
-    generate_max_examples: int | None = None
+    generate_max_examples: Size | None = None
     """Translate only the first pairs of valid and of test; all where not given."""
     bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"
     """How BLEU cuts words: 13a for running text, none for text tokenised beforehand."""
@@ -86,7 +87,6 @@ class TranslationTask(Seq2SeqTask):
         from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
         self.options = options
-        check_pair_options("translation", options, "limit_pairs")
         languages = Languages(options.src, options.tgt, options.test_set, options.columns)
         pairs, source = load_parallel(options.data, languages, test=options.test)
         full = len(pairs["train"])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from wellposed.errors import ConfigError
-from wellposed.tasks.checks import require_positive
+from wellposed.options import CheckedOptions, Ge, Size
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
@@ -18,7 +17,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 @dataclass(frozen=True)
-class WordLMOptions:
+class WordLMOptions(CheckedOptions):
     """Options of the task `word_lm`."""
 
     data: str = "builtin"
@@ -35,13 +34,13 @@ class WordLMOptions:
     eos: bool = True
     """Put the word <eos> at the end of every line that holds a word (of every paragraph, for
     builtin)."""
-    max_words: int | None = None
+    max_words: Size | None = None
     """Words in the vocabulary, the most frequent of train; all where not given (10000 for
     builtin)."""
     seq_len: int = 36
     """Tokens in a block, of which all but the first are predicted; 36 predicts 35 words, as in
     sengupta2023."""
-    limit_words: int | None = None
+    limit_words: Annotated[int, Ge(2)] | None = None
     """Keep only the first words of the train text."""
 
 
@@ -71,9 +70,6 @@ class WordLMTask(LanguageModelTask):
     def __init__(self, options: WordLMOptions) -> None:
         from wellposed.tasks.text.tokenizers import WordEncoder
 
-        require_positive("word_lm", options, "max_words")
-        if options.limit_words is not None and options.limit_words < 2:
-            raise ConfigError(f"limit_words = {options.limit_words}, expected at least 2")
         self.options = options
         texts, source = load_texts(options.data, valid=options.valid, test=options.test)
         builtin = options.data == "builtin"

@@ -9,6 +9,7 @@ the fields are the command line's help.
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,38 +18,46 @@ from typing import Any, Literal
 
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
-from wellposed.options import build_options, flat_options, refuse
-from wellposed.regular_file import read_text
-from wellposed.training.ranges import (
-    constrain_problems,
-    penalty_problems,
-    start_problems,
-    train_problems,
+from wellposed.options import (
+    CheckedOptions,
+    Count,
+    Positive,
+    Rate,
+    Seed,
+    Size,
+    Strength,
+    build_options,
+    flat_options,
 )
+from wellposed.regular_file import read_text
 
 SCHEMA_VERSION = 1
 
 Schedule = Literal["constant", "linear", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
 Scalar = str | int | float | bool | None
 
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
+DECAYS_TO_ZERO = ("cosine", "linear")
+
 
 @dataclass(frozen=True)
-class PenaltyOptions:
+class PenaltyOptions(CheckedOptions):
     """Keywords of `wellposed.OrthogonalityPenalty`; all zero means no penalty."""
 
-    affinity: float = 0.0
+    affinity: Strength = 0.0
     """Strength of |A^T A - I|_F^2 on attention affinities."""
-    attention: float = 0.0
+    attention: Strength = 0.0
     """Strength on query, key, value and output weights."""
-    feedforward: float = 0.0
+    feedforward: Strength = 0.0
     """Strength on feed-forward weights."""
-    query: float = 0.0
+    query: Strength = 0.0
     """Strength on query weights alone."""
-    key: float = 0.0
+    key: Strength = 0.0
     """Strength on key weights alone."""
-    value: float = 0.0
+    value: Strength = 0.0
     """Strength on value weights alone."""
-    embedding: float = 0.0
+    embedding: Strength = 0.0
     """Strength on token embeddings."""
     form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
     """Which distance to orthogonality."""
@@ -59,11 +68,8 @@ class PenaltyOptions:
     """One Gram matrix for the four attention weights together, or one each."""
     estimator: Literal["exact", "probes"] = "exact"
     """How the affinity penalty is computed."""
-    every: int = 1
+    every: Size = 1
     """Apply on every k-th step, scaled by k."""
-
-    def __post_init__(self) -> None:
-        refuse(penalty_problems(self))
 
     @property
     def active(self) -> bool:
@@ -82,7 +88,7 @@ class PenaltyOptions:
 
 
 @dataclass(frozen=True)
-class ConstrainOptions:
+class ConstrainOptions(CheckedOptions):
     """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
 
     where: str = ""
@@ -93,11 +99,26 @@ class ConstrainOptions:
     refuse: no tall ones."""
     to: Literal["orthogonal", "spectral", "columns"] = "orthogonal"
     """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
-    bound: float = 1.0
+    bound: Positive = 1.0
     """Size of the sets spectral and columns, above 0."""
 
-    def __post_init__(self) -> None:
-        refuse(constrain_problems(self))
+    def problems(self) -> list[str]:
+        """Return a line for an empty pattern, and for each option that nothing would read."""
+        problems = []
+        if self.where and not all(part.strip() for part in self.where.split(",")):
+            problems.append(
+                f"where = {self.where!r}, expected names or patterns between its commas"
+            )
+        if self.embeddings == "fit" and not self.where:
+            problems.append(
+                "embeddings = 'fit' without where, so no weight is held; name the embedding in"
+                " where"
+            )
+        if self.embeddings == "fit" and self.to != "orthogonal":
+            problems.append(f"embeddings = 'fit' with to = {self.to!r}, expected to = orthogonal")
+        if self.bound != 1.0 and self.to == "orthogonal":
+            problems.append(f"bound = {self.bound!r} with to = orthogonal, which has none")
+        return problems
 
     @property
     def patterns(self) -> list[str]:
@@ -106,51 +127,51 @@ class ConstrainOptions:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(CheckedOptions):
     """How a model is trained."""
 
-    steps: int = 1000
+    steps: Size = 1000
     """Optimizer steps."""
-    epochs: float | None = None
+    epochs: Positive | None = None
     """Passes over the train split; the number of steps then follows from the data."""
-    batch_size: int = 32
+    batch_size: Size = 32
     """Sequences in one micro-batch."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: Size = 1
     """Micro-batches in one optimizer step."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Peak learning rate (the schedule kim2021 uses gamma instead)."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of
     inverse_sqrt_warmup."""
-    warmup_share: float = 0.0
+    warmup_share: Rate = 0.0
     """Share of the steps that warm up, in the place of warmup_steps."""
-    decay_steps: int = 4000
+    decay_steps: Size = 4000
     """D of inverse_sqrt: lr sqrt(D / (D + n))."""
-    gamma: float = 1.0
+    gamma: Positive = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with
     momentum."""
-    momentum: float | None = None
+    momentum: Rate | None = None
     """Of muon (0.95 where not given) and sgd (0.9)."""
-    weight_decay: float = 0.01
+    weight_decay: Strength = 0.01
     """Weight decay on matrices; biases, norms and scalars have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: Rate = 0.9
     """AdamW beta 1."""
-    adam_beta2: float = 0.98
+    adam_beta2: Rate = 0.98
     """AdamW beta 2."""
-    adam_epsilon: float = 1e-9
+    adam_epsilon: Strength = 1e-9
     """AdamW epsilon."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Strength = 1.0
     """Gradient clipping by global norm; 0 switches it off."""
-    label_smoothing: float = 0.0
+    label_smoothing: Rate = 0.0
     """Label smoothing of the training loss."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Losses and metrics read this many times the logits; models whose slope is bounded have small
     ones."""
-    margin_radius: float = 0.0
+    margin_radius: Strength = 0.0
     """Train on the logits that the other classes, or tokens, could reach when the input moves by
     this much."""
     margin_loss: Literal["ce", "certified", "hinge"] | None = None
@@ -163,38 +184,95 @@ class TrainOptions:
     (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
-    num_workers: int = 0
+    num_workers: Count = 0
     """Processes that make batches ahead, for a task of your own that reads or decodes in collate;
     built-in tasks hold their tokens in memory and gain nothing."""
     compile: bool = False
     """Train through torch.compile."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    eval_every: int = 200
+    eval_every: Size = 200
     """Steps between evaluations on the validation split; the last step is always evaluated."""
-    eval_batches: int | None = None
+    eval_batches: Size | None = None
     """At most this many validation batches; all where not given."""
-    patience: int | None = None
+    patience: Size | None = None
     """Stop after this many evaluations without a better validation result; never where not
     given."""
-    checkpoint_every: int = 200
+    checkpoint_every: Size = 200
     """Steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: int = 1
+    keep_checkpoints: Size = 1
     """How many latest checkpoints stay (the best one always stays)."""
-    average_checkpoints: int = 0
+    average_checkpoints: Count = 0
     """Average the weights of this many last evaluations and use the mean where it is better on
     valid; 0: never."""
-    log_every: int = 10
+    log_every: Size = 10
     """Steps between rows of metrics.jsonl."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of weights, data order and dropout."""
 
-    def __post_init__(self) -> None:
-        refuse(train_problems(self))
+    def problems(self) -> list[str]:
+        """Return one line per option that does not fit the others."""
+        problems = []
+        if not DEVICE.fullmatch(self.device):
+            problems.append(f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps")
+        if self.average_checkpoints == 1:
+            problems.append("average_checkpoints = 1, expected 0, or at least 2")
+        if self.optimizer == "adamw" and self.momentum is not None:
+            problems.append(
+                f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1 instead"
+            )
+        return [
+            *problems,
+            *_warmup_problems(self),
+            *_margin_problems(self),
+            *_sharding_problems(self),
+        ]
+
+
+def _warmup_problems(options: TrainOptions) -> list[str]:
+    share, steps, schedule = options.warmup_share, options.warmup_steps, options.schedule
+    problems = []
+    if share and steps:
+        problems.append(f"warmup_share = {share} and warmup_steps = {steps}: give one")
+    if schedule in NEEDS_WARMUP and not (steps or share):
+        problems.append(f"warmup_steps = {steps}, expected at least 1 for the schedule {schedule}")
+    if schedule in DECAYS_TO_ZERO and options.epochs is None and options.steps <= steps:
+        problems.append(
+            f"warmup_steps = {steps}, expected fewer than steps = {options.steps} for the"
+            f" schedule {schedule}"
+        )
+    return problems
+
+
+def _sharding_problems(options: TrainOptions) -> list[str]:
+    whole = {
+        "optimizer = muon, which steps whole matrices": options.optimizer == "muon",
+        "margin_radius, whose loss reads the whole head": options.margin_radius,
+        "compile, whose graphs hold whole weights": options.compile,
+    }
+    given = [name for name, is_given in whole.items() if is_given and options.parallel == "fsdp"]
+    return [f"parallel = fsdp with {name}; leave it out, or take ddp" for name in given]
+
+
+def _margin_problems(options: TrainOptions) -> list[str]:
+    loss, radius = options.margin_loss, options.margin_radius
+    problems = []
+    if loss == "ce" and radius:
+        problems.append(
+            f"margin_radius = {radius} with margin_loss = ce, which has no margin; take certified"
+            " or hinge"
+        )
+    if loss in ("certified", "hinge") and not radius:
+        problems.append(f"margin_loss = {loss} needs a margin_radius above 0")
+    if loss == "hinge" and options.label_smoothing:
+        problems.append(
+            f"label_smoothing = {options.label_smoothing} with margin_loss = hinge, expected 0"
+        )
+    return problems
 
 
 @dataclass(frozen=True)
-class StartOptions:
+class StartOptions(CheckedOptions):
     """A Hugging Face model that the run begins with, in the place of an architecture of ours; none
     where empty."""
 
@@ -212,8 +290,21 @@ class StartOptions:
     """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with
     --from-scratch."""
 
-    def __post_init__(self) -> None:
-        refuse(start_problems(self))
+    def problems(self) -> list[str]:
+        """Return one line per option that needs a model to start from, or another option."""
+        if not self.model:
+            parts = ("from_scratch", "new_head", "attention", "init")
+            given = [name for name in parts if getattr(self, name) not in (False, "own")]
+            return [f"{name} needs a model to start from; name it with --from" for name in given]
+        problems = []
+        if self.from_scratch and self.new_head:
+            problems.append("from_scratch draws a new head as well; leave new_head out")
+        if self.init == "t_fixup" and not self.from_scratch:
+            problems.append(
+                "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without"
+                " which pretrained weights are of no use; give --from-scratch, or another variant"
+            )
+        return problems
 
 
 @dataclass(frozen=True)

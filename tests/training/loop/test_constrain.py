@@ -181,8 +181,8 @@ def test_an_empty_pattern_is_refused() -> None:
     ):
         ConstrainOptions(embeddings="fit")
     for options, says in (
-        ({"to": "stiefel"}, "to = 'stiefel', expected orthogonal, spectral or columns"),
-        ({"to": "spectral", "bound": 0.0}, r"bound = 0\.0, expected a finite number above 0"),
+        ({"to": "stiefel"}, "to = 'stiefel', expected 'orthogonal', 'spectral' or 'columns'"),
+        ({"to": "spectral", "bound": 0.0}, r"bound = 0\.0, expected a finite number > 0"),
         ({"bound": 0.5}, r"bound = 0\.5 with to = orthogonal, which has none"),
         ({"to": "columns", "embeddings": "fit"}, "embeddings = 'fit' with to = 'columns'"),
     ):

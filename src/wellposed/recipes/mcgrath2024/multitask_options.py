@@ -4,84 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
-from wellposed.errors import ConfigError, listed
-from wellposed.training.ranges import AT_LEAST_ONE, BELOW_ONE, POSITIVE, Rule
+from wellposed.options import CheckedOptions, Positive, Rate, Size
 
 SETS = ("sst", "para", "sts")
 METRICS = {"sst": "accuracy", "para": "accuracy", "sts": "Pearson"}
-STS_LOSSES = ("squared_error", "cosine")
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), AT_LEAST_ONE
-    ),
-    **dict.fromkeys(
-        ("max_length", "train_rows", "batch_size", "steps", "measure_every"), AT_LEAST_ONE
-    ),
-    "learning_rate": POSITIVE,
-    "dropout": BELOW_ONE,
-}
 
 
 @dataclass(frozen=True)
-class MultiTaskOptions:
+class MultiTaskOptions(CheckedOptions):
     """How one encoder with three heads is built and trained."""
 
     encoder: str | None = None
     """Folder or hub name of a pretrained encoder with its tokenizer, or the config.json of one to
     train from scratch; None trains the small BERT below from scratch."""
-    hidden_size: int = 64
+    hidden_size: Size = 64
     """Width of the small BERT; its feed-forward layers are four times as wide."""
-    num_hidden_layers: int = 2
+    num_hidden_layers: Size = 2
     """Layers of the small BERT."""
-    num_attention_heads: int = 4
+    num_attention_heads: Size = 4
     """Heads of the small BERT."""
-    vocab_size: int = 4000
+    vocab_size: Size = 4000
     """Word pieces learned from the train rows where the encoder brings no tokenizer."""
-    max_length: int = 48
+    max_length: Size = 48
     """Longest row in tokens, pairs together; longer rows are cut and counted."""
-    dropout: float = 0.1
+    dropout: Rate = 0.1
     """Dropout of the small BERT's hidden states, and before the heads."""
-    train_rows: int | None = None
+    train_rows: Size | None = None
     """Train on the first so many rows of each set; None is all."""
-    batch_size: int = 16
+    batch_size: Size = 16
     """Rows of each of the three sets per step."""
-    steps: int = 400
+    steps: Size = 400
     """Optimizer steps; each takes one batch of every set and the sum of the three losses."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Peak learning rate of AdamW, reached after a tenth of the steps, then falling linearly to
     zero."""
     weight_decay: float = 0.01
     """Decay of matrices."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-    measure_every: int = 40
+    measure_every: Size = 40
     """Steps between measurements of orthogonality."""
-    sts_loss: str = "squared_error"
+    sts_loss: Literal["squared_error", "cosine"] = "squared_error"
     """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as
     vectors."""
 
-    def __post_init__(self) -> None:
-        values = [(name, getattr(self, name), rule) for name, rule in RULES.items()]
-        problems = [
-            f"{name} = {value!r}, expected {expected}"
-            for name, value, (expected, fits) in values
-            if value is not None and not fits(value)
+    def problems(self) -> list[str]:
+        """Return a line where the heads do not divide the width of the small BERT."""
+        if self.encoder is not None or self.hidden_size % self.num_attention_heads == 0:
+            return []
+        return [
+            f"hidden_size = {self.hidden_size} is not a multiple of {self.num_attention_heads}"
+            " heads"
         ]
-        if self.sts_loss not in STS_LOSSES:
-            problems.append(
-                f"sts_loss = {self.sts_loss!r}, expected one of {', '.join(STS_LOSSES)}"
-            )
-        if not problems and self.encoder is None and self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size = {self.hidden_size} is not a multiple of {self.num_attention_heads}"
-                " heads"
-            )
-        if problems:
-            raise ConfigError(
-                "these options of multi-task training cannot be used:\n" + listed(problems)
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return every option by name."""

@@ -3,16 +3,13 @@ text."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from wellposed.errors import ConfigError
 from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key, token_batches
 from wellposed.tasks.batches.rows import Rows
-from wellposed.tasks.checks import require_positive
 from wellposed.tasks.kinds.token_task import TokenTask
 from wellposed.tasks.task import Example, Kind, Split
 
@@ -43,23 +40,6 @@ class PairOptions(Protocol):
     def generate_length_penalty(self) -> float: ...
     @property
     def generate_length_penalty_form(self) -> str: ...
-
-
-def check_pair_options(task: str, options: PairOptions, *sizes: str) -> None:
-    """Raise `ConfigError` where a size, or one of ``sizes``, is below 1, or the length penalty is
-    not finite."""
-    shared = (
-        "vocab_size",
-        "max_tokens",
-        "tokens_per_batch",
-        "generate_beams",
-        "generate_max_examples",
-    )
-    require_positive(task, options, *sizes, *shared)
-    if not math.isfinite(options.generate_length_penalty):
-        raise ConfigError(
-            f"{task}: generate_length_penalty = {options.generate_length_penalty}, expected finite"
-        )
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from typing import Any
 from wellposed.errors import CheckpointError, ConfigError, listed
 from wellposed.finite_json import to_json
 from wellposed.plugins import import_again
-from wellposed.training.config import RunConfig, config_difference, read_toml
+from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
 from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.folder import lock as folder_lock
 from wellposed.training.loop.schedules import learning_rate
-from wellposed.training.ranges import DECAYS_TO_ZERO
 from wellposed.version import __version__
 
 CONFIG = "config.toml"
